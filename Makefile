@@ -1,0 +1,56 @@
+# Everything a contributor or a first-time user runs. Each target does its own set-up.
+PYTHON ?= python3
+BIN := .venv/bin
+FOLDERS := core kernels model quant tasks flows inference calibration_data
+
+.PHONY: demo dev test test-all test-gpu check format build clean
+
+demo: .venv/.installed
+	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
+	    --rows 16 --row-tokens 512 --measure-rows 16 --measure-row-tokens 512 --validate-rows 16 \
+	    --validate-row-tokens 512
+
+# A user's environment: the package and its pinned dependencies.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+# A contributor's environment: the same plus the development tools.
+.venv/.installed-dev: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Links for the tools that read files instead of importing them.
+.links/exl2flow: Makefile
+	mkdir -p $@
+	for folder in $(FOLDERS); do ln -sfn ../../$$folder $@/$$folder; done
+	touch $@
+
+dev: .venv/.installed-dev .links/exl2flow
+
+test: dev
+	$(BIN)/python -m pytest -m "not slow and not gpu and not multigpu and not network" $(ARGS)
+
+test-all: dev
+	$(BIN)/python -m pytest -m "not gpu and not multigpu and not network" $(ARGS)
+
+test-gpu: dev
+	$(BIN)/python -m pytest -m "gpu" $(ARGS)
+
+check: dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant tasks flows inference
+	$(BIN)/mypy
+
+format: dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+build: dev
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf .venv .links build dist *.egg-info demo-exl2 .exl2flow

@@ -1,0 +1,1 @@
+"""Everything below the arithmetic: errors, configuration, the on-disk store, progress."""

@@ -1,0 +1,131 @@
+"""Every deliberate error of the project.
+
+Exl2FlowError
+├── ConfigError
+├── SourceModelError     ─ UnsupportedArchitecture · MissingTensor · TensorShapeError
+├── CalibrationError     ─ NotEnoughRows
+├── QuantizationError    ─ SingularHessian · NonFiniteState · ReconstructionMismatch
+├── AllocationError      ─ BudgetUnreachable
+├── StoreError           ─ StaleCheckpoint · CorruptCheckpoint · WorkDirBusy · WriteFailed
+├── KernelError          ─ BackendUnavailable · UnsupportedShape
+├── InferenceError       ─ ContextOverflow
+├── ValidationFailed
+├── PreflightFailed
+└── Interrupted
+
+A message says what is wrong, where, and what to do.
+"""
+
+
+class Exl2FlowError(Exception):
+    """Base of all deliberate errors; `retryable` tells whether trying again can succeed."""
+
+    retryable = False
+
+
+class ConfigError(Exl2FlowError):
+    """An option is out of range or two options contradict each other."""
+
+
+class SourceModelError(Exl2FlowError):
+    """The source folder cannot be used as a model."""
+
+
+class UnsupportedArchitecture(SourceModelError):
+    """`config.json` names an architecture or a variant that no family row describes."""
+
+
+class MissingTensor(SourceModelError):
+    """A tensor that the config implies is not in the model's files."""
+
+
+class TensorShapeError(SourceModelError):
+    """A tensor's shape differs from what the config implies, or cannot be quantized."""
+
+
+class CalibrationError(Exl2FlowError):
+    """The calibration data cannot be read or used."""
+
+
+class NotEnoughRows(CalibrationError):
+    """The text is too short for the rows asked for."""
+
+
+class QuantizationError(Exl2FlowError):
+    """Rounding a matrix failed."""
+
+
+class SingularHessian(QuantizationError):
+    """A Hessian has no Cholesky factor at any damping."""
+
+
+class NonFiniteState(QuantizationError):
+    """NaN or infinity in a weight or a hidden state."""
+
+
+class ReconstructionMismatch(QuantizationError):
+    """A written matrix does not decode to what was quantized."""
+
+
+class AllocationError(Exl2FlowError):
+    """Bits could not be allotted."""
+
+
+class BudgetUnreachable(AllocationError):
+    """No choice of candidates meets the target bits per weight."""
+
+
+class StoreError(Exl2FlowError):
+    """The work directory or an output file cannot be used."""
+
+
+class StaleCheckpoint(StoreError):
+    """A checkpoint was written by another schema or for other inputs."""
+
+
+class CorruptCheckpoint(StoreError):
+    """A checkpoint file is damaged."""
+
+
+class WorkDirBusy(StoreError):
+    """Another process works in this work directory."""
+
+
+class WriteFailed(StoreError):
+    """A file could not be written: disk full, file size limit or permissions."""
+
+
+class KernelError(Exl2FlowError):
+    """A kernel cannot run."""
+
+
+class BackendUnavailable(KernelError):
+    """The device asked for is not usable on this machine."""
+
+
+class UnsupportedShape(KernelError):
+    """A matrix shape that the format or a kernel excludes."""
+
+
+class InferenceError(Exl2FlowError):
+    """Running a model failed."""
+
+
+class ContextOverflow(InferenceError):
+    """The prompt and the tokens asked for exceed the model's positions."""
+
+
+class ValidationFailed(Exl2FlowError):
+    """Perplexity or divergence is above its limit."""
+
+
+class PreflightFailed(Exl2FlowError):
+    """One or more problems found before any work was done; the message lists all."""
+
+
+class Interrupted(Exl2FlowError):
+    """The user asked to stop; everything finished so far is committed."""
+
+    def __init__(self, message: str, *, signum: int) -> None:
+        super().__init__(message)
+        self.signum = signum

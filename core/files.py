@@ -1,0 +1,220 @@
+"""Files that are either whole or absent: written aside, flushed, renamed.
+
+A file's identity is its sha256; `FileRecord` remembers it beside size, mtime and ctime, so that an
+untouched file is recognized without reading it (ctime cannot be set back by a program).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
+
+TEMPORARY_SUFFIX = ".partial"
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class FileRecord(BaseModel):
+    """What a file was when it was committed; `sha256` is None for files cheap to make again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str | None
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path, *, sha256: str | None) -> "FileRecord":
+        """Return the record of an existing file with a digest that the caller knows."""
+        stat = path.stat()
+        return cls(
+            sha256=sha256, size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns
+        )
+
+    def matches(self, path: Path) -> bool:
+        """Tell whether `path` holds what was recorded, reading it only if its times moved."""
+        try:
+            now = FileRecord.of(path, sha256=self.sha256)
+        except OSError:
+            return False
+        if now == self:
+            return True
+        return now.size == self.size and self.sha256 is not None and digest(path) == self.sha256
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file as hexadecimal text."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(value: object) -> str:
+    """Return the sha256 of a JSON-serializable value in canonical form."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of `path` when the block ends without an error.
+
+    Raises:
+        WriteFailed: the disk is full, a size limit is reached or permissions forbid it.
+    """
+    aside = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise WriteFailed(
+            f"cannot write `{path}`: {error.strerror or error}; free space or fix the permissions, "
+            "then repeat the same command: it goes on where it stopped"
+        ) from error
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file with indent 4 atomically."""
+    with replacing(path) as file:
+        file.write((json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        CorruptCheckpoint: the file is missing or not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"cannot read `{path}`: {error}") from error
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the little-endian bytes of a CPU tensor without copying when it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def safetensors_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
+    """Return the length word and JSON header of a safetensors file with tensors in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in layout.items():
+        size = dtype.itemsize
+        for axis in shape:
+            size *= axis
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_layout(
+    path: Path,
+    layout: Layout,
+    tensors: Iterable[torch.Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write a safetensors file atomically, holding one tensor at a time, and return its sha256.
+
+    Args:
+        path: the file.
+        layout: name → (dtype, shape), in the order of `tensors`.
+        tensors: the contents; drawn one by one.
+        metadata: text for the header.
+    """
+    sha = hashlib.sha256()
+    with replacing(path) as file:
+        header = safetensors_header(layout, metadata or {})
+        sha.update(header)
+        file.write(header)
+        for (name, expected), tensor in zip(layout.items(), tensors, strict=True):
+            if (tensor.dtype, tuple(tensor.shape)) != expected:
+                raise AssertionError(f"`{name}` is not laid out as planned: {expected}")
+            data = tensor_bytes(tensor)
+            sha.update(data)
+            file.write(data)
+    return sha.hexdigest()
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> str:
+    """Write tensors in memory as a safetensors file atomically, and return its sha256."""
+    layout = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    return write_layout(path, layout, tensors.values(), metadata=metadata)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read the text entries in the header of a safetensors file of our own.
+
+    Raises:
+        CorruptCheckpoint: the file is missing, truncated or not safetensors.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a whole safetensors file of our own into memory.
+
+    Raises:
+        CorruptCheckpoint: the file is missing, truncated or not safetensors.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error

@@ -1,0 +1,39 @@
+"""A first SIGINT or SIGTERM asks the stage to commit and stop, a second one exits at once."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Set by the first signal; long loops look at `signum` after each commit."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal: remember the first, leave the process on the second."""
+        if self.signum is not None:
+            os._exit(128 + signum)
+        self.signum = signum
+        os.write(2, b"\nstopping after the current sublayer; repeat the signal to stop at once\n")
+
+
+@contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Catch the signals while the block runs; outside the main thread the request stays unset."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous = {number: signal.signal(number, request) for number in SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

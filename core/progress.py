@@ -1,0 +1,52 @@
+"""How long loops tell what they have done: a callback that receives ticks.
+
+Who listens is the caller's choice: `reporting_to(sink)` sets the sink for everything run inside the
+block, so that a task started by Prefect reaches the terminal that started the flow.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """`done` of `total` units of a stage are finished; `detail` says what the last one was."""
+
+    stage: str
+    done: int
+    total: int
+    detail: str = ""
+
+
+class Progress(Protocol):
+    """Receives ticks; must return quickly and never raise."""
+
+    def __call__(self, tick: Tick) -> None: ...
+
+
+def silent(tick: Tick) -> None:
+    """Drop the tick."""
+
+
+_current: ContextVar[Progress] = ContextVar("progress", default=silent)
+
+
+def report(tick: Tick) -> None:
+    """Pass a tick to the current sink."""
+    _current.get()(tick)
+
+
+@contextmanager
+def reporting_to(sink: Progress) -> Iterator[None]:
+    """Make `sink` the current one while the block runs."""
+    token = _current.set(sink)
+    try:
+        yield
+    finally:
+        _current.reset(token)

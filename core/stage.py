@@ -1,0 +1,130 @@
+"""What a stage is, and how a list of stages becomes fingerprints, folders and runs.
+
+A fingerprint covers the stage's name, schema, options and the fingerprints of its inputs, beginning
+with the source model's: changing an option redoes the stages that depend on it and no others.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import Interrupted
+from exl2flow.core.files import digest_of
+from exl2flow.core.interrupt import StopRequest, listening
+from exl2flow.core.progress import Progress, Tick
+from exl2flow.core.source import SourceFingerprint
+from exl2flow.core.store import StageFolder, StageRef, WorkDir
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """Everything a stage function is given."""
+
+    config: ConversionConfig
+    folder: StageFolder
+    inputs: Mapping[str, Path]
+    device: str
+    progress: Progress
+    stop: StopRequest
+
+    def tick(self, done: int, total: int, detail: str = "") -> None:
+        """Report progress of this stage."""
+        self.progress(Tick(stage=self.folder.manifest.stage, done=done, total=total, detail=detail))
+
+    def stop_if_asked(self) -> None:
+        """Leave the stage when a signal came; call right after a commit.
+
+        Raises:
+            Interrupted: a signal came.
+        """
+        if self.stop.signum is not None:
+            manifest = self.folder.manifest
+            raise Interrupted(
+                f"stopped in stage `{manifest.stage}` after {manifest.cursor} of {manifest.total}; "
+                "everything finished is saved",
+                signum=self.stop.signum,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One node of the pipeline: a plain resumable function and what determines its result."""
+
+    name: str
+    schema: int
+    inputs: tuple[str, ...]
+    options: Callable[[ConversionConfig], Mapping[str, object]]
+    run: Callable[[StageRun], None]
+    enabled: Callable[[ConversionConfig], bool] = lambda config: True
+
+
+class Pipeline:
+    """The stages of one configuration, resolved to folders in one work directory."""
+
+    def __init__(self, config: ConversionConfig, stages: Sequence[Stage], *, device: str) -> None:
+        """Resolve all fingerprints; reads the source's files once (digests are remembered)."""
+        self.config = config
+        self.device = device
+        self.stages = {stage.name: stage for stage in stages if stage.enabled(config)}
+        source = SourceFingerprint.of(config.source, memory=config.work_dir_root / "digests.json")
+        self.work = WorkDir(config.work_dir_root / f"{source.slug}-{source.fingerprint[:12]}")
+        self.refs: dict[str, StageRef] = {}
+        self._options: dict[str, dict[str, object]] = {}
+        for stage in self.stages.values():
+            self._options[stage.name] = dict(stage.options(config))
+            identity = {
+                "stage": stage.name,
+                "schema": stage.schema,
+                "options": self._options[stage.name],
+                "inputs": self._input_fingerprints(stage),
+                "source": source.fingerprint,
+            }
+            self.refs[stage.name] = self.work.ref(stage.name, digest_of(identity))
+
+    def _input_fingerprints(self, stage: Stage) -> dict[str, str]:
+        return {name: self.refs[name].fingerprint for name in stage.inputs if name in self.refs}
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a stage."""
+        return self.work.path(self.refs[name])
+
+    def is_complete(self, name: str) -> bool:
+        """Tell whether a stage needs no work."""
+        return self.work.is_complete(self.refs[name])
+
+    def run(self, name: str, *, progress: Progress) -> StageRef:
+        """Run a stage unless its result is there, and return its reference.
+
+        Raises:
+            WorkDirBusy: another process works on this model.
+            Interrupted: a signal came; everything finished is committed.
+        """
+        stage, ref = self.stages[name], self.refs[name]
+        with self.work.lock(), listening() as stop:
+            if self.is_complete(name):
+                log.info("stage=%s cached path=%s", name, self.path(name))
+                return ref
+            folder = self.work.open(
+                ref,
+                schema=stage.schema,
+                inputs=self._input_fingerprints(stage),
+                options=self._options[name],
+                device=self.device,
+            )
+            inputs = {key: self.path(key) for key in stage.inputs if key in self.refs}
+            stage.run(
+                StageRun(
+                    config=self.config,
+                    folder=folder,
+                    inputs=inputs,
+                    device=self.device,
+                    progress=progress,
+                    stop=stop,
+                )
+            )
+            folder.complete()
+        return ref

@@ -1,0 +1,226 @@
+"""The work directory: a folder with a manifest per stage and fingerprint, one owner at a time.
+
+`<work root>/<model>-<source fingerprint>/<stage>/<fingerprint>/manifest.json`
+"""
+
+import fcntl
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from exl2flow.core.errors import CorruptCheckpoint, WorkDirBusy
+from exl2flow.core.files import (
+    TEMPORARY_SUFFIX,
+    FileRecord,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+
+STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
+
+
+class StageRef(BaseModel):
+    """All that stages and tasks exchange: which result, and where."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: str
+    fingerprint: str
+    path: str
+
+
+class SavedStates(BaseModel):
+    """Hidden states as they enter sublayer `index`, in one of the two files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    index: int
+    record: FileRecord
+
+
+class StageManifest(BaseModel):
+    """What a stage folder holds; rewritten after every commit."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stage: str
+    schema_version: int
+    fingerprint: str
+    inputs: dict[str, str]
+    options: dict[str, object]
+    device: str
+    status: Literal["partial", "complete"] = "partial"
+    cursor: int = 0
+    total: int = 0
+    files: dict[str, FileRecord] = {}
+    states: SavedStates | None = None
+    notes: list[str] = []
+    seconds: float = 0.0
+    versions: dict[str, str] = {}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that can change a result."""
+    return {
+        "exl2flow": version("exl2flow"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+class StageFolder:
+    """One stage's folder: commits files to its manifest, and knows which of them still hold."""
+
+    def __init__(self, path: Path, manifest: StageManifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._states_time = time.monotonic()
+        self._begun = time.monotonic()
+        self._seconds_before = manifest.seconds
+
+    @classmethod
+    def load(cls, path: Path) -> "StageFolder | None":
+        """Return the folder as its manifest describes it, or None without a readable manifest."""
+        try:
+            return cls(path, StageManifest.model_validate(read_json(path / "manifest.json")))
+        except (CorruptCheckpoint, ValidationError):
+            return None
+
+    def valid(self, name: str) -> bool:
+        """Tell whether a committed file still holds what was committed."""
+        record = self.manifest.files.get(name)
+        return record is not None and record.matches(self.path / name)
+
+    def is_complete(self) -> bool:
+        """Tell whether the stage finished and all its files still hold."""
+        return self.manifest.status == "complete" and all(map(self.valid, self.manifest.files))
+
+    def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
+        """Record a file that lies at its place, and how far the stage has come."""
+        self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
+        if cursor is not None:
+            self.manifest.cursor = cursor
+        self.save()
+
+    def note(self, text: str) -> None:
+        """Keep a sentence for the report; stored with the next commit."""
+        if text not in self.manifest.notes:
+            self.manifest.notes.append(text)
+
+    def save(self) -> None:
+        """Write the manifest."""
+        self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
+        write_json(self.path / "manifest.json", self.manifest.model_dump(mode="json"))
+
+    def save_states(self, states: torch.Tensor, index: int, *, force: bool = False) -> None:
+        """Store the hidden states entering sublayer `index` unless the last ones are recent."""
+        if not force and time.monotonic() - self._states_time < STATES_INTERVAL_SECONDS:
+            return
+        saved = self.manifest.states
+        name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
+        write_tensors(self.path / name, {"states": states})
+        record = FileRecord.of(self.path / name, sha256=None)
+        self.manifest.states = SavedStates(file=name, index=index, record=record)
+        self.save()
+        self._states_time = time.monotonic()
+
+    def load_states(self) -> tuple[int, torch.Tensor] | None:
+        """Return (sublayer index, states) of the last saved states, if they still hold."""
+        saved = self.manifest.states
+        if saved is None or not saved.record.matches(self.path / saved.file):
+            return None
+        return saved.index, read_tensors(self.path / saved.file)["states"]
+
+    def complete(self) -> None:
+        """Mark the stage complete and drop what only a resume needs."""
+        self.manifest.status = "complete"
+        self.manifest.states = None
+        self.save()
+        for path in self.path.glob("states-?.safetensors"):
+            path.unlink()
+
+
+class WorkDir:
+    """The stages of one source model."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def ref(self, stage: str, fingerprint: str) -> StageRef:
+        """Return the reference of a stage result, whether it exists or not."""
+        return StageRef(stage=stage, fingerprint=fingerprint, path=f"{stage}/{fingerprint[:16]}")
+
+    def path(self, ref: StageRef) -> Path:
+        """Return the folder of a stage result."""
+        return self.root / ref.path
+
+    def is_complete(self, ref: StageRef) -> bool:
+        """Tell whether a stage result is there, whole and unaltered."""
+        folder = StageFolder.load(self.path(ref))
+        return folder is not None and folder.is_complete()
+
+    def open(
+        self,
+        ref: StageRef,
+        *,
+        schema: int,
+        inputs: Mapping[str, str],
+        options: Mapping[str, object],
+        device: str,
+    ) -> StageFolder:
+        """Open a stage folder for work: resume a partial one of this device class, or begin."""
+        path = self.path(ref)
+        folder = StageFolder.load(path)
+        if folder is None or folder.manifest.device != device:
+            shutil.rmtree(path, ignore_errors=True)
+            manifest = StageManifest(
+                stage=ref.stage,
+                schema_version=schema,
+                fingerprint=ref.fingerprint,
+                inputs=dict(inputs),
+                options=dict(options),
+                device=device,
+            )
+            folder = StageFolder(path, manifest)
+        for leftover in path.rglob(f".*{TEMPORARY_SUFFIX}"):
+            leftover.unlink()
+        folder.manifest.status = "partial"
+        folder.manifest.versions = versions()
+        folder.save()
+        return folder
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the work directory; the kernel lets it go when the process ends, however it ends.
+
+        Raises:
+            WorkDirBusy: another process holds it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(handle, 32, 0).decode() or "unknown"
+                raise WorkDirBusy(
+                    f"process {owner} is working in `{self.root}`; wait for it, stop it, "
+                    "or choose another `--work-root`"
+                ) from None
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(handle)

@@ -1,0 +1,212 @@
+"""Make the demo model: a byte-level BPE tokenizer and a small Llama, trained from scratch.
+
+The text is the generator's corpus and, as a smaller share, the calibration prose of this
+repository. The number of steps is fixed, so a run depends on the seed only.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from corpus import take
+
+HERE = Path(__file__).resolve().parent
+PROSE = HERE.parent / "calibration_data" / "text"
+PROSE_KINDS = ("encyclopedia", "web", "stories", "technical")
+PROSE_SHARE, PROSE_REPEATS = 0.15, 16
+BOS, EOS = "<|bos|>", "<|eos|>"
+SEED = 1234
+VOCABULARY = 4096
+TOKENS_PER_STEP = 2048
+STEPS = 4200
+LONG_STEPS = 200
+WARM_UP = 150
+PEAK_RATE, LAST_RATE = 2.5e-3, 1e-4
+CHARACTERS_PER_TOKEN = 4.6
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "intermediate_size": 448,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.02,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float16",
+}
+
+
+def prose_pieces(characters: int = 1600) -> list[str]:
+    """Return the calibration prose in pieces of whole paragraphs."""
+    pieces: list[str] = []
+    for kind in PROSE_KINDS:
+        for path in sorted((PROSE / kind).rglob("*.txt")):
+            piece = ""
+            for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+                piece = f"{piece}\n\n{paragraph.strip()}".strip()
+                if len(piece) >= characters:
+                    pieces.append(piece)
+                    piece = ""
+            if piece:
+                pieces.append(piece)
+    return pieces
+
+
+def make_tokenizer(texts: list[str]) -> Tokenizer:
+    """Train the byte-level BPE tokenizer; it puts the begin token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 0)]
+            ),
+        ]
+    )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of every text, with the begin and the end token."""
+    encoded = tokenizer.encode_batch(texts)
+    return [[*item.ids, 1] for item in encoded]
+
+
+def make_stream(
+    tokenizer: Tokenizer, corpus: list[str], prose: list[str], tokens: int, rng: random.Random
+) -> torch.Tensor:
+    """Return one stream of shuffled documents, with the prose repeated up to its share."""
+    stories, pieces = encode(tokenizer, corpus), encode(tokenizer, prose)
+    prose_tokens = sum(map(len, pieces))
+    repeats = min(PROSE_REPEATS, round(PROSE_SHARE * tokens / max(1, prose_tokens)))
+    documents = pieces * repeats
+    size = prose_tokens * repeats
+    print(f"prose: {len(pieces)} pieces, {repeats} times, {size} tokens", flush=True)
+    for story in stories:
+        documents.append(story)
+        size += len(story)
+        if size >= tokens:
+            break
+    assert size >= tokens, f"the corpus has only {size} tokens of {tokens}"
+    rng.shuffle(documents)
+    return torch.tensor([token for document in documents for token in document][:tokens])
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Return the rate at a step: linear warm-up, then a cosine."""
+    if step < WARM_UP:
+        return PEAK_RATE * (step + 1) / WARM_UP
+    progress = (step - WARM_UP) / max(1, steps - WARM_UP)
+    return LAST_RATE + (PEAK_RATE - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on the matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+
+
+def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int, long_steps: int) -> float:
+    """Train in one pass over the stream, the last steps on longer rows; return the last loss."""
+    optimizer = optimizer_for(model)
+    started = time.monotonic()
+    recent: list[float] = []
+    model.train()
+    for step in range(steps):
+        length = 1024 if step >= steps - long_steps else 512
+        rows = stream[step * TOKENS_PER_STEP : (step + 1) * TOKENS_PER_STEP].view(-1, length)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent = [*recent[-99:], loss.item()]
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            mean, seconds = sum(recent) / len(recent), time.monotonic() - started
+            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
+    return sum(recent) / len(recent)
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model in the Hugging Face layout, weights as fp16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.half().contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+    files = {
+        "config.json": CONFIG,
+        "tokenizer_config.json": tokenizer_config,
+        "generation_config.json": generation_config,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Make the tokenizer, train, and save the model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--output", type=Path, default=HERE / "model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    torch.manual_seed(SEED)
+    tokens = arguments.steps * TOKENS_PER_STEP
+    prose = prose_pieces()
+    corpus = take(max(500_000, int(tokens * CHARACTERS_PER_TOKEN)), SEED)
+    tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
+    stream = make_stream(tokenizer, corpus, prose, tokens, random.Random(SEED))
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"parameters {parameters}  tokens {len(stream)}", flush=True)
+    loss = train(model, stream, arguments.steps, LONG_STEPS * arguments.steps // STEPS)
+    save(model, tokenizer, arguments.output)
+    print(f"last loss {loss:.3f}, saved in {arguments.output}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The flows and the command line.
+
+Flows are imported on first use, because most commands need no Prefect. A flow has the name of its
+module, which the import system binds here; properties of the package give the flow in its place.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exl2flow.flows.convert import convert
+    from exl2flow.flows.local import run_locally
+    from exl2flow.flows.measure import measure
+    from exl2flow.flows.validate import validate
+
+__all__ = ["convert", "measure", "run_locally", "validate"]
+
+
+def _member(module: str, name: str) -> property:
+    def find(package: ModuleType) -> object:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+
+    def keep(package: ModuleType, value: object) -> None:
+        """Let the import system believe that it bound the submodule."""
+
+    return property(find, keep)
+
+
+class _Flows(ModuleType):
+    convert = _member("convert", "convert")
+    measure = _member("measure", "measure")
+    run_locally = _member("local", "run_locally")
+    validate = _member("validate", "validate")
+
+
+sys.modules[__name__].__class__ = _Flows

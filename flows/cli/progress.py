@@ -1,0 +1,135 @@
+"""Progress of stages: bars with elapsed and remaining time on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from exl2flow.core.progress import Progress, Tick, reporting_to
+from exl2flow.flows.cli.console import ERR, say
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast a stage goes since its first tick; what a resume found done does not count."""
+
+    begun: float
+    found: int
+    done: int
+    total: int
+    changed: float
+
+    @classmethod
+    def start(cls, tick: Tick, now: float) -> "Pace":
+        """Begin with the first tick; a stage without a tick at zero has none to measure yet."""
+        return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
+
+    def update(self, tick: Tick, now: float) -> None:
+        """Take the next tick."""
+        self.done, self.total, self.changed = tick.done, tick.total, now
+
+    def elapsed(self, now: float) -> float:
+        """Return seconds since the first tick; a finished stage stands still."""
+        return (self.changed if self.done >= self.total else now) - self.begun
+
+    def remaining(self, now: float) -> float | None:
+        """Return the seconds left, or None before anything was done."""
+        if self.done >= self.total:
+            return 0.0
+        if self.done <= self.found:
+            return None
+        each = (self.changed - self.begun) / (self.done - self.found)
+        return max(0.0, each * (self.total - self.done) - (now - self.changed))
+
+
+def clock(seconds: float | None) -> str:
+    """Return h:mm:ss."""
+    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+class PlainLines:
+    """One line per tick on stderr."""
+
+    def __init__(self) -> None:
+        self._paces: dict[str, Pace] = {}
+
+    def __call__(self, tick: Tick) -> None:
+        """See `Progress`."""
+        now = time.monotonic()
+        pace = self._paces.setdefault(tick.stage, Pace.start(tick, now))
+        pace.update(tick, now)
+        line = f"{tick.stage} {tick.done}/{tick.total} {tick.detail}".rstrip()
+        times = f"elapsed={clock(pace.elapsed(now))} remaining={clock(pace.remaining(now))}"
+        say(f"{line} {times}" if tick.done < tick.total else f"{line} {times.split()[0]}")
+
+
+class _Times(ProgressColumn):
+    """Elapsed and remaining time; the latter counts down between ticks."""
+
+    def render(self, task: Task) -> Text:
+        """See `ProgressColumn`."""
+        pace: Pace = task.fields["pace"]
+        now = time.monotonic()
+        elapsed = clock(pace.elapsed(now))
+        if pace.done >= pace.total:
+            return Text(elapsed, style="green")
+        return Text(f"{elapsed}  ETA {clock(pace.remaining(now))}", style="cyan")
+
+
+class StageBars:
+    """One bar per stage."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._stages: dict[str, tuple[TaskID, Pace]] = {}
+
+    def __call__(self, tick: Tick) -> None:
+        """See `Progress`."""
+        now = time.monotonic()
+        if tick.stage not in self._stages:
+            pace = Pace.start(tick, now)
+            task = self._bars.add_task(tick.stage, total=tick.total, pace=pace, detail="")
+            self._stages[tick.stage] = (task, pace)
+        task, pace = self._stages[tick.stage]
+        pace.update(tick, now)
+        self._bars.update(task, completed=tick.done, total=tick.total, detail=tick.detail)
+
+
+@contextmanager
+def shown(*, plain: bool) -> Iterator[Progress]:
+    """Show the progress of everything run inside the block; yield the sink.
+
+    Args:
+        plain: lines even on a terminal.
+    """
+    if plain or not ERR.is_terminal:
+        lines = PlainLines()
+        with reporting_to(lines):
+            yield lines
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        _Times(),
+        TextColumn("[dim]{task.fields[detail]}", markup=True),
+    )
+    with (
+        Bars(*columns, console=ERR, refresh_per_second=4) as bars,
+        reporting_to(sink := StageBars(bars)),
+    ):
+        yield sink

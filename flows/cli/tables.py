@@ -1,0 +1,100 @@
+"""Plans, reports and model contents as tables for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from exl2flow.flows.cli.console import OUT, size
+from exl2flow.flows.cli.progress import clock
+
+CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
+
+
+def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return (what, value) pairs as a table without borders."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in rows:
+        table.add_row(what, escape(value))
+    return table
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number, or a dash for one that is unknown."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def score_table(report: Mapping[str, Any]) -> Table:
+    """Return source and result beside each other."""
+    score, calibration = report["score"], report["calibration"]
+    table = Table(title="Validation", title_justify="left")
+    table.add_column("")
+    for name in ("source", "result"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        f"perplexity, {score['tokens']:,} held-out tokens",
+        number(score["reference_perplexity"]),
+        number(score["perplexity"]),
+    )
+    if calibration is not None:
+        table.add_row(
+            f"perplexity, {calibration['tokens']:,} calibration tokens",
+            number(calibration["reference_perplexity"]),
+            number(calibration["perplexity"]),
+        )
+    table.add_row("KL divergence, mean (nats)", "", number(score["kl_divergence"], 5))
+    table.add_row("KL divergence, median", "", number(score["kl_median"], 5))
+    table.add_row("KL divergence, 99th percentile", "", number(score["kl_p99"], 5))
+    table.add_row("top-1 agreement", "", f"{100 * score['top1_agreement']:.2f} %")
+    table.add_row("weights on disk", size(report["source_bytes"]), size(score["bytes"]))
+    return table
+
+
+def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    """Return bits per weight of every sublayer, several in a line."""
+    table = Table(title="Bits per weight", title_justify="left", box=None, show_header=False)
+    cells = [
+        f"[dim]{layer['name'].removeprefix('model.layers.')}[/dim] {layer['bpw']:.2f}"
+        for layer in layers
+    ]
+    for begin in range(0, len(cells), CELLS_PER_LINE):
+        table.add_row(*cells[begin : begin + CELLS_PER_LINE])
+    return table
+
+
+def print_report(report: Mapping[str, Any], seconds: float) -> None:
+    """Print the outcome of a conversion."""
+    OUT.print(score_table(report))
+    OUT.print(layer_table(report["layers"]))
+    if report["sample"]:
+        OUT.print(Panel(escape(report["sample"]), title="sample of the result", expand=False))
+    for text in report["warnings"]:
+        OUT.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+    OUT.print(f"model   {report['model']}", markup=False, soft_wrap=True)
+    OUT.print(f"report  {report['report_folder']}/report.md", markup=False, soft_wrap=True)
+    OUT.print(f"time    {clock(seconds)}", markup=False)
+
+
+def scores_table(scores: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one line per validated model."""
+    table = Table()
+    table.add_column("model", overflow="fold")
+    names = ("perplexity", "source's", "KL mean", "KL median", "KL p99", "top-1", "tokens", "size")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for score in scores:
+        agreement = score["top1_agreement"]
+        table.add_row(
+            escape(score["model"]),
+            number(score["perplexity"]),
+            number(score["reference_perplexity"]),
+            *(number(score[key], 5) for key in ("kl_divergence", "kl_median", "kl_p99")),
+            "–" if agreement is None else f"{100 * agreement:.2f} %",
+            f"{score['tokens']:,}",
+            size(score["bytes"]),
+        )
+    return table

@@ -1,0 +1,36 @@
+"""What a conversion hands back, and the pipeline it ran on: the same with and without Prefect."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.inference.validate import check_verdict
+from exl2flow.kernels import resolve_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """Where the model and the stages' folders lie, and what validation warned of."""
+
+    out: Path
+    stages: Mapping[str, Path]
+    warnings: tuple[str, ...]
+
+
+def open_pipeline(config: ConversionConfig, stages: Sequence[Stage]) -> Pipeline:
+    """Resolve the stages of a configuration on the device it names."""
+    return Pipeline(config, stages, device=resolve_device(config.device).type)
+
+
+def conclude(pipeline: Pipeline) -> Conversion:
+    """Return what a finished pipeline made.
+
+    Raises:
+        ValidationFailed: the model is above a limit.
+    """
+    folders = {name: pipeline.path(name) for name in pipeline.stages}
+    warnings = check_verdict(folders["validate"]) if "validate" in folders else []
+    out = pipeline.config.out.expanduser().resolve()
+    return Conversion(out=out, stages=folders, warnings=tuple(warnings))

@@ -1,0 +1,31 @@
+"""The flow `convert`: from a Hugging Face folder to a validated EXL2 model."""
+
+from prefect import flow
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.runs import cancelled_if_interrupted, logged
+from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.stage import run_stages
+from exl2flow.tasks.stages import STAGES
+
+
+@flow(
+    name="convert",
+    flow_run_name="{config.run_name}",
+    on_failure=[cancelled_if_interrupted],
+    persist_result=False,
+)
+def convert(config: ConversionConfig) -> Conversion:
+    """Tokenize, measure, allocate, quantize, compile and validate; finished stages are cached.
+
+    Raises:
+        PreflightFailed: before any work.
+        Interrupted: a signal came; everything finished is committed.
+        ValidationFailed: the model is above a limit.
+    """
+    with logged():
+        preflight(config)
+        pipeline = open_pipeline(config, STAGES)
+        run_stages(pipeline)
+        return conclude(pipeline)

@@ -1,0 +1,37 @@
+"""The flow `measure`: only what does not depend on the target bits per weight."""
+
+from pathlib import Path
+
+from prefect import flow
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import ConfigError
+from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.runs import cancelled_if_interrupted, logged
+from exl2flow.quant.measure import MEASUREMENT_FILE
+from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.stage import run_stages
+from exl2flow.tasks.stages import MEASURE_STAGES
+
+
+@flow(
+    name="measure",
+    flow_run_name="{config.source.name}",
+    on_failure=[cancelled_if_interrupted],
+    persist_result=False,
+)
+def measure(config: ConversionConfig) -> Path:
+    """Tokenize and measure, and return the path of `measurement.json`.
+
+    Raises:
+        ConfigError: the configuration already names a measurement.
+        PreflightFailed: before any work.
+        Interrupted: a signal came; everything finished is committed.
+    """
+    if config.measurement is not None:
+        raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
+    with logged():
+        preflight(config)
+        pipeline = open_pipeline(config, MEASURE_STAGES)
+        run_stages(pipeline)
+        return pipeline.path("measure") / MEASUREMENT_FILE

@@ -1,0 +1,75 @@
+"""The flow `validate`: finished models against their source, without converting anything."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect import flow
+from pydantic import Field
+
+from exl2flow.core.config import Device, Options, ValidateOptions
+from exl2flow.core.errors import ValidationFailed
+from exl2flow.flows.runs import logged
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.validate import verdict
+from exl2flow.kernels import resolve_device
+from exl2flow.tasks.artifacts import Artifacts
+from exl2flow.tasks.compare import sample_text, score_models
+
+
+class Comparison(Options):
+    """Which models to validate, and against what."""
+
+    models: tuple[Path, ...] = Field(min_length=1, description="model folders, EXL2 or plain")
+    reference: Path | None = Field(None, description="folder of the source model; empty: none")
+    device: Device = Field("auto", description="auto, cpu or cuda")
+    options: ValidateOptions = ValidateOptions()
+
+    @property
+    def run_name(self) -> str:
+        """The models, for people."""
+        return ", ".join(model.resolve().name for model in self.models)
+
+
+@flow(name="validate", flow_run_name="{config.run_name}", persist_result=False)
+def validate(config: Comparison) -> list[Score]:
+    """Score all models, let each write a sample, publish both, and judge.
+
+    Raises:
+        ValidationFailed: a model is above a limit.
+    """
+    with logged():
+        device = resolve_device(config.device).type
+        options = config.options
+        scores = score_models(config.models, config.reference, options, device=device)
+        samples = [sample_text(model, options, device=device) for model in config.models]
+        artifacts = Artifacts((config.reference or config.models[0]).resolve().name)
+        artifacts.markdown("validation", _page(scores, samples), config.run_name)
+        _judge(scores, options)
+        return scores
+
+
+def _judge(scores: Sequence[Score], options: ValidateOptions) -> None:
+    failures = [
+        f"`{score.model}`: {failure}"
+        for score in scores
+        for failure in verdict(score, None, options)[1]
+    ]
+    if failures:
+        raise ValidationFailed("\n".join(failures))
+
+
+def _page(scores: Sequence[Score], samples: Sequence[str]) -> str:
+    """Return scores and samples as Markdown."""
+    lines = [
+        "| model | perplexity | source's | KL divergence | top-1 agreement | bytes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for score in scores:
+        numbers = (score.reference_perplexity, score.kl_divergence, score.top1_agreement)
+        shown = " | ".join("" if number is None else f"{number:.5f}" for number in numbers)
+        lines.append(f"| {score.model} | {score.perplexity:.4f} | {shown} | {score.bytes:,} |")
+    for score, sample in zip(scores, samples, strict=True):
+        if sample:
+            quoted = "\n".join(f"> {line}" for line in sample.splitlines())
+            lines += ["", f"## {score.model}", "", quoted]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,105 @@
+"""The simplest generator: one prompt, a contiguous cache, one token per forward pass."""
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from exl2flow.core.errors import ContextOverflow, InferenceError
+from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.sampling import SamplingSettings, sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """prompt and text as strings; ids: of the generated tokens, the stop token not among them."""
+
+    prompt: str
+    text: str
+    ids: tuple[int, ...]
+    reason: str
+
+
+class BaseGenerator:
+    """Generates from a loaded model, one sequence at a time."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        ids: list[int],
+        *,
+        max_new_tokens: int,
+        settings: SamplingSettings,
+        seed: int | None = None,
+    ) -> Iterator[int]:
+        """Yield token ids one by one, stop tokens included.
+
+        Raises:
+            InferenceError: the prompt is empty.
+            ContextOverflow: prompt and new tokens exceed the model's positions.
+        """
+        spec = self.model.spec
+        total = len(ids) + max_new_tokens
+        if not ids:
+            raise InferenceError("the prompt has no tokens; give at least one")
+        if total > spec.max_positions:
+            raise ContextOverflow(
+                f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's "
+                f"{spec.max_positions} positions; shorten the prompt or ask for fewer tokens"
+            )
+        generator = random.Random(seed)
+        decoder = self.model.decoder
+        embedding = decoder.embedding.weight
+        cache = ContiguousCache(
+            spec, batch=1, max_tokens=total, dtype=embedding.dtype, device=embedding.device
+        )
+        pending = torch.tensor([ids], device=embedding.device)
+        for _ in range(max_new_tokens):
+            logits = decoder.head(decoder.hidden(pending, cache)[:, -1:])[0, 0]
+            token = sample(logits, settings, generator.random())
+            yield token
+            pending = torch.tensor([[token]], device=embedding.device)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int,
+        settings: SamplingSettings | None = None,
+        seed: int | None = None,
+        add_bos: bool = True,
+        stop_tokens: Collection[int] | None = None,
+    ) -> Generation:
+        """Complete a prompt.
+
+        Args:
+            prompt: text; special strings in it are ordinary text.
+            max_new_tokens: tokens at most.
+            settings: sampling settings; defaults when None.
+            seed: of the draws; None draws differently every time.
+            add_bos: put the model's BOS token first when it has one.
+            stop_tokens: ids that end the text; the model's EOS ids when None, none when empty.
+        """
+        tokenizer = self.model.tokenizer
+        stops = tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        ids = tokenizer.encode(prompt, add_bos=add_bos)
+        made: list[int] = []
+        reason = "max_new_tokens"
+        for token in self.stream(
+            ids,
+            max_new_tokens=max_new_tokens,
+            settings=settings or SamplingSettings(),
+            seed=seed,
+        ):
+            if token in stops:
+                reason = "stop_token"
+                break
+            made.append(token)
+        return Generation(
+            prompt=prompt, text=tokenizer.decode(made), ids=tuple(made), reason=reason
+        )

@@ -1,0 +1,164 @@
+"""The validate stage: compare the converted model with its source, on text and by a sample.
+
+Two texts: held-out rows (the verdict) and the calibration rows (a cross-check). The stage completes
+whatever it finds, so that a failed verdict is cached like any other; `check_verdict` raises.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from exl2flow import calibration_data
+from exl2flow.core.config import ConversionConfig, ValidateOptions
+from exl2flow.core.errors import ValidationFailed
+from exl2flow.core.files import digest, read_json, read_tensors, write_json, write_text
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.inference.generate import BaseGenerator
+from exl2flow.inference.load import load_model
+from exl2flow.inference.report import render_markdown, render_plot
+from exl2flow.inference.sampling import SamplingSettings
+from exl2flow.inference.text import text_rows
+from exl2flow.model import Tokenizer, resolve
+
+log = logging.getLogger(__name__)
+
+REPORT_FILE, MARKDOWN_FILE, PLOT_FILE = "report.json", "report.md", "report.svg"
+CALIBRATION_WARN, CALIBRATION_FAIL = 30.0, 1000.0  # perplexities on the calibration rows
+CALIBRATION_RATIO = 1.5  # ... that count only above this times the source's
+
+
+def verdict(
+    score: Score, calibration: Score | None, options: ValidateOptions
+) -> tuple[list[str], list[str]]:
+    """Return (warnings, failures) in words."""
+    warnings: list[str] = []
+    failures: list[str] = []
+    source = score.reference_perplexity
+    if not math.isfinite(score.perplexity):
+        failures.append("perplexity is not finite")
+    elif source is not None:
+        ratio = score.perplexity / source
+        text = f"perplexity {score.perplexity:.2f} is {ratio:.2f} x the source's {source:.2f}"
+        if ratio > options.fail_perplexity_ratio:
+            failures.append(f"{text}, above {options.fail_perplexity_ratio:g} x")
+        elif ratio > options.warn_perplexity_ratio:
+            warnings.append(f"{text}, above {options.warn_perplexity_ratio:g} x")
+    if calibration is not None and calibration.reference_perplexity is not None:
+        limit = CALIBRATION_RATIO * calibration.reference_perplexity
+        found = calibration.perplexity
+        text = f"calibration perplexity is {found:.2f}"
+        if found > max(CALIBRATION_FAIL, limit) or not math.isfinite(found):
+            failures.append(text)
+        elif found > max(CALIBRATION_WARN, limit):
+            warnings.append(text)
+    return warnings, failures
+
+
+def check_verdict(folder: Path) -> list[str]:
+    """Return the warnings of a finished validation.
+
+    Raises:
+        ValidationFailed: the model is above a limit.
+    """
+    report = read_json(folder / REPORT_FILE)
+    if report["failures"]:
+        raise ValidationFailed(
+            "; ".join(report["failures"]) + f"; the report lies in `{folder}`; raise `--bpw`, or "
+            "the limit if this is expected"
+        )
+    warnings: list[str] = report["warnings"]
+    return warnings
+
+
+def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
+    """Return the calibration rows that hold text: no random tokens, no noise."""
+    keep = [i for i, kind in enumerate(kinds) if kind not in ("random", "noise")]
+    return ids[keep]
+
+
+def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
+    """Return prompt and greedy-ish continuation by the model, one sublayer in memory at a time."""
+    model = load_model(folder, device=device, streamed=True)
+    made = BaseGenerator(model).generate(
+        options.sample_prompt,
+        max_new_tokens=min(options.sample_tokens, model.spec.max_positions // 2),
+        settings=SamplingSettings(),
+        seed=options.sample_seed,
+    )
+    return made.prompt + made.text
+
+
+def validate(run: StageRun) -> None:
+    """Write `report.json`, `report.md` and `report.svg` into the stage folder."""
+    config, options = run.config, run.config.validate_options
+    out = config.out.expanduser().resolve()
+    spec = resolve(config.source)
+    row_tokens = min(options.row_tokens, spec.max_positions)
+    ids = text_rows(
+        options.text, Tokenizer.load(config.source), rows=options.rows, row_tokens=row_tokens
+    )
+    rows = read_tensors(run.inputs["tokenize"] / "rows.safetensors")
+    kinds = read_json(run.inputs["tokenize"] / "rows.json")["measure"]["kinds"]
+    calibration_ids = calibration_text_rows(rows["measure"], kinds)
+    total = len(ids) + len(calibration_ids) + 1
+    run.folder.manifest.total = total
+
+    def scored(rows: torch.Tensor, offset: int) -> Score:
+        return evaluate(
+            [out],
+            rows,
+            reference=config.source,
+            device=run.device,
+            advance=lambda done, _, detail: run.tick(offset + done, total, detail),
+        )[0]
+
+    score = scored(ids, 0)
+    run.stop_if_asked()
+    calibration = scored(calibration_ids, len(ids)) if len(calibration_ids) else None
+    run.stop_if_asked()
+    sample = generate_sample(out, options, run.device) if options.sample_tokens else ""
+    warnings, failures = verdict(score, calibration, options)
+    for text in (*warnings, *failures):
+        log.warning(text)
+    source_bytes = sum(path.stat().st_size for path in config.source.glob("*.safetensors"))
+    report: dict[str, object] = {
+        "model": str(out),
+        "source": str(config.source.resolve()),
+        "bpw": config.bpw,
+        "head_bits": config.head_bits,
+        "source_bytes": source_bytes,
+        "score": asdict(score),
+        "calibration": None if calibration is None else asdict(calibration),
+        "layers": read_json(out / "exl2flow.json")["layers"],
+        "sample": sample,
+        "warnings": warnings,
+        "failures": failures,
+    }
+    _write(run, report)
+    run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
+
+
+def _write(run: StageRun, report: dict[str, object]) -> None:
+    folder = run.folder.path
+    plot = render_plot(report)
+    write_json(folder / REPORT_FILE, report)
+    write_text(folder / MARKDOWN_FILE, render_markdown(report))
+    write_text(folder / PLOT_FILE, plot)
+    for name in (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE):
+        run.folder.commit(name, digest(folder / name), cursor=run.folder.manifest.total)
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    options = config.validate_options
+    text = options.text or calibration_data.heldout()
+    return {**options.model_dump(mode="json", exclude={"text"}), "text": digest(text)}
+
+
+VALIDATE = Stage(
+    name="validate", schema=1, inputs=("tokenize", "compile"), options=_options, run=validate
+)

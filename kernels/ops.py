@@ -1,0 +1,103 @@
+"""The `Ops` interface: all that quantization and inference ask of a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from exl2flow.core.errors import BackendUnavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """`rows` consecutive act-ordered rows from `start` that share a scale per column."""
+
+    bits: int
+    start: int
+    rows: int
+
+
+class Ops(Protocol):
+    """Tensor operations of the format; all tensors of a call lie on one device."""
+
+    def search_scales(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the scale codes and the maximum of one group for several matrices.
+
+        Args:
+            x: fp32 (j, r, n), current rows of the group in `j` matrices.
+            bits: bit width of the group.
+
+        Returns:
+            Scale codes uint8 (j, n) of 0 to 15, and the stored maxima fp16 (j,).
+        """
+        ...
+
+    def round_panel(
+        self,
+        rows: torch.Tensor,
+        upper: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round a panel of rows in order, each row's error fed to the panel's rows below.
+
+        Args:
+            rows: fp32 (p, m), overwritten.
+            upper: fp32 (p, p), the panel's diagonal block of the upper factor of H⁻¹.
+            scales: fp32 (m,), decoder scale of each column.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column.
+
+        Returns:
+            Codes uint8 (p, m), and errors over the factor's diagonal fp32 (p, m).
+        """
+        ...
+
+    def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """Pack codes uint8 (k, n) into words int32 (sum of rows * bits / 32, n)."""
+        ...
+
+    def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """Invert `pack`: words int32 → codes uint8 (k, n)."""
+        ...
+
+    def pack_scales(self, codes: torch.Tensor) -> torch.Tensor:
+        """Pack 4-bit scale codes uint8 (g, n) into int32 (g, n / 8), low nibble first."""
+        ...
+
+    def unpack_scales(self, packed: torch.Tensor) -> torch.Tensor:
+        """Invert `pack_scales`: int32 (g, n / 8) → codes uint8 (g, n)."""
+        ...
+
+    def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """Return the scales fp16 (g, n) a decoder uses from codes (g, n) and fp16 maxima (g,)."""
+        ...
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
+    ) -> torch.Tensor:
+        """Return the matrix fp16 (k, n) of codes uint8 (k, n) and scales fp16 (g, n)."""
+        ...
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        BackendUnavailable: CUDA is asked for and torch finds none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "no CUDA device is visible to torch; check the driver and that a CUDA build of torch "
+            "is installed, or use `--device cpu`"
+        )
+    return torch.device(name)
+
+
+def get_ops(device: torch.device | str) -> Ops:
+    """Return the implementation for a device; the torch one serves all devices."""
+    from exl2flow.kernels.torch_ops import TORCH_OPS  # ops and torch_ops name each other
+
+    return TORCH_OPS

@@ -1,0 +1,180 @@
+"""The torch implementation of `Ops`: the specification that every kernel is compared with.
+
+fp16 rounding is `.half()` of an fp32 product that is exact, so that every step is the round to
+nearest even of the format's dequantization law (`docs/format.md` section 3), subnormals included.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import gcd
+
+import torch
+
+from exl2flow.kernels.ops import Group, Ops
+
+GRID_POINTS = 97  # multipliers tried on a group's maximum scale
+GRID_START, GRID_END = 0.70, 1.20
+GRID_EXPONENT = 3.5  # of the absolute error that a multiplier is judged by
+SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
+EPSILON = 1e-12  # keeps an all-zero column's scale positive
+CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in its cache
+
+
+class TorchOps:
+    """Vectorized over columns, and over matrices that share a Hessian."""
+
+    def search_scales(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.search_scales`; `docs/format.md` section 4 has the formulas."""
+        half = float(2 ** (bits - 1))
+        base = (x.abs().amax(dim=1) + EPSILON) / ((2**bits - 1) / 2)  # (j, n)
+        largest = base.amax(dim=1, keepdim=True)
+        levels = (SCALE_LEVELS * (base / largest).sqrt()).round().clamp(1, SCALE_LEVELS)
+        steps = (levels / SCALE_LEVELS).square() * largest  # (j, n)
+        grid = _grid(x.device)
+        cost = torch.stack([_grid_cost(x[j], steps[j], half, grid) for j in range(x.shape[0])])
+        best = grid[cost.argmin(dim=1)]  # argmin takes the first minimum
+        return (levels - 1).to(torch.uint8), (largest[:, 0] * best).half()
+
+    def round_panel(
+        self,
+        rows: torch.Tensor,
+        upper: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.round_panel`."""
+        low, high = -half_range, half_range - 1
+        divisors = torch.where(scales > 0, scales, torch.inf)  # a scale of 0 codes the zero point
+        steps, errors = torch.empty_like(rows), torch.empty_like(rows)
+        for r in range(rows.shape[0]):
+            step = torch.div(rows[r], divisors, out=steps[r]).round_()
+            torch.clamp(step, low, high, out=step)
+            error = torch.sub(rows[r], (step * scales).half().float(), out=errors[r])
+            error /= upper[r, r]
+            rows[r + 1 :].addr_(upper[r, r + 1 :], error, alpha=-1)
+        return steps.add_(half_range).to(torch.uint8), errors
+
+    def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.pack`; bit `b * i` of a unit's integer begins code `i`."""
+        n = codes.shape[1]
+        parts = []
+        for bits, start, rows in _runs(groups):
+            unit, words = _unit(bits)
+            values = codes[start : start + rows].view(-1, unit, n).to(torch.int64)
+            packed = torch.zeros(values.shape[0], words, n, dtype=torch.int64, device=codes.device)
+            for i, word, shift, spill in _places(bits):
+                packed[:, word] |= values[:, i] << shift
+                if spill:
+                    packed[:, word + 1] |= values[:, i] >> (bits - spill)
+            packed = packed & 0xFFFFFFFF
+            parts.append(packed.view(-1, n))
+        return _to_int32(torch.cat(parts))
+
+    def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.unpack`."""
+        n = packed.shape[1]
+        parts = []
+        word_start = 0
+        for bits, _, rows in _runs(groups):
+            unit, words = _unit(bits)
+            count = rows * bits // 32
+            values = packed[word_start : word_start + count].to(torch.int64) & 0xFFFFFFFF
+            values = values.view(-1, words, n)
+            codes = torch.empty(values.shape[0], unit, n, dtype=torch.uint8, device=packed.device)
+            for i, word, shift, spill in _places(bits):
+                code = values[:, word] >> shift
+                if spill:
+                    code = code | values[:, word + 1] << (bits - spill)
+                codes[:, i] = code & (2**bits - 1)
+            parts.append(codes.view(-1, n))
+            word_start += count
+        return torch.cat(parts)
+
+    def pack_scales(self, codes: torch.Tensor) -> torch.Tensor:
+        """See `Ops.pack_scales`."""
+        shifts = torch.arange(0, 32, 4, device=codes.device)
+        nibbles = codes.to(torch.int64).view(codes.shape[0], -1, 8) << shifts
+        return _to_int32(nibbles.sum(dim=2))
+
+    def unpack_scales(self, packed: torch.Tensor) -> torch.Tensor:
+        """See `Ops.unpack_scales`."""
+        shifts = torch.arange(0, 32, 4, device=packed.device)
+        codes = (packed.to(torch.int64).unsqueeze(2) >> shifts) & 15
+        return codes.view(packed.shape[0], -1).to(torch.uint8)
+
+    def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """See `Ops.decode_scales`: RN16((code + 1)² · RN16(max / 256))."""
+        unit = (max_scales.float() / 256).half().float()
+        return ((codes.float() + 1).square() * unit[:, None]).half()
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
+    ) -> torch.Tensor:
+        """See `Ops.decode`: RN16((code - 2^(bits-1)) · scale)."""
+        matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
+        for index, group in enumerate(groups):
+            rows = slice(group.start, group.start + group.rows)
+            steps = codes[rows].float() - float(2 ** (group.bits - 1))
+            matrix[rows] = (steps * scales[index].float()).half()
+        return matrix
+
+
+TORCH_OPS: Ops = TorchOps()
+
+
+def _grid(device: torch.device) -> torch.Tensor:
+    """Return the multipliers, fp32 (97,)."""
+    t = torch.arange(GRID_POINTS, dtype=torch.float64, device=device) / (GRID_POINTS - 1)
+    return (GRID_START * (1 - t) + GRID_END * t).float()
+
+
+def _grid_cost(
+    x: torch.Tensor, steps: torch.Tensor, half: float, grid: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ |clamp(rint(x / (t p))) t p - x| ** 3.5 over a group for every multiplier p.
+
+    Works on y = x / t, for the sum over rows is the column's t ** 3.5 times that of y.
+    """
+    r, n = x.shape
+    weights = steps.pow(GRID_EXPONENT)
+    cost = torch.zeros(len(grid), dtype=torch.float32, device=x.device)
+    multipliers = grid.tolist()
+    width = max(1, CHUNK_ELEMENTS // r)
+    for begin in range(0, n, width):
+        columns = slice(begin, begin + width)
+        y = x[:, columns] / steps[columns]
+        rounded, root = torch.empty_like(y), torch.empty_like(y)
+        sums = torch.empty(len(multipliers), y.shape[1], dtype=y.dtype, device=y.device)
+        for i, p in enumerate(multipliers):
+            torch.mul(y, 1 / p, out=rounded).round_().clamp_(-half, half - 1)
+            error = rounded.mul_(p).sub_(y).abs_()
+            torch.sqrt(error, out=root)
+            root.mul_(error).mul_(error).mul_(error)  # |e| ** 3.5
+            torch.sum(root, dim=0, out=sums[i])
+        cost += (sums * weights[columns]).sum(dim=1)
+    return cost
+
+
+def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
+    """Yield (bits, first row, rows) of consecutive groups of one bit width."""
+    for bits, run in groupby(groups, key=lambda group: group.bits):
+        members = list(run)
+        yield bits, members[0].start, sum(group.rows for group in members)
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """Return (codes, words) of the smallest run of codes that fills whole words."""
+    divisor = gcd(bits, 32)
+    return 32 // divisor, bits // divisor
+
+
+def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (code index, word, shift, bits that spill into the next word) of a unit."""
+    for i in range(_unit(bits)[0]):
+        word, shift = divmod(bits * i, 32)
+        yield i, word, shift, max(0, shift + bits - 32)
+
+
+def _to_int32(values: torch.Tensor) -> torch.Tensor:
+    """Reinterpret int64 values of 0 to 2³² - 1 as two's complement int32."""
+    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)

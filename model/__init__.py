@@ -1,0 +1,65 @@
+"""What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
+
+from exl2flow.model.attention import KvCache, LayerCache
+from exl2flow.model.decoder import (
+    Decoder,
+    Embedding,
+    Head,
+    build_decoder,
+    build_embedding,
+    build_head,
+)
+from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
+from exl2flow.model.families import FAMILIES, Family
+from exl2flow.model.linear import DenseLinear, Exl2Linear, Linear, load_linear
+from exl2flow.model.mlp import MlpSublayer
+from exl2flow.model.rope_spec import RopeKind, RopeSpec
+from exl2flow.model.spec import (
+    AttentionSpec,
+    MlpSpec,
+    ModelSpec,
+    ProjectionSpec,
+    SublayerSpec,
+    expected_tensors,
+    resolve,
+)
+from exl2flow.model.sublayers import AttentionSublayer, Projected, Sublayer, build_sublayer
+from exl2flow.model.text_stream import TextStream
+from exl2flow.model.tokenizer import Tokenizer
+from exl2flow.model.weights import TensorFiles
+
+__all__ = [
+    "FAMILIES",
+    "AttentionSpec",
+    "AttentionSublayer",
+    "Decoder",
+    "DenseLinear",
+    "Embedding",
+    "Exl2Linear",
+    "Family",
+    "Head",
+    "KvCache",
+    "LayerCache",
+    "Linear",
+    "MlpSpec",
+    "MlpSublayer",
+    "ModelSpec",
+    "Projected",
+    "ProjectionSpec",
+    "QuantParams",
+    "QuantizedMatrix",
+    "RopeKind",
+    "RopeSpec",
+    "Sublayer",
+    "SublayerSpec",
+    "TensorFiles",
+    "TextStream",
+    "Tokenizer",
+    "build_decoder",
+    "build_embedding",
+    "build_head",
+    "build_sublayer",
+    "expected_tensors",
+    "load_linear",
+    "resolve",
+]

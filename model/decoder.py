@@ -1,0 +1,137 @@
+"""The whole model: embedding, sublayers, head."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from exl2flow.core.errors import TensorShapeError
+from exl2flow.model.attention import KvCache
+from exl2flow.model.exl2 import is_quantized
+from exl2flow.model.linear import Linear, load_linear
+from exl2flow.model.norms import RmsNorm, load_norm
+from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
+from exl2flow.model.sublayers import Sublayer, build_sublayer
+from exl2flow.model.weights import TensorFiles
+
+
+class Embedding:
+    """Rows by token id; `weight` (rows, hidden) may have more rows than the vocabulary."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return hidden states (b, t, hidden) of ids (b, t); ids without a row count as 0."""
+        ids = ids.to(self.weight.device)
+        is_known = (ids >= 0) & (ids < self.weight.shape[0])
+        return self.weight[torch.where(is_known, ids, 0)]
+
+
+class Head:
+    """Final norm and projection to the vocabulary."""
+
+    def __init__(self, *, final_norm: RmsNorm, linear: Linear) -> None:
+        self.final_norm = final_norm
+        self.linear = linear
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the projection reads, (b, t, hidden)."""
+        return self.final_norm(hidden)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits fp32 (b, t, v) of the last sublayer's output (b, t, hidden)."""
+        return self.linear(self.normed(hidden)).float()
+
+
+class Decoder:
+    """A model in memory."""
+
+    def __init__(
+        self, spec: ModelSpec, *, embedding: Embedding, sublayers: Sequence[Sublayer], head: Head
+    ) -> None:
+        self.spec = spec
+        self.embedding = embedding
+        self.sublayers = sublayers
+        self.head = head
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states (b, t, hidden) entering the first sublayer."""
+        return self.embedding(ids)
+
+    def hidden(self, ids: torch.Tensor, cache: KvCache | None = None) -> torch.Tensor:
+        """Return the last sublayer's output (b, t, hidden), before the final norm.
+
+        Args:
+            ids: token ids (b, t) that follow what the cache holds.
+            cache: takes the keys and values of these tokens.
+        """
+        start = 0 if cache is None else cache.length
+        hidden = self.embed(ids)
+        for sublayer in self.sublayers:
+            layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
+            hidden = sublayer(hidden, start=start, cache=layer)
+        return hidden
+
+    def forward(self, ids: torch.Tensor, cache: KvCache | None = None) -> torch.Tensor:
+        """Return the logits fp32 (b, t, v) of token ids (b, t) that follow the cache's."""
+        return self.head(self.hidden(ids, cache))
+
+
+def build_embedding(
+    spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device | str
+) -> Embedding:
+    """Load the embedding.
+
+    Raises:
+        MissingTensor: it is absent.
+        TensorShapeError: its rows are not of the hidden size.
+    """
+    name = f"{EMBEDDING_KEY}.weight"
+    weight = tensors.read(name)
+    if weight.dim() != 2 or weight.shape[1] != spec.hidden_size:
+        raise TensorShapeError(
+            f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies rows of "
+            f"{spec.hidden_size}; check that both belong to one model"
+        )
+    return Embedding(weight.to(device=device, dtype=dtype))
+
+
+def build_head(
+    spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device | str
+) -> Head:
+    """Load the final norm and the head: quantized, else dense, else the tied embedding.
+
+    Raises:
+        MissingTensor: the head is absent and not tied.
+        TensorShapeError: a tensor contradicts the config.
+    """
+    projection = spec.head
+    has_own = is_quantized(projection.key, tensors) or f"{projection.key}.weight" in tensors
+    if spec.tied_head and not has_own:
+        projection = replace(projection, key=EMBEDDING_KEY)
+    linear = load_linear(tensors, projection, dtype=dtype, device=device, any_rows=True)
+    final_norm = load_norm(
+        tensors,
+        FINAL_NORM_KEY,
+        size=spec.hidden_size,
+        eps=spec.norm_eps,
+        dtype=dtype,
+        device=device,
+    )
+    return Head(final_norm=final_norm, linear=linear)
+
+
+def build_decoder(
+    spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device | str
+) -> Decoder:
+    """Load a whole model onto one device."""
+    return Decoder(
+        spec,
+        embedding=build_embedding(spec, tensors, dtype=dtype, device=device),
+        sublayers=[
+            build_sublayer(spec, sublayer, tensors, dtype=dtype, device=device)
+            for sublayer in spec.sublayers
+        ],
+        head=build_head(spec, tensors, dtype=dtype, device=device),
+    )

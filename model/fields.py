@@ -1,0 +1,130 @@
+"""Typed access to a JSON object of a model folder; every refusal names key and file."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl2flow.core.errors import SourceModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The object `prefix` inside the JSON file `path`; a null value counts as an absent one."""
+
+    path: Path
+    values: Mapping[str, object]
+    prefix: str = ""
+
+    @classmethod
+    def load(cls, path: Path) -> "Fields":
+        """Read a JSON file that holds one object.
+
+        Raises:
+            SourceModelError: the file is missing, unreadable or not a JSON object.
+        """
+        try:
+            values = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise SourceModelError(
+                f"`{path}` does not exist; give the folder of a Hugging Face model"
+            ) from error
+        except OSError as error:
+            raise SourceModelError(f"cannot read `{path}`: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise SourceModelError(
+                f"`{path}` is not JSON ({error}); fetch the file again"
+            ) from error
+        if not isinstance(values, dict):
+            raise SourceModelError(f"`{path}` holds no JSON object; fetch the file again")
+        return cls(path=path, values=values)
+
+    def has(self, key: str) -> bool:
+        """Tell whether the key is present and not null."""
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer of at least `least`."""
+        value = self._get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._refusal(key, value, f"an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """Return a finite number greater than `above`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._refusal(key, value, "a number")
+        if not math.isfinite(value) or value <= above:
+            raise self._refusal(key, value, f"a number above {above:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._refusal(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._refusal(key, value, "a string")
+        return value
+
+    def texts(self, key: str, count: int) -> tuple[str, ...]:
+        """Return `count` strings."""
+        value = self._list(key, count)
+        if not all(isinstance(item, str) for item in value):
+            raise self._refusal(key, value, "a list of strings")
+        return tuple(str(item) for item in value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Return `count` positive numbers."""
+        items = enumerate(self._list(key, count))
+        numbers = {f"{key}[{index}]": item for index, item in items}
+        inner = Fields(path=self.path, values=numbers, prefix=self.prefix)
+        return tuple(inner.number(name) for name in numbers)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return token ids given as null, one integer or a list; negative ids mean none."""
+        value = self.values.get(key)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+        if len(ids) != len(items):
+            raise self._refusal(key, value, "a token id or a list of token ids")
+        return tuple(item for item in ids if item >= 0)
+
+    def inner(self, key: str) -> "Fields":
+        """Return the object under `key`; empty when absent."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise self._refusal(key, value, "an object")
+        return Fields(path=self.path, values=value, prefix=f"{self.prefix}{key}.")
+
+    def _list(self, key: str, count: int) -> Sequence[object]:
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self._refusal(key, value, f"a list of {count} items")
+        return value
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise SourceModelError(
+                f"`{self.prefix}{key}` is missing in `{self.path}`; fetch the file again or add it"
+            )
+        return default
+
+    def _refusal(self, key: str, value: object, wanted: str) -> SourceModelError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return SourceModelError(
+            f"`{self.prefix}{key}` in `{self.path}` is {shown}; it must be {wanted}"
+        )

@@ -1,0 +1,129 @@
+"""Linear maps: dense, or EXL2 dequantized once on load.
+
+Padding is cut from the weight when a map is built, so outputs have exactly `out_features` columns.
+"""
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from exl2flow.core.errors import MissingTensor, TensorShapeError
+from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, tensor_names
+from exl2flow.model.spec import ProjectionSpec
+from exl2flow.model.weights import TensorFiles
+
+
+class Linear(Protocol):
+    """y = x Wᵀ + bias over the last axis; `weight` is (n, k) without padded rows."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        ...
+
+
+class DenseLinear:
+    """A map with a floating-point weight."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out_features: int | None = None,
+    ) -> None:
+        """Take a weight (n, k) and a bias (n,), of which the first `out_features` are used."""
+        self.weight = weight[:out_features]
+        self.bias = None if bias is None else bias[:out_features]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Exl2Linear:
+    """A map stored in EXL2 form; `matrix` is what the file holds."""
+
+    def __init__(
+        self,
+        matrix: QuantizedMatrix,
+        *,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Dequantize to `dtype`; of the padded columns the first `out_features` are used."""
+        self.matrix = matrix
+        decoded = matrix.dequantize(dtype)[:, :out_features]  # (k, n)
+        self.weight = decoded.t().contiguous().to(device)
+        bias = matrix.bias
+        self.bias = None if bias is None else bias[:out_features].to(device=device, dtype=dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+def load_linear(
+    tensors: TensorFiles,
+    projection: ProjectionSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    any_rows: bool = False,
+) -> Linear:
+    """Load a projection in the form in which the files hold it.
+
+    Args:
+        tensors: the model's files.
+        projection: what to load.
+        dtype: of weight and bias in memory.
+        device: where they go.
+        any_rows: accept more or fewer out-features than the projection states; more are cut.
+
+    Raises:
+        MissingTensor: its weight, or a bias that the config implies, is absent.
+        TensorShapeError: its shape is not the one that the config implies.
+    """
+    key = projection.key
+    if projection.has_bias and f"{key}.bias" not in tensors:
+        raise MissingTensor(
+            f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
+        )
+    if is_quantized(key, tensors):
+        matrix = _read_matrix(tensors, projection)
+        _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
+        return Exl2Linear(matrix, out_features=projection.out_features, dtype=dtype, device=device)
+    weight = tensors.read(f"{key}.weight")
+    _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
+    bias = tensors.read(f"{key}.bias") if projection.has_bias else None
+    return DenseLinear(
+        weight.to(device=device, dtype=dtype),
+        None if bias is None else bias.to(device=device, dtype=dtype),
+        out_features=projection.out_features,
+    )
+
+
+def _read_matrix(tensors: TensorFiles, projection: ProjectionSpec) -> QuantizedMatrix:
+    names = [name for name in tensor_names(projection.key) if name in tensors]
+    names += [f"{projection.key}.bias"] if projection.has_bias else []
+    return QuantizedMatrix.from_tensors(
+        projection.key, {name: tensors.read(name) for name in names}
+    )
+
+
+def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:
+    """Compare a stored (n, k) with the config; rows may be padded as the format pads them."""
+    n, k = projection.out_features, projection.in_features
+    is_known = shape in ((n, k), (padded_columns(n), k))
+    if not is_known and not (any_rows and shape[1:] == (k,)):
+        raise TensorShapeError(
+            f"`{projection.key}` has shape {shape}, `config.json` implies {(n, k)}; check that "
+            "both belong to one model"
+        )

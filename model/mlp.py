@@ -1,0 +1,50 @@
+"""The gated MLP's half-layer: hidden + down(activation(gate(x)) · up(x))."""
+
+import torch
+
+from exl2flow.model.activations import Activation
+from exl2flow.model.attention import LayerCache
+from exl2flow.model.linear import Linear
+from exl2flow.model.norms import RmsNorm
+from exl2flow.model.spec import SublayerSpec
+
+
+class MlpSublayer:
+    """A `Sublayer`; positions and cache do not concern it."""
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        *,
+        norm: RmsNorm,
+        linears: dict[str, Linear],
+        activation: Activation,
+    ) -> None:
+        self.spec = spec
+        self.norm = norm
+        self.linears = linears
+        self.activation = activation
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what gate and up read, (b, t, hidden)."""
+        return self.norm(hidden)
+
+    def inner(
+        self, normed: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """Return the gated product, (b, t, intermediate)."""
+        return self.gated(self.linears["gate_proj"](normed), self.linears["up_proj"](normed))
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Combine the outputs of gate and up, (b, t, intermediate) each."""
+        return self.activation(gate) * up
+
+    def output(self, hidden: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        """Return the next hidden state, (b, t, hidden)."""
+        return hidden + self.linears["down_proj"](inner)
+
+    def __call__(
+        self, hidden: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """Map hidden states to the next hidden states, (b, t, hidden)."""
+        return self.output(hidden, self.inner(self.normed(hidden)))

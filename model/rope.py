@@ -1,0 +1,147 @@
+"""Rotary position embedding: frequencies of all kinds, tables, and the rotation itself.
+
+Pairs are (i, i + d/2), the NEOX order. The frequency rules are those of transformers, so that a
+model computes the same positions here and there.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from exl2flow.model.rope_spec import RopeKind, RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeTable:
+    """Cosines and sines, fp32 (t, d/2) each, `d` the rotated dimensions."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate the first dimensions of heads (b, h, t, head_dim), in fp32."""
+        half = self.cos.shape[-1]
+        wide = x[..., : 2 * half].float()
+        first, second = wide[..., :half], wide[..., half:]
+        rotated = torch.cat(
+            (
+                first * self.cos - second * self.sin,
+                second * self.cos + first * self.sin,
+            ),
+            dim=-1,
+        ).to(x.dtype)
+        return (
+            torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < x.shape[-1] else rotated
+        )
+
+
+@lru_cache(maxsize=4)  # the layers of one forward pass ask for the same table
+def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> RopeTable:
+    """Return the table of positions `start` to `start + count`; not to be written to."""
+    frequencies = inverse_frequencies(rope, start + count)
+    positions = torch.arange(start, start + count, dtype=torch.float32)
+    angles = torch.outer(positions / rope.position_scale, frequencies)  # (t, d/2)
+    factor = attention_factor(rope)
+    return RopeTable(cos=(angles.cos() * factor).to(device), sin=(angles.sin() * factor).to(device))
+
+
+def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """Return the angle per position of each pair, fp32 (d/2,).
+
+    Args:
+        rope: kind and parameters.
+        num_positions: one more than the highest position of the call; LongRoPE switches on it.
+    """
+    return _RULES[rope.kind](rope, num_positions)
+
+
+def attention_factor(rope: RopeSpec) -> float:
+    """Return what multiplies cosines and sines.
+
+    YaRN: 0.1 · ln(factor) + 1, or the ratio of that with each `mscale` before the logarithm.
+    LongRoPE: sqrt(1 + ln(factor) / ln(original positions)).
+    """
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    match rope.kind:
+        case RopeKind.YARN if rope.mscale and rope.mscale_all_dim:
+            grown = 0.1 * math.log(rope.factor)
+            return (grown * rope.mscale + 1.0) / (grown * rope.mscale_all_dim + 1.0)
+        case RopeKind.YARN:
+            return 0.1 * math.log(rope.factor) + 1.0
+        case RopeKind.LONGROPE:
+            return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
+        case _:
+            return 1.0
+
+
+def _exponents(rope: RopeSpec) -> torch.Tensor:
+    """Return 2i / d for each pair, fp32 (d/2,)."""
+    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+
+
+def _default(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """theta^(-2i/d)."""
+    return 1.0 / rope.theta ** _exponents(rope)
+
+
+def _linear(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """theta^(-2i/d) / factor."""
+    return _default(rope, num_positions) / rope.factor
+
+
+def _llama3(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """Divide long wavelengths by `factor`, keep short ones, blend those between.
+
+    With r = original positions / wavelength: kept if r > high, divided if r < low, else the blend
+    with share (r - low) / (high - low) of the kept one.
+    """
+    plain = _default(rope, num_positions)
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """Blend by pair index i: kept below `low`, divided by `factor` above `high`, linear between.
+
+    The bounds are the indices whose pair turns `beta_fast` and `beta_slow` times within the
+    original positions.
+    """
+    plain = _default(rope, num_positions)
+    low, high = (_yarn_index(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    width = high - low or 0.001  # the published rule's guard against an empty ramp
+    index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    divided = ((index - low) / width).clamp(0.0, 1.0)
+    return plain / rope.factor * divided + plain * (1 - divided)
+
+
+def _yarn_index(rope: RopeSpec, turns: float) -> float:
+    """Return the pair index that turns so many times within the original positions."""
+    wavelength = rope.original_max_positions / (turns * 2 * math.pi)
+    return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+
+def _longrope(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """theta^(-2i/d) / factor_i, the long factors once the call exceeds the original positions."""
+    is_long = num_positions > rope.original_max_positions
+    factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+    return 1.0 / (factors * rope.theta ** _exponents(rope))
+
+
+_RULES: dict[RopeKind, Callable[[RopeSpec, int], torch.Tensor]] = {
+    RopeKind.DEFAULT: _default,
+    RopeKind.LINEAR: _linear,
+    RopeKind.LLAMA3: _llama3,
+    RopeKind.YARN: _yarn,
+    RopeKind.LONGROPE: _longrope,
+}

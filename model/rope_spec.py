@@ -1,0 +1,162 @@
+"""What a config says about rotary position embedding, in one form for all kinds.
+
+Understands `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters`
+(transformers 5).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.model.fields import Fields
+
+
+class RopeKind(StrEnum):
+    """How inverse frequencies are derived from the base."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+    LONGROPE = "longrope"
+
+
+_ALIASES = {"su": RopeKind.LONGROPE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Parameters of all kinds; those that a kind does not use keep neutral values.
+
+    `factor` is the stretch of the context, `original_max_positions` the length before it,
+    `attention_factor` multiplies cosines and sines (None: derived from the stretch),
+    `position_scale` divides positions on top of the kind's own rule.
+    """
+
+    kind: RopeKind
+    theta: float
+    rotary_dim: int
+    original_max_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    position_scale: float = 1.0
+
+    def scaled(self, *, scale: float | None, alpha: float | None) -> "RopeSpec":
+        """Return this with positions divided by `scale` and the base stretched for NTK `alpha`.
+
+        base ← base · alpha^(d / (d - 2)), d the rotated dimensions.
+        """
+        exponent = self.rotary_dim / max(self.rotary_dim - 2, 1)
+        return replace(
+            self,
+            position_scale=self.position_scale * (scale or 1.0),
+            theta=self.theta * (alpha or 1.0) ** exponent,
+        )
+
+
+def read_rope(
+    config: Fields, *, head_dim: int, max_positions: int, default_theta: float
+) -> RopeSpec:
+    """Read the rope keys of either config form.
+
+    Raises:
+        UnsupportedArchitecture: a kind that is not implemented.
+        SourceModelError: a key is missing or impossible.
+    """
+    key = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
+    rope = config.inner(key)
+    kind = _kind(rope, key)
+    source = rope if rope.has("partial_rotary_factor") else config
+    rotary_dim = int(head_dim * source.number("partial_rotary_factor", 1.0))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise SourceModelError(
+            f"`{config.path}` asks to rotate {rotary_dim} of {head_dim} dimensions of a head; "
+            "that must be an even number and not exceed the head"
+        )
+    theta = rope if rope.has("rope_theta") else config
+    original = config if config.has("original_max_position_embeddings") else rope
+    common = RopeSpec(
+        kind=kind,
+        theta=theta.number("rope_theta", default_theta),
+        rotary_dim=rotary_dim,
+        original_max_positions=original.integer("original_max_position_embeddings", max_positions),
+    )
+    stretch = max_positions / common.original_max_positions
+    return replace(common, **_READERS[kind](rope, rotary_dim, stretch))
+
+
+def _kind(rope: Fields, key: str) -> RopeKind:
+    """Return the kind, spelled `rope_type` or, before transformers 4.43, `type`."""
+    if any(isinstance(value, dict) for value in rope.values.values()):
+        raise UnsupportedArchitecture(
+            f"`{key}` in `{rope.path}` differs between layers; only one rotary embedding for all "
+            "layers is supported"
+        )
+    name = rope.text("rope_type" if rope.has("rope_type") else "type", RopeKind.DEFAULT)
+    try:
+        return _ALIASES.get(name) or RopeKind(name)
+    except ValueError:
+        known = ", ".join(f"`{kind}`" for kind in RopeKind)
+        raise UnsupportedArchitecture(
+            f"rope type `{name}` in `{rope.path}` is not supported; supported are {known}"
+        ) from None
+
+
+def _default(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    return {}
+
+
+def _linear(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    return {"factor": rope.number("factor")}
+
+
+def _llama3(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise SourceModelError(
+            f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must be below "
+            f"`high_freq_factor`, {high:g}"
+        )
+    return {"factor": rope.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _yarn(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    optional = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    given = {key: rope.number(key) for key in optional if _is_set(rope, key)}
+    truncate = rope.flag("truncate", True)
+    return {"factor": rope.number("factor", stretch), "truncate": truncate, **given}
+
+
+def _longrope(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    given = {key: rope.number(key) for key in ("attention_factor",) if rope.has(key)}
+    return {
+        "factor": rope.number("factor", stretch),
+        "short_factors": rope.numbers("short_factor", rotary_dim // 2),
+        "long_factors": rope.numbers("long_factor", rotary_dim // 2),
+        **given,
+    }
+
+
+def _is_set(rope: Fields, key: str) -> bool:
+    """Tell whether an optional number is given; 0 stands for absent, as in transformers."""
+    return bool(rope.values.get(key))
+
+
+_READERS: dict[RopeKind, Callable[[Fields, int, float], dict[str, Any]]] = {
+    RopeKind.DEFAULT: _default,
+    RopeKind.LINEAR: _linear,
+    RopeKind.LLAMA3: _llama3,
+    RopeKind.YARN: _yarn,
+    RopeKind.LONGROPE: _longrope,
+}

@@ -1,0 +1,160 @@
+"""A SentencePiece model file as plain data.
+
+The few fields that matter are read from the protobuf wire format here: the generated module that
+`sentencepiece` ships accepts only a narrow range of protobuf versions.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from exl2flow.core.errors import SourceModelError
+
+Value = int | bytes
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+
+
+class ModelType(IntEnum):
+    """`TrainerSpec.ModelType`."""
+
+    UNIGRAM = 1
+    BPE = 2
+    WORD = 3
+    CHAR = 4
+
+
+class PieceType(IntEnum):
+    """`ModelProto.SentencePiece.Type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One vocabulary entry; its id is its position."""
+
+    text: str
+    score: float
+    type: PieceType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentencePieceModel:
+    """What a `tokenizer.model` holds; `charsmap` is a compiled normalization, possibly empty."""
+
+    serialized: bytes
+    type: ModelType
+    pieces: tuple[Piece, ...]
+    byte_fallback: bool
+    whitespace_suffix: bool
+    charsmap: bytes
+    dummy_prefix: bool
+    remove_extra_whitespace: bool
+    escape_whitespace: bool
+
+    @classmethod
+    def load(cls, path: Path) -> "SentencePieceModel":
+        """Read the file.
+
+        Raises:
+            SourceModelError: it cannot be read or is no SentencePiece model.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise SourceModelError(f"cannot read `{path}`: {error.strerror}") from error
+        try:
+            model = cls._parse(data)
+        except (IndexError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise SourceModelError(
+                f"`{path}` is not a SentencePiece model ({error}); fetch it again"
+            ) from error
+        if not model.pieces:
+            raise SourceModelError(f"`{path}` holds no pieces; fetch it again")
+        return model
+
+    @classmethod
+    def _parse(cls, data: bytes) -> "SentencePieceModel":
+        """Read `ModelProto`; the numbers are those of `sentencepiece_model.proto`."""
+        pieces: list[Piece] = []
+        trainer: dict[int, Value] = {}
+        normalizer: dict[int, Value] = {}
+        for number, value in _fields(data):
+            match number, value:
+                case 1, bytes():
+                    pieces.append(_piece(dict(_fields(value))))
+                case 2, bytes():
+                    trainer = dict(_fields(value))
+                case 3, bytes():
+                    normalizer = dict(_fields(value))
+        return cls(
+            serialized=data,
+            type=ModelType(_integer(trainer, 3, ModelType.UNIGRAM)),
+            pieces=tuple(pieces),
+            byte_fallback=bool(_integer(trainer, 35, 0)),
+            whitespace_suffix=bool(_integer(trainer, 24, 0)),
+            charsmap=_blob(normalizer, 2, b""),
+            dummy_prefix=bool(_integer(normalizer, 3, 1)),
+            remove_extra_whitespace=bool(_integer(normalizer, 4, 1)),
+            escape_whitespace=bool(_integer(normalizer, 5, 1)),
+        )
+
+
+def _piece(fields: dict[int, Value]) -> Piece:
+    return Piece(
+        text=_blob(fields, 1, b"").decode(),
+        score=struct.unpack("<f", _blob(fields, 2, bytes(4)))[0],
+        type=PieceType(_integer(fields, 3, PieceType.NORMAL)),
+    )
+
+
+def _integer(fields: dict[int, Value], number: int, default: int) -> int:
+    value = fields.get(number, default)
+    if not isinstance(value, int):
+        raise ValueError(f"field {number} is no integer")
+    return value
+
+
+def _blob(fields: dict[int, Value], number: int, default: bytes) -> bytes:
+    value = fields.get(number, default)
+    if not isinstance(value, bytes):
+        raise ValueError(f"field {number} has no bytes")
+    return value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Value]]:
+    """Yield (field number, value) of a protobuf message; fixed-size values as bytes."""
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        wire_type = tag & 7
+        if wire_type == _VARINT:
+            value, position = _varint(data, position)
+            yield tag >> 3, value
+            continue
+        if wire_type == _BYTES:
+            size, position = _varint(data, position)
+        else:
+            size = {_FIXED64: 8, _FIXED32: 4}[wire_type]
+        if position + size > len(data):
+            raise ValueError("a field ends behind the file")
+        yield tag >> 3, data[position : position + size]
+        position += size
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return a base-128 integer and the position behind it."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return value, position

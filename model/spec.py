@@ -1,0 +1,345 @@
+"""A family row resolved against one `config.json`: all that other code asks about a model.
+
+Sublayers state their projections and what each reads, so that nothing downstream branches on the
+kind of a sublayer or the name of a family.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.model.activations import ACTIVATIONS
+from exl2flow.model.families import FAMILIES, Family, WindowRule
+from exl2flow.model.fields import Fields
+from exl2flow.model.rope_spec import RopeSpec, read_rope
+
+Capture = Literal["input", "inner"]
+SublayerKind = Literal["attention", "mlp"]
+
+EMBEDDING_KEY = "model.embed_tokens"
+FINAL_NORM_KEY = "model.norm"
+HEAD_KEY = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectionSpec:
+    """One linear map. `capture` names the activation that it reads: the sublayer's normed input,
+    or its inner activation (attention output, gated product)."""
+
+    name: str
+    key: str
+    in_features: int
+    out_features: int
+    has_bias: bool
+    capture: Capture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SublayerSpec:
+    """One attention or MLP half-layer; `index` counts sublayers, `layer_index` layers.
+
+    `norm_key` is the norm before it; `head_norm_keys` are those of queries and keys, if any.
+    """
+
+    index: int
+    layer_index: int
+    name: str
+    kind: SublayerKind
+    norm_key: str
+    head_norm_keys: tuple[str, ...]
+    projections: tuple[ProjectionSpec, ...]
+
+    @property
+    def norm_keys(self) -> tuple[str, ...]:
+        """All norms of the sublayer."""
+        return (self.norm_key, *self.head_norm_keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Shape of attention; `windows` holds each layer's visible positions (None: all)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """Shape of the gated MLP."""
+
+    intermediate_size: int
+    activation: str
+    has_bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model as its config describes it; `config` is the raw `config.json`."""
+
+    family: Family
+    source_dir: Path
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    norm_eps: float
+    tied_head: bool
+    attention: AttentionSpec
+    mlp: MlpSpec
+    rope: RopeSpec
+    max_positions: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    config: Mapping[str, object] = field(compare=False, repr=False)
+
+    @cached_property
+    def sublayers(self) -> tuple[SublayerSpec, ...]:
+        """All sublayers in walk order: attention 0, MLP 0, attention 1, …"""
+        makers = (_attention_sublayer, _mlp_sublayer)
+        return tuple(maker(self, layer) for layer in range(self.num_layers) for maker in makers)
+
+    @property
+    def head(self) -> ProjectionSpec:
+        """The projection to the vocabulary; it reads the final norm's output."""
+        return ProjectionSpec(
+            name=HEAD_KEY,
+            key=HEAD_KEY,
+            in_features=self.hidden_size,
+            out_features=self.vocab_size,
+            has_bias=False,
+            capture="input",
+        )
+
+    @property
+    def quant_method(self) -> str | None:
+        """The quantization that the config declares; tensor names alone decide how it loads."""
+        block = self.config.get("quantization_config")
+        method = block.get("quant_method") if isinstance(block, Mapping) else None
+        return None if method is None else str(method)
+
+    def with_rope(self, *, scale: float | None = None, alpha: float | None = None) -> "ModelSpec":
+        """Return this model with positions divided by `scale` and NTK factor `alpha`."""
+        return replace(self, rope=self.rope.scaled(scale=scale, alpha=alpha))
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of the dense model's tensors.
+
+    Embedding and head may have more rows in the files. A tied head is left out.
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{EMBEDDING_KEY}.weight": (spec.vocab_size, spec.hidden_size),
+        f"{FINAL_NORM_KEY}.weight": (spec.hidden_size,),
+    }
+    for sublayer in spec.sublayers:
+        shapes[f"{sublayer.norm_key}.weight"] = (spec.hidden_size,)
+        for key in sublayer.head_norm_keys:
+            shapes[f"{key}.weight"] = (spec.attention.head_dim,)
+        for projection in sublayer.projections:
+            shapes |= _linear_shapes(projection)
+    return shapes if spec.tied_head else shapes | _linear_shapes(spec.head)
+
+
+def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
+    n, k = projection.out_features, projection.in_features
+    shapes: dict[str, tuple[int, ...]] = {f"{projection.key}.weight": (n, k)}
+    if projection.has_bias:
+        shapes[f"{projection.key}.bias"] = (n,)
+    return shapes
+
+
+def _attention_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
+    attention = spec.attention
+    name = f"model.layers.{layer}.self_attn"
+    queries = attention.num_heads * attention.head_dim
+    keys = attention.num_kv_heads * attention.head_dim
+    rows: tuple[tuple[str, int, int, bool, Capture], ...] = (
+        ("q_proj", spec.hidden_size, queries, attention.qkv_bias, "input"),
+        ("k_proj", spec.hidden_size, keys, attention.qkv_bias, "input"),
+        ("v_proj", spec.hidden_size, keys, attention.qkv_bias, "input"),
+        ("o_proj", queries, spec.hidden_size, attention.o_bias, "inner"),
+    )
+    return SublayerSpec(
+        index=2 * layer,
+        layer_index=layer,
+        name=name,
+        kind="attention",
+        norm_key=f"model.layers.{layer}.input_layernorm",
+        head_norm_keys=(f"{name}.q_norm", f"{name}.k_norm") if attention.qk_norm else (),
+        projections=_projections(name, rows),
+    )
+
+
+def _mlp_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
+    hidden, inner, bias = spec.hidden_size, spec.mlp.intermediate_size, spec.mlp.has_bias
+    name = f"model.layers.{layer}.mlp"
+    rows: tuple[tuple[str, int, int, bool, Capture], ...] = (
+        ("gate_proj", hidden, inner, bias, "input"),
+        ("up_proj", hidden, inner, bias, "input"),
+        ("down_proj", inner, hidden, bias, "inner"),
+    )
+    return SublayerSpec(
+        index=2 * layer + 1,
+        layer_index=layer,
+        name=name,
+        kind="mlp",
+        norm_key=f"model.layers.{layer}.post_attention_layernorm",
+        head_norm_keys=(),
+        projections=_projections(name, rows),
+    )
+
+
+def _projections(
+    prefix: str, rows: tuple[tuple[str, int, int, bool, Capture], ...]
+) -> tuple[ProjectionSpec, ...]:
+    return tuple(
+        ProjectionSpec(
+            name=name,
+            key=f"{prefix}.{name}",
+            in_features=in_features,
+            out_features=out_features,
+            has_bias=has_bias,
+            capture=capture,
+        )
+        for name, in_features, out_features, has_bias, capture in rows
+    )
+
+
+def resolve(source_dir: Path) -> ModelSpec:
+    """Read `config.json`, in the form of transformers 4 or 5, of a dense or an EXL2 model.
+
+    Raises:
+        UnsupportedArchitecture: no family row, or a variant that is not implemented.
+        SourceModelError: a key is missing or impossible.
+    """
+    config = Fields.load(source_dir / "config.json")
+    family = _family(config)
+    num_layers = config.integer("num_hidden_layers")
+    max_positions = config.integer("max_position_embeddings")
+    attention = _attention(config, family, num_layers)
+    bos_ids = config.token_ids("bos_token_id")
+    return ModelSpec(
+        family=family,
+        source_dir=source_dir,
+        hidden_size=config.integer("hidden_size"),
+        num_layers=num_layers,
+        vocab_size=config.integer("vocab_size"),
+        norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
+        tied_head=config.flag("tie_word_embeddings", False),
+        attention=attention,
+        mlp=MlpSpec(
+            intermediate_size=config.integer("intermediate_size"),
+            activation=_activation(config, family),
+            has_bias=_bias(config, family.mlp_bias),
+        ),
+        rope=read_rope(
+            config,
+            head_dim=attention.head_dim,
+            max_positions=max_positions,
+            default_theta=family.default_theta,
+        ),
+        max_positions=max_positions,
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=config.token_ids("eos_token_id"),
+        config=config.values,
+    )
+
+
+def _family(config: Fields) -> Family:
+    (name,) = config.texts("architectures", 1)
+    if name in FAMILIES:
+        return FAMILIES[name]
+    close = difflib.get_close_matches(name, FAMILIES, n=2, cutoff=0.3)
+    nearest = f"; nearest are {_quoted(close)}" if close else ""
+    raise UnsupportedArchitecture(
+        f"architecture `{name}` in `{config.path}` is not supported{nearest}; supported are "
+        f"{_quoted(FAMILIES)}"
+    )
+
+
+def _attention(config: Fields, family: Family, num_layers: int) -> AttentionSpec:
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise SourceModelError(
+            f"`num_key_value_heads` in `{config.path}` is {num_kv_heads}; it must divide "
+            f"`num_attention_heads`, {num_heads}"
+        )
+    head_dim = config.integer("head_dim", family.default_head_dim or _divided_head_dim(config))
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        qk_norm=family.qk_norm,
+        qkv_bias=_bias(config, family.qkv_bias),
+        o_bias=_bias(config, family.o_bias),
+        windows=_WINDOW_RULES[family.window_rule](config, family, num_layers),
+    )
+
+
+def _divided_head_dim(config: Fields) -> int | None:
+    """Return hidden size / heads, or None (so that `head_dim` is asked for) when that is odd."""
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return None if hidden_size % num_heads else hidden_size // num_heads
+
+
+def _bias(config: Fields, rule: bool | str) -> bool:
+    return config.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _activation(config: Fields, family: Family) -> str:
+    name = config.text("hidden_act", family.default_activation)
+    if name not in ACTIVATIONS:
+        raise UnsupportedArchitecture(
+            f"`hidden_act` `{name}` in `{config.path}` is not supported; supported are "
+            f"{_quoted(ACTIVATIONS)}"
+        )
+    return name
+
+
+def _quoted(names: object) -> str:
+    return ", ".join(f"`{name}`" for name in names)  # type: ignore[attr-defined]
+
+
+def _no_windows(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _windows_everywhere(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    absent = "sliding_window" not in config.values
+    given = config.integer("sliding_window") if config.has("sliding_window") else None
+    return (family.default_window if absent else given,) * num_layers
+
+
+def _upper_windows(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    if not config.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    window = _windows_everywhere(config, family, 1)[0]
+    if config.has("layer_types"):
+        types = config.texts("layer_types", num_layers)
+        known = ("full_attention", "sliding_attention")
+        if not set(types) <= set(known):
+            raise UnsupportedArchitecture(
+                f"`layer_types` in `{config.path}` holds {_quoted(sorted(set(types)))}; supported "
+                f"are {_quoted(known)}"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.integer("max_window_layers", family.default_max_window_layers, least=0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+_WINDOW_RULES = {
+    WindowRule.NONE: _no_windows,
+    WindowRule.ALL_LAYERS: _windows_everywhere,
+    WindowRule.UPPER_LAYERS: _upper_windows,
+}

@@ -1,0 +1,294 @@
+"""Text to token ids and back, from `tokenizer.json` or a SentencePiece `tokenizer.model`.
+
+A SentencePiece model is converted when loaded, and the conversion is checked against the
+`sentencepiece` library on probe texts, so that a difference is an error and not bad calibration.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+
+import tokenizers
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
+
+from exl2flow.core.errors import SourceModelError
+from exl2flow.model.fields import Fields
+from exl2flow.model.sentencepiece_model import (
+    ModelType,
+    PieceType,
+    SentencePieceModel,
+)
+
+SPACE_MARK = "▁"  # how SentencePiece writes a space
+UNREACHABLE = 1000.0  # how far below all others a piece scores that text must not produce
+PROBES = (
+    "",
+    " ",
+    "Hello world",
+    "  two  spaces,\ttabs\nand\r\nlines  ",
+    "It's 3.14159 (about $22/7), isn't it? 100% #1!",
+    "def f(x):\n    return x ** 2  # square\n",
+    "naïve café, Ünïcödé, ﬁne print, ½ — “quoted” … ①",
+    "Привет, мир! 你好，世界。 こんにちは 안녕하세요 مرحبا",
+    "emoji 🙂👩‍👩‍👧 and \U0001f9ff, rare 𐍈 and \u200b zero width",
+    "<s> </s> <unk> <0x0A> <|im_start|> [INST]",
+    "aaaaaaa ababababa the the the thethethe",
+)
+
+
+class Tokenizer:
+    """A model's tokenizer; `backend` can be saved as `tokenizer.json`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """Take over `backend`; its truncation and padding settings are dropped."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self._lock = Lock()  # parsing of special tokens is a state of the backend
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "Tokenizer":
+        """Load the tokenizer of a model folder.
+
+        Raises:
+            SourceModelError: no tokenizer file, a damaged one, or one that does not convert.
+        """
+        backend = _load_backend(model_dir)
+        bos_ids = _token_ids(model_dir, backend, "bos")
+        return cls(
+            backend,
+            bos_token_id=next(bos_ids, None),
+            eos_token_ids=tuple(dict.fromkeys(_token_ids(model_dir, backend, "eos"))),
+        )
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first end-of-sequence id, if the model has one."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def encode(
+        self, text: str, *, add_bos: bool = False, add_eos: bool = False, special: bool = False
+    ) -> list[int]:
+        """Return the token ids of a text; the post-processor of the file is not applied.
+
+        Args:
+            text: any text.
+            add_bos: begin with the beginning-of-sequence id, if the model has one.
+            add_eos: end with the end-of-sequence id, if the model has one.
+            special: read special tokens spelled in the text as such, not as plain text.
+        """
+        with self._lock:
+            self.backend.encode_special_tokens = not special
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+        begin = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+        end = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
+        return begin + ids + end
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids; special tokens are spelled out only on request."""
+        return self.backend.decode(list(ids), skip_special_tokens=not special)
+
+
+def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
+    json_path, model_path = model_dir / "tokenizer.json", model_dir / "tokenizer.model"
+    if json_path.exists():
+        try:
+            return tokenizers.Tokenizer.from_file(str(json_path))
+        except Exception as error:  # the library raises the base class itself
+            raise SourceModelError(f"cannot read `{json_path}`: {error}; fetch it again") from error
+    if model_path.exists():
+        model = SentencePieceModel.load(model_path)
+        backend = convert(model, source=model_path)
+        _check_conversion(backend, model, source=model_path)
+        _add_tokens(backend, model_dir)
+        return backend
+    raise SourceModelError(
+        f"`{model_dir}` holds neither `tokenizer.json` nor `tokenizer.model`; fetch one of them "
+        "from the model's repository"
+    )
+
+
+def convert(model: SentencePieceModel, *, source: Path) -> tokenizers.Tokenizer:
+    """Return a tokenizer that does what a SentencePiece model does.
+
+    Args:
+        model: the model.
+        source: its file, for messages.
+
+    Raises:
+        SourceModelError: a model type or option without a counterpart.
+    """
+    if not model.escape_whitespace or model.whitespace_suffix:
+        raise SourceModelError(
+            f"`{source}` treats white space in a way that is not supported; add a `tokenizer.json`"
+        )
+    match model.type:
+        case ModelType.BPE:
+            backend = tokenizers.Tokenizer(_bpe(model))
+        case ModelType.UNIGRAM:
+            backend = tokenizers.Tokenizer(_unigram(model))
+        case _:
+            raise SourceModelError(
+                f"`{source}` is a {model.type.name} model; supported are BPE and UNIGRAM: add a "
+                "`tokenizer.json`"
+            )
+    backend.normalizer = _normalizer(model)
+    backend.decoder = _decoder(model)
+    backend.add_tokens(list(_added_tokens(model)))
+    return backend
+
+
+def _bpe(model: SentencePieceModel) -> models.Model:
+    """Return BPE whose merges are all splits of each piece, pieces of higher score first."""
+    vocab = {piece.text: index for index, piece in enumerate(model.pieces)}
+    normal = [piece for piece in model.pieces if piece.type is PieceType.NORMAL]
+    known = {piece.text for piece in normal}
+    merges = [
+        (piece.text[:cut], piece.text[cut:])
+        for piece in sorted(normal, key=lambda piece: -piece.score)
+        for cut in range(1, len(piece.text))
+        if piece.text[:cut] in known and piece.text[cut:] in known
+    ]
+    return models.BPE(
+        vocab=vocab,
+        merges=merges,
+        unk_token=_unknown(model),
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+    )
+
+
+def _unigram(model: SentencePieceModel) -> models.Model:
+    """Return a unigram model; pieces that text must not produce score below all others."""
+    lowest = min(piece.score for piece in model.pieces)
+    reachable = (PieceType.NORMAL, PieceType.USER_DEFINED)
+    scored = [
+        (piece.text, piece.score if piece.type in reachable else lowest - UNREACHABLE)
+        for piece in model.pieces
+    ]
+    types = [piece.type for piece in model.pieces]
+    unknown_id = types.index(PieceType.UNKNOWN) if PieceType.UNKNOWN in types else None
+    return models.Unigram(scored, unk_id=unknown_id, byte_fallback=model.byte_fallback)
+
+
+def _unknown(model: SentencePieceModel) -> str | None:
+    unknown = (piece.text for piece in model.pieces if piece.type is PieceType.UNKNOWN)
+    return next(unknown, None)
+
+
+def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if model.charsmap:
+        charsmap = normalizers.Precompiled(model.charsmap)
+        # the library maps a grapheme by its first character only, and "\r\n" is one grapheme
+        steps.append(normalizers.Replace("\r\n", charsmap.normalize_str("\r") + "\n"))
+        steps.append(charsmap)
+    if model.remove_extra_whitespace:
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if model.dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE_MARK))
+    steps.append(normalizers.Replace(" ", SPACE_MARK))
+    return normalizers.Sequence(steps)
+
+
+def _decoder(model: SentencePieceModel) -> decoders.Decoder:
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(SPACE_MARK, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if model.dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
+
+
+def _added_tokens(model: SentencePieceModel) -> Iterator[AddedToken]:
+    """Yield the pieces that are whole tokens in text: control (on request) and user-defined."""
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
+    for piece in model.pieces:
+        if piece.type in special or piece.type is PieceType.USER_DEFINED:
+            yield AddedToken(piece.text, special=piece.type in special, normalized=False)
+
+
+def _check_conversion(
+    backend: tokenizers.Tokenizer, model: SentencePieceModel, *, source: Path
+) -> None:
+    """Compare the ids of the probe texts with those of the `sentencepiece` library."""
+    reference = SentencePieceProcessor(model_proto=model.serialized)
+    named = (piece.text for piece in model.pieces if piece.type is PieceType.USER_DEFINED)
+    own = [f"before{text}behind {text} it" for _, text in zip(range(8), named, strict=False)]
+    backend.encode_special_tokens = True
+    for probe in chain(PROBES, own):
+        ids = backend.encode(probe, add_special_tokens=False).ids
+        expected = reference.encode(probe)
+        if ids != expected:
+            raise SourceModelError(
+                f"`{source}` does not convert faithfully: {probe!r} becomes {ids[:8]}…, not "
+                f"{expected[:8]}…; add a `tokenizer.json`"
+            )
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
+    """Add the tokens that stand beside a SentencePiece model.
+
+    Raises:
+        SourceModelError: their ids do not continue those of the model.
+    """
+    tokens: dict[int, AddedToken] = {}
+    path = model_dir / "added_tokens.json"
+    if path.exists():
+        extra = Fields.load(path)
+        for text in extra.values:
+            token_id = extra.integer(text, least=0)
+            tokens[token_id] = AddedToken(text, special=True, normalized=False)
+    path = model_dir / "tokenizer_config.json"
+    if path.exists():
+        listed = Fields.load(path).inner("added_tokens_decoder")
+        for key in listed.values:
+            entry = listed.inner(key)
+            tokens[_id(listed, key)] = AddedToken(
+                entry.text("content"), special=entry.flag("special", False), normalized=False
+            )
+    for token_id, token in sorted(tokens.items()):
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise SourceModelError(
+                f"added token `{token.content}` of `{model_dir}` has id {token_id}, which does "
+                f"not follow the vocabulary; add a `tokenizer.json`"
+            )
+
+
+def _id(fields: Fields, key: str) -> int:
+    if not key.isdecimal():
+        raise SourceModelError(f"`{fields.prefix}{key}` in `{fields.path}` is not a token id")
+    return int(key)
+
+
+def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Iterator[int]:
+    """Yield the ids that the folder's files give the role `bos` or `eos`, config.json first."""
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        path = model_dir / name
+        if path.exists():
+            fields = Fields.load(path)
+            yield from fields.token_ids(f"{role}_token_id")
+            yield from _named_id(fields, backend, f"{role}_token")
+
+
+def _named_id(fields: Fields, backend: tokenizers.Tokenizer, key: str) -> Iterable[int]:
+    """Return the id of a token given by its text, plain or inside an object."""
+    value = fields.values.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    token_id = backend.token_to_id(text) if isinstance(text, str) else None
+    return () if token_id is None else (token_id,)

@@ -1,0 +1,156 @@
+"""Lazy reading of tensors from the safetensors files of a folder.
+
+Names and contents count; an index file does not. Tensors are read into memory of their own rather
+than mapped, so that the resident memory of a walk is that of the tensors still referred to.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from exl2flow.core.errors import MissingTensor, SourceModelError
+
+DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I16": torch.int16,
+    "I32": torch.int32,
+}
+_LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """Where a tensor lies; `offset` counts bytes from the beginning of the file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class TensorFiles:
+    """The tensors of all `*.safetensors` in a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            SourceModelError: no file, a damaged file, or a name that two files hold.
+        """
+        self.folder = folder
+        self.files = tuple(sorted(folder.glob("*.safetensors")))
+        if not self.files:
+            raise SourceModelError(
+                f"`{folder}` holds no `*.safetensors`; give the folder of a Hugging Face model "
+                "saved in this format"
+            )
+        self._entries: dict[str, _Entry] = {}
+        for path in self.files:
+            for name, entry in _read_header(path).items():
+                if name in self._entries:
+                    raise SourceModelError(
+                        f"`{name}` is both in `{self._entries[name].path}` and in `{path}`; "
+                        "remove the file that does not belong to the model"
+                    )
+                self._entries[name] = entry
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, in the order of the files."""
+        return tuple(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self._entry(name).shape
+
+    def nbytes(self, name: str) -> int:
+        """Return the stored bytes of a tensor."""
+        return self._entry(name).nbytes
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor.
+
+        Raises:
+            SourceModelError: it is not one of `DTYPES`.
+        """
+        entry = self._entry(name)
+        if entry.dtype not in DTYPES:
+            raise SourceModelError(
+                f"`{name}` in `{entry.path}` has dtype {entry.dtype}; supported are "
+                f"{', '.join(DTYPES)}: use an unquantized model"
+            )
+        return DTYPES[entry.dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor in CPU memory that it alone owns.
+
+        Raises:
+            MissingTensor: no file holds it.
+            SourceModelError: the file cannot be read or is shorter than its header says.
+        """
+        entry = self._entry(name)
+        tensor = torch.empty(entry.shape, dtype=self.dtype(name))
+        if not entry.nbytes:
+            return tensor
+        buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+        try:
+            with entry.path.open("rb") as file:
+                file.seek(entry.offset)
+                count = file.readinto(buffer)
+        except OSError as error:
+            raise _unreadable(entry.path, error) from error
+        if count != entry.nbytes:
+            raise SourceModelError(
+                f"`{entry.path}` ends within `{name}`; it was cut short, fetch it again"
+            )
+        return tensor
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise MissingTensor(
+                f"`{name}` is in none of the {len(self.files)} files of `{self.folder}`; fetch "
+                "what is missing, or check that `config.json` belongs to these files"
+            )
+        return entry
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Return name → entry of one file, its consistency judged by the safetensors library."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (SafetensorError, ValueError) as error:
+        raise SourceModelError(
+            f"`{path}` is not a whole safetensors file ({error}); fetch it again"
+        ) from error
+    header.pop("__metadata__", None)
+    data = _LENGTH_BYTES + length
+    return {
+        name: _Entry(
+            path=path,
+            dtype=value["dtype"],
+            shape=tuple(value["shape"]),
+            offset=data + value["data_offsets"][0],
+            nbytes=value["data_offsets"][1] - value["data_offsets"][0],
+        )
+        for name, value in header.items()
+    }
+
+
+def _unreadable(path: Path, error: OSError) -> SourceModelError:
+    return SourceModelError(f"cannot read `{path}`: {error.strerror or error}")

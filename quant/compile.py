@@ -1,0 +1,323 @@
+"""Compile the output folder: shards, index, config, tokenizer and all other files of the source.
+
+Everything is laid out before anything is written, so the bytes are known beforehand. After writing,
+every matrix is read back and its reconstruction compared with what was quantized.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
+from exl2flow.core.files import (
+    Layout,
+    digest,
+    read_json,
+    replacing,
+    safetensors_header,
+    write_json,
+    write_layout,
+)
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.store import versions
+from exl2flow.model import ModelSpec, TensorFiles, expected_tensors, resolve
+from exl2flow.model.exl2 import QuantizedMatrix, quantized_layout, padded_columns
+from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
+from exl2flow.quant.candidates import HEAD_PARAMS, Candidate
+from exl2flow.quant.quantize import (
+    read_report,
+    reconstruction_digest,
+    result_files,
+)
+
+log = logging.getLogger(__name__)
+
+RECORD_FILE = "exl2flow.json"  # what made the folder; also marks it as ours
+NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
+FORMAT_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One output file before it is written."""
+
+    name: str
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def bytes(self) -> int:
+        """The size the file will have."""
+        return len(safetensors_header(self.layout, FORMAT_METADATA)) + sum(
+            map(_size, self.layout.values())
+        )
+
+
+def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of the tensors that are stored as fp16, in model order."""
+    quantized = {p.key for s in spec.sublayers for p in s.projections} | {spec.head.key}
+    return {
+        name: shape
+        for name, shape in expected_tensors(spec).items()
+        if name.rpartition(".")[0] not in quantized
+    }
+
+
+def output_layout(spec: ModelSpec, choice: dict[str, Candidate], head_bits: int) -> Layout:
+    """Return name → (dtype, shape) of all output tensors, in model order."""
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
+    }
+    for sublayer in spec.sublayers:
+        for p in sublayer.projections:
+            layout |= quantized_layout(
+                p.key,
+                choice[sublayer.name][p.name],
+                p.in_features,
+                padded_columns(p.out_features),
+                has_bias=p.has_bias,
+            )
+    head = spec.head
+    layout |= quantized_layout(
+        head.key,
+        HEAD_PARAMS[head_bits],
+        head.in_features,
+        padded_columns(head.out_features),
+        has_bias=head.has_bias,
+    )
+    return dict(sorted(layout.items(), key=lambda item: _model_order(spec, item[0])))
+
+
+def _model_order(spec: ModelSpec, name: str) -> tuple[int, int]:
+    """Sort the embedding first, then layers by number, then the final norm and the head."""
+    parts = name.split(".")
+    numbers = [int(part) for part in parts if part.isdigit()]
+    if numbers:
+        return 1, numbers[0]
+    return (0, 0) if "embed" in name else (2, int(name.startswith(spec.head.key)))
+
+
+def plan_shards(layout: Layout, shard_size_mb: int) -> list[Shard]:
+    """Divide tensors, in order, into files of at most `shard_size_mb` MiB of data.
+
+    A tensor larger than the limit gets a file of its own; 0 or less means one file.
+    """
+    limit = shard_size_mb * 2**20 if shard_size_mb > 0 else None
+    parts: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, entry in layout.items():
+        if limit is not None and parts[-1] and filled + _size(entry) > limit:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = entry
+        filled += _size(entry)
+    if len(parts) == 1:
+        return [Shard(name="model.safetensors", layout=parts[0])]
+    return [
+        Shard(name=f"model-{i:05d}-of-{len(parts):05d}.safetensors", layout=part)
+        for i, part in enumerate(parts, 1)
+    ]
+
+
+def _size(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = entry
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def carried_files(source: Path) -> list[Path]:
+    """Return the source's other files that go along: all but weights, indexes and config.json."""
+    return sorted(
+        path
+        for path in source.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(NOT_CARRIED)
+        and path.name not in ("config.json", RECORD_FILE)
+    )
+
+
+def check_output_folder(out: Path, source: Path) -> None:
+    """Refuse a folder that holds something this source's conversion did not write.
+
+    Raises:
+        StoreError: naming the folder and what to do.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        record = read_json(out / RECORD_FILE)
+        if record["source"] == str(source.resolve()):
+            return
+    except (StoreError, KeyError, TypeError):
+        pass
+    raise StoreError(
+        f"the output `{out}` exists and was not made from this source by exl2flow; "
+        "choose another `--out` or delete it"
+    )
+
+
+class _Tensors:
+    """Finds each output tensor where it lies: in the source, or among the quantized sublayers."""
+
+    def __init__(self, source: TensorFiles, quantized: Path) -> None:
+        self.source = source
+        self.quantized = TensorFiles(quantized)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor as it is stored in the output."""
+        if name in self.quantized:
+            return self.quantized.read(name)
+        tensor = self.source.read(name).to(torch.float16)
+        if not tensor.isfinite().all():
+            raise NonFiniteState(
+                f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
+                "converted without clamping it"
+            )
+        return tensor.expand(shape).contiguous()
+
+
+@torch.inference_mode()
+def compile_model(run: StageRun) -> None:
+    """Write the output folder.
+
+    Raises:
+        ReconstructionMismatch: a file read back differs from what was quantized.
+    """
+    config = run.config
+    spec = resolve(config.source)
+    out = config.out.expanduser().resolve()
+    check_output_folder(out, config.source)
+    quantized = run.inputs["quantize"]
+    choice = read_choice(run.inputs["allocate"])
+    shards = plan_shards(output_layout(spec, choice, config.head_bits), config.shard_size_mb)
+    extras = carried_files(config.source)
+    run.folder.manifest.total = len(shards)
+    _write_record(run, out, spec)
+    for path in extras:
+        _commit(run, _copy(path, out / path.name))
+    _remove_others(out, {shard.name for shard in shards})
+    tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
+    for index, shard in enumerate(shards, 1):
+        path = out / shard.name
+        if not run.folder.valid(str(path)):
+            contents = (tensors.read(name, entry[1]) for name, entry in shard.layout.items())
+            sha256 = write_layout(path, shard.layout, contents, metadata=FORMAT_METADATA)
+            run.folder.commit(str(path), sha256, cursor=index)
+        run.tick(index, len(shards), shard.name)
+        run.stop_if_asked()
+    if len(shards) > 1:
+        _commit(run, _write_index(out, shards))
+    _commit(run, _write_config(run, out))
+    _compare(out, quantized, spec, tensors)
+
+
+def _commit(run: StageRun, path: Path) -> None:
+    run.folder.commit(str(path), digest(path))
+
+
+def _copy(source: Path, target: Path) -> Path:
+    try:
+        with source.open("rb") as file, replacing(target) as copy:
+            shutil.copyfileobj(file, copy)
+    except OSError as error:
+        raise WriteFailed(f"cannot copy `{source}` to `{target}`: {error}") from error
+    return target
+
+
+def _remove_others(out: Path, names: set[str]) -> None:
+    """Delete shards and indexes of an earlier conversion into the same folder."""
+    for path in [*out.glob("*.safetensors"), *out.glob("*.index.json")]:
+        if path.name not in names:
+            path.unlink()
+
+
+def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
+    """Write what made the folder: source, options, allocation, errors."""
+    allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
+    record = {
+        "source": str(run.config.source.resolve()),
+        "fingerprint": run.folder.manifest.fingerprint,
+        "versions": versions(),
+        "options": run.config.model_dump(mode="json", exclude={"work_root", "out"}),
+        "allocation": {key: value for key, value in allocation.items() if key != "choice"},
+        "layers": [read_report(run.inputs["quantize"] / name) for name in result_files(spec)],
+    }
+    write_json(out / RECORD_FILE, record)
+    _commit(run, out / RECORD_FILE)
+
+
+def _write_index(out: Path, shards: list[Shard]) -> Path:
+    sizes = [_size(entry) for shard in shards for entry in shard.layout.values()]
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: shard.name for shard in shards for name in shard.layout},
+    }
+    path = out / "model.safetensors.index.json"
+    write_json(path, index)
+    return path
+
+
+def _write_config(run: StageRun, out: Path) -> Path:
+    """Write config.json with the block by which programs recognize EXL2."""
+    config = run.config
+    calibration = config.calibration
+    content = json.loads((config.source / "config.json").read_bytes())
+    content["quantization_config"] = {
+        "quant_method": "exl2",
+        "version": versions()["exl2flow"],
+        "bits": config.bpw,
+        "head_bits": config.head_bits,
+        "calibration": {
+            "rows": calibration.rows,
+            "length": calibration.row_tokens,
+            "dataset": calibration.file.name if calibration.file else "(default)",
+        },
+    }
+    write_json(out / "config.json", content)
+    return out / "config.json"
+
+
+def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield (linear key, sha256 of its reconstruction) of all quantized linears."""
+    for name, sublayer in zip(result_files(spec), [*spec.sublayers, None], strict=True):
+        projections = sublayer.projections if sublayer else (spec.head,)
+        report = read_report(quantized / name)["projections"]
+        for projection in projections:
+            yield projection.key, report[projection.name]["sha256"]  # type: ignore[index]  # JSON
+
+
+def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors) -> None:
+    """Read every tensor back and compare it, reconstructed, with what was quantized."""
+    written = TensorFiles(out)
+    for key, sha256 in _reports(quantized, spec):
+        names = [name for name in written.names if name.startswith(f"{key}.")]
+        matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
+        if reconstruction_digest(matrix.dequantize()) != sha256:
+            raise ReconstructionMismatch(
+                f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
+                "faulty: delete the folder and repeat the command"
+            )
+    for name, shape in plain_tensors(spec).items():
+        if not torch.equal(written.read(name), tensors.read(name, shape)):
+            raise ReconstructionMismatch(f"`{name}` in `{out}` differs from the source")
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    files = [config.source / "config.json", *carried_files(config.source)]
+    return {
+        "out": str(config.out.expanduser().resolve()),
+        "source": str(config.source.resolve()),
+        "shard_size_mb": config.shard_size_mb,
+        "bpw": config.bpw,
+        "files": {path.name: digest(path) for path in files if path.is_file()},
+    }
+
+
+COMPILE = Stage(
+    name="compile", schema=1, inputs=("allocate", "quantize"), options=_options, run=compile_model
+)

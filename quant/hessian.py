@@ -1,0 +1,111 @@
+"""Hessians of a projection's inputs: accumulated over rows, damped, factored.
+
+`H = Σ XᵀX / rows`. The factor that error feedback needs is the upper Cholesky factor `U` of the
+inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from exl2flow.core.errors import SingularHessian
+
+log = logging.getLogger(__name__)
+
+DAMPING = 0.12  # share of the mean diagonal
+LEAST_DAMPING = 1e-5
+ATTEMPTS = 10  # each adds the damping once more
+
+
+class HessianSum:
+    """Accumulates `XᵀX` in fp32, one calibration row at a time."""
+
+    def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
+        self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
+        self._rows = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add the inputs of one calibration row, (..., k)."""
+        flat = x.reshape(-1, x.shape[-1]).float()  # (t, k)
+        self._sum.addmm_(flat.T, flat)
+        self._rows += 1
+
+    def mean(self) -> torch.Tensor:
+        """Return `H`, fp32 (k, k); the identity when nothing was added."""
+        if not self._rows:
+            return torch.eye(len(self._sum), device=self._sum.device)
+        return self._sum / self._rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HessianFactor:
+    """perm: int64 (k,), in-features by falling diagonal; upper: fp32 (k, k); hessian: fp32 (k, k).
+
+    `hessian` keeps the order of the in-features and is not damped. `remedy` says what was done
+    beside the ordinary damping, or is empty.
+    """
+
+    perm: torch.Tensor
+    upper: torch.Tensor
+    hessian: torch.Tensor
+    remedy: str = ""
+
+    def without_feedback(self) -> "HessianFactor":
+        """Return a factor that rounds to nearest in the same order."""
+        return replace(self, upper=torch.eye(len(self.upper), device=self.upper.device))
+
+    def relative_error(self, weight: torch.Tensor, rounded: torch.Tensor) -> float:
+        """Return ‖X(W - Q)‖ / ‖XW‖ over the calibration rows, W and Q fp32 (k, n)."""
+        difference = weight - rounded
+        error = (self.hessian @ difference).mul_(difference).sum()
+        size = (self.hessian @ weight).mul_(weight).sum()
+        return float((error / size.clamp(min=1e-30)).clamp(min=0).sqrt())
+
+
+def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
+    """Factor a Hessian, with remedies in place of a dead run.
+
+    Args:
+        hessian: fp32 (k, k).
+        name: the projection, for the log.
+    """
+    perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    ordered = hessian[perm][:, perm]
+    for remedy, attempt in _attempts(ordered):
+        try:
+            upper = attempt()
+        except SingularHessian:
+            continue
+        if remedy:
+            log.warning("projection=%s remedy=%s", name, remedy)
+        return HessianFactor(perm=perm, upper=upper, hessian=hessian, remedy=remedy)
+    raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
+
+
+def _attempts(ordered: torch.Tensor) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+    """Return the ways to factor, in order: (what to record, how)."""
+    damping = max(DAMPING * float(ordered.diagonal().mean()), LEAST_DAMPING)
+    attempts: list[tuple[str, Callable[[], torch.Tensor]]] = [
+        (f"damping x{n}" if n > 1 else "", lambda n=n: _upper(ordered, n * damping))
+        for n in range(1, ATTEMPTS + 1)
+    ]
+    attempts.append(("fp64 factor", lambda: _upper(ordered.double(), damping)))
+    attempts.append(("identity Hessian", lambda: torch.eye(len(ordered), device=ordered.device)))
+    return attempts
+
+
+def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:
+    """Return the upper Cholesky factor of (H + damping · I)⁻¹ as fp32.
+
+    Raises:
+        SingularHessian: a factor does not exist or is not finite.
+    """
+    damped = ordered + damping * torch.eye(len(ordered), dtype=ordered.dtype, device=ordered.device)
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if not failed:
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if failed or not upper.isfinite().all():
+        raise SingularHessian("no Cholesky factor")
+    return upper.float()

@@ -1,0 +1,280 @@
+"""Everything that can be known to be wrong before the first stage, in one list; and the plan."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import (
+    BudgetUnreachable,
+    Exl2FlowError,
+    NotEnoughRows,
+    PreflightFailed,
+    StoreError,
+    TensorShapeError,
+)
+from exl2flow.kernels import resolve_device
+from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
+from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE, padded_columns
+from exl2flow.quant.allocate import decoder_numel, read_measurement
+from exl2flow.quant.candidates import HEAD_PARAMS, candidates_for
+from exl2flow.quant.compile import check_output_folder, plain_tensors
+from exl2flow.quant.measure import candidate_bits
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STATE_BYTES = 4  # states and working weights are fp32
+BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a conversion will do and need, before it starts; sizes in bytes."""
+
+    model: str
+    architecture: str
+    layers: int
+    weights: int
+    device: str
+    bpw: float
+    reachable_bpw: tuple[float, float]
+    output_bytes: int
+    work_bytes: int
+    memory_bytes: int
+    work_dir: str
+    out: str
+
+    def to_json(self) -> dict[str, object]:
+        """Return the plan as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (what, value) for people."""
+        low, high = self.reachable_bpw
+        return [
+            ("model", f"{self.model} ({self.architecture}, {self.layers} layers)"),
+            ("weights", f"{self.weights / 1e6:.1f} M"),
+            ("device", self.device),
+            ("bits per weight", f"{self.bpw:g} (reachable: {low:.2f} to {high:.2f})"),
+            ("output", f"{self.out}, about {_megabytes(self.output_bytes)}"),
+            ("checkpoints", f"{self.work_dir}, up to {_megabytes(self.work_bytes)}"),
+            ("memory", f"about {_megabytes(self.memory_bytes)}"),
+        ]
+
+
+def preflight(config: ConversionConfig) -> Plan:
+    """Check a conversion without doing any of it.
+
+    Raises:
+        PreflightFailed: all problems, one per line.
+    """
+    problems: list[str] = []
+
+    def attempt(check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except Exl2FlowError as error:
+            problems.extend(str(error).splitlines())
+        except OSError as error:
+            problems.append(f"cannot read `{error.filename}`: {error.strerror}")
+        return None
+
+    device = attempt(lambda: resolve_device(config.device))
+    attempt(lambda: _check_writable(config.work_dir_root))
+    attempt(lambda: _check_writable(config.out))
+    attempt(lambda: check_output_folder(config.out, config.source))
+    attempt(lambda: _check_text(config))
+    spec = attempt(lambda: resolve(config.source))
+    plan = None
+    if spec is not None:
+        attempt(lambda: _check_tokenizer(spec))
+        attempt(lambda: _check_shapes(spec))
+        attempt(lambda: _check_tensors(spec))
+        attempt(lambda: _check_rows(config, spec))
+        plan = attempt(lambda: _plan(config, spec, device))
+    if plan is not None:
+        attempt(lambda: _check_disk(plan))
+        attempt(lambda: _check_memory(plan))
+    if problems or plan is None:
+        raise PreflightFailed("\n".join(problems))
+    return plan
+
+
+def _check_writable(folder: Path) -> None:
+    """Find the nearest existing parent and ask whether it can be written."""
+    existing = folder.expanduser().resolve()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise StoreError(
+            f"`{existing}` is not a folder that can be written; choose another one for `{folder}`"
+        )
+
+
+def _check_text(config: ConversionConfig) -> None:
+    """Ask that the files a user names exist, before hours are spent."""
+    named = (config.calibration.file, config.measurement, config.validate_options.text)
+    missing = [str(path) for path in named if path is not None and not path.is_file()]
+    if missing:
+        raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
+
+
+def _check_tokenizer(spec: ModelSpec) -> None:
+    tokenizer = Tokenizer.load(spec.source_dir)
+    if len(tokenizer.encode("The quick brown fox.")) == 0:
+        raise NotEnoughRows(f"the tokenizer of `{spec.source_dir}` makes no tokens of plain text")
+
+
+def _check_shapes(spec: ModelSpec) -> None:
+    """Ask that every matrix can be packed."""
+    projections = [p for s in spec.sublayers for p in s.projections] + [spec.head]
+    bad = [p for p in projections if p.in_features % ROW_MULTIPLE or p.in_features > MAX_ROWS]
+    if bad:
+        names = ", ".join(f"`{p.key}` ({p.in_features})" for p in bad[:4])
+        raise TensorShapeError(
+            f"in-features must be a multiple of {ROW_MULTIPLE} and at most {MAX_ROWS}: {names}"
+            f"{' …' if len(bad) > 4 else ''}; EXL2 cannot store this model"
+        )
+
+
+def _check_tensors(spec: ModelSpec) -> None:
+    """Compare names and shapes in the files with the config; list everything that differs."""
+    tensors = TensorFiles(spec.source_dir)
+    lines = []
+    for name, shape in expected_tensors(spec).items():
+        if name not in tensors:
+            lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")
+        elif not _fits(tensors.shape(name), shape, spec, name):
+            lines.append(f"`{name}` has shape {tensors.shape(name)}, the config implies {shape}")
+    if lines:
+        shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
+        raise TensorShapeError("\n".join([*shown, "get the model's files again, complete"]))
+
+
+def _fits(
+    found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec, name: str
+) -> bool:
+    """Embedding and head may have more rows than the vocabulary."""
+    if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
+        return found[0] >= expected[0] and found[1] == expected[1]
+    return tuple(found) == expected
+
+
+def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
+    calibration = config.calibration
+    longest = max(calibration.row_tokens, calibration.measure_row_tokens)
+    if longest > spec.max_positions:
+        log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
+
+
+def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> Plan:
+    """Forecast sizes; refuse a target that the candidates cannot reach.
+
+    Raises:
+        BudgetUnreachable: naming the reachable range.
+    """
+    numel = decoder_numel(spec)
+    low, high = _reachable(config, spec, numel)
+    if config.bpw < low:
+        raise BudgetUnreachable(
+            f"{config.bpw:g} bits per weight are out of reach: this model's candidates span "
+            f"{low:.3f} to {high:.3f}; ask for more with `--bpw`"
+        )
+    head = spec.head
+    head_bits = HEAD_PARAMS[config.head_bits].total_bits(
+        head.in_features, padded_columns(head.out_features)
+    )
+    plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
+    packed = int((numel * min(config.bpw, high) + head_bits) / 8)
+    rows = config.calibration
+    states = max(
+        rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens
+    ) * spec.hidden_size * STATE_BYTES
+    return Plan(
+        model=spec.source_dir.resolve().name,
+        architecture=spec.family.architecture,
+        layers=spec.num_layers,
+        weights=sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values()),
+        device=str(device),
+        bpw=config.bpw,
+        reachable_bpw=(low, high),
+        output_bytes=plain + packed,
+        work_bytes=packed + 2 * states,
+        memory_bytes=BASE_MEMORY + states + _working_bytes(spec, rows.row_tokens),
+        work_dir=str(config.work_dir_root),
+        out=str(config.out.expanduser().resolve()),
+    )
+
+
+def _reachable(config: ConversionConfig, spec: ModelSpec, numel: int) -> tuple[float, float]:
+    """Return the least and greatest bits per weight that the candidates allow."""
+    if config.measurement is not None:
+        slots = read_measurement(config.measurement, spec)
+        bits = [[result.total_bits for result in results] for results in slots.values()]
+    else:
+        bits = [[candidate_bits(s, c) for c in candidates_for(s)] for s in spec.sublayers]
+    return sum(map(min, bits)) / numel, sum(map(max, bits)) / numel
+
+
+def _working_bytes(spec: ModelSpec, row_tokens: int) -> int:
+    """Forecast what one sublayer needs beside the states: weights, variants, Hessians, a row."""
+    largest = max(
+        sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers
+    )
+    widest = max(p.in_features for s in spec.sublayers for p in s.projections)
+    variants = 14  # distinct candidates per projection, one byte per weight, kept while measuring
+    head = spec.head.in_features * spec.head.out_features
+    return (
+        max(largest * (variants + 5 * STATE_BYTES), head * 5 * STATE_BYTES)
+        + 4 * widest * widest * STATE_BYTES
+        + 8 * row_tokens * max(widest, spec.hidden_size) * STATE_BYTES
+    )
+
+
+def _check_disk(plan: Plan) -> None:
+    need: dict[int, int] = {}
+    free: dict[int, int] = {}
+    for folder, size in ((plan.out, plan.output_bytes), (plan.work_dir, plan.work_bytes)):
+        existing = Path(folder)
+        while not existing.exists():
+            existing = existing.parent
+        disk = existing.stat().st_dev
+        need[disk] = need.get(disk, 0) + size
+        free[disk] = shutil.disk_usage(existing).free
+    for disk, size in need.items():
+        if size > free[disk]:
+            raise StoreError(
+                f"the conversion may need {_megabytes(size)} of disk, {_megabytes(free[disk])} are "
+                "free; free some, or put `--out` and `--work-root` on other disks"
+            )
+
+
+def _check_memory(plan: Plan) -> None:
+    available = _available_memory()
+    if available is not None and plan.memory_bytes > available:
+        raise StoreError(
+            f"the conversion may need {_megabytes(plan.memory_bytes)} of memory, "
+            f"{_megabytes(available)} are available; reduce `--rows` or `--row-tokens`"
+        )
+
+
+def _available_memory() -> int | None:
+    """Return the kernel's estimate of memory that can be used, or None where it gives none."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,240 @@
+"""Quantize every sublayer with its chosen candidate, then the head.
+
+States are those of the quantized model: each sublayer is rounded for what the sublayers before it
+really put out. One file per sublayer holds the stored tensors; its header holds the errors and the
+digest of every reconstruction, which `compile` compares with what it wrote.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.files import read_metadata, read_tensors, tensor_bytes, write_tensors
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.store import StageFolder
+from exl2flow.model import (
+    Exl2Linear,
+    Linear,
+    ModelSpec,
+    ProjectionSpec,
+    Sublayer,
+    SublayerSpec,
+)
+from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
+from exl2flow.quant.allocate import read_choice
+from exl2flow.quant.candidates import HEAD_PARAMS, Candidate
+from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
+from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
+from exl2flow.quant.measure import collect_hessians
+from exl2flow.quant.source import DTYPE, SourceModel, check_states, device_of
+from exl2flow.quant.tokens import load_rows
+from exl2flow.quant.walk import walk
+
+log = logging.getLogger(__name__)
+
+HEAD_FILE = "sublayers/head.safetensors"
+ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
+FEEDBACK_LIMIT = 10**9  # heads with more weights are rounded to nearest, as exllamav2 does
+
+
+def sublayer_file(sublayer: SublayerSpec) -> str:
+    """Return the name of a sublayer's tensors inside the stage folder of `quantize`."""
+    return f"sublayers/{sublayer.index:04d}.{sublayer.kind}.safetensors"
+
+
+def result_files(spec: ModelSpec) -> list[str]:
+    """Return the files of a finished `quantize` stage, in model order."""
+    return [*map(sublayer_file, spec.sublayers), HEAD_FILE]
+
+
+def read_report(path: Path) -> dict[str, object]:
+    """Return what is known of a quantized sublayer: errors, parameters, reconstruction digests."""
+    report: dict[str, object] = json.loads(read_metadata(path)["report"])
+    return report
+
+
+def reconstruction_digest(matrix: torch.Tensor) -> str:
+    """Return the sha256 of a dequantized matrix, fp16 (k, n)."""
+    return hashlib.sha256(tensor_bytes(matrix)).hexdigest()
+
+
+def quantize_projection(
+    projection: ProjectionSpec, linear: Linear, rounded: RoundedMatrix, item: HessianFactor
+) -> tuple[QuantizedMatrix, dict[str, object]]:
+    """Pack a rounded matrix, check that it decodes to the same values, and report on it.
+
+    Raises:
+        ReconstructionMismatch: the packed tensors decode to something else.
+    """
+    bias = None if linear.bias is None else _padded(linear.bias)
+    packed = rounded.pack(bias)
+    matrix = rounded.dequantize()
+    if not torch.equal(packed.dequantize(), matrix):
+        raise ReconstructionMismatch(
+            f"the packed tensors of `{projection.key}` do not decode to the rounded matrix; "
+            "this is a defect of exl2flow: report it with the model's name"
+        )
+    report = {
+        "rel_err": item.relative_error(_matrix(linear), matrix.float()),
+        "bits": packed.total_bits,
+        "sha256": reconstruction_digest(matrix),
+        "remedy": item.remedy,
+    }
+    return packed, report
+
+
+def _matrix(linear: Linear) -> torch.Tensor:
+    """Return a linear's matrix fp32 (k, n), zero columns added up to the stored width."""
+    return _padded(linear.weight.T.float()).contiguous()
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Add zeros at the end of the last axis up to the stored width."""
+    missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing))
+
+
+class Quantizing:
+    """The work of `quantize` at a sublayer."""
+
+    def __init__(self, folder: StageFolder, choice: Mapping[str, Candidate]) -> None:
+        self.folder = folder
+        self.choice = choice
+
+    def file(self, sublayer: SublayerSpec) -> str:
+        """See `SublayerWork`."""
+        return sublayer_file(sublayer)
+
+    def describe(self, path: Path) -> str:
+        """See `SublayerWork`."""
+        report = read_report(path)
+        return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
+
+    def restore(self, sublayer: Sublayer, path: Path) -> None:
+        """See `SublayerWork`: install the matrices of an earlier run."""
+        tensors = read_tensors(path)
+        for projection in sublayer.spec.projections:
+            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
+            self._install(sublayer, projection, matrix)
+
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
+        """See `SublayerWork`: round, pack, and let the states pass quantized."""
+        kept = range(0, len(states), max(1, len(states) // ERROR_ROWS))
+        hessians, reference = collect_hessians(sublayer, states, keep=kept)
+        candidate = self.choice[sublayer.spec.name]
+        tensors: dict[str, torch.Tensor] = {}
+        reports: dict[str, object] = {}
+        bits = 0
+        for capture, hessian in hessians.items():
+            item = factor(hessian, name=f"{sublayer.spec.name}.{capture}")
+            members = [p for p in sublayer.spec.projections if p.capture == capture]
+            jobs = [
+                RoundingJob(weight=_matrix(sublayer.linears[p.name]), params=candidate[p.name])
+                for p in members
+            ]
+            for projection, rounded in zip(members, round_matrices(jobs, item), strict=True):
+                linear = sublayer.linears[projection.name]
+                packed, report = quantize_projection(projection, linear, rounded, item)
+                reports[projection.name] = {"params": str(candidate[projection.name]), **report}
+                bits += packed.total_bits
+                tensors |= packed.to_tensors(projection.key)
+                self._install(sublayer, projection, packed)
+                if item.remedy:
+                    self.folder.note(f"{projection.key}: {item.remedy}")
+        errors = _advance(sublayer, states, reference)
+        numel = sum(p.in_features * padded_columns(p.out_features) for p in sublayer.spec.projections)
+        report = {
+            "name": sublayer.spec.name,
+            "rel_err": sum(errors) / len(errors),
+            "bits": bits,
+            "bpw": bits / numel,
+            "projections": reports,
+        }
+        return write_tensors(path, tensors, metadata={"report": json.dumps(report)})
+
+    def _install(
+        self, sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix
+    ) -> None:
+        sublayer.linears[projection.name] = Exl2Linear(
+            matrix,
+            out_features=projection.out_features,
+            dtype=DTYPE,
+            device=device_of(sublayer),
+        )
+
+
+def _advance(
+    sublayer: Sublayer, states: torch.Tensor, reference: Mapping[int, torch.Tensor]
+) -> list[float]:
+    """Run all rows through the sublayer in place; return ‖y - y_ref‖ / ‖y_ref‖ of the kept rows."""
+    errors = []
+    for row in range(len(states)):
+        hidden = states[row : row + 1].to(device_of(sublayer))
+        states[row] = sublayer(hidden)[0].cpu()
+        check_states(states[row], where=sublayer.spec.name, row=row)
+        if row in reference:
+            target = reference[row]
+            errors.append(float((states[row] - target).norm() / target.norm()))
+    return errors
+
+
+def quantize_head(run: StageRun, model: SourceModel, states: torch.Tensor) -> None:
+    """Quantize the head on the final states and commit its file."""
+    projection = model.spec.head
+    head = model.head()
+    total = HessianSum(projection.in_features, device=model.device)
+    for row in states:
+        total.add(head.final_norm(row[None].to(model.device)))
+    item = factor(total.mean(), name=projection.key)
+    if head.linear.weight.numel() > FEEDBACK_LIMIT:
+        item = item.without_feedback()
+    params = HEAD_PARAMS[run.config.head_bits]
+    job = RoundingJob(weight=_matrix(head.linear), params=params)
+    packed, report = quantize_projection(
+        projection, head.linear, round_matrices([job], item)[0], item
+    )
+    numel = packed.shape[0] * packed.shape[1]
+    summary = {
+        "name": projection.key,
+        "rel_err": report["rel_err"],
+        "bits": packed.total_bits,
+        "bpw": packed.total_bits / numel,
+        "projections": {projection.name: {"params": str(params), **report}},
+    }
+    sha256 = write_tensors(
+        run.folder.path / HEAD_FILE,
+        packed.to_tensors(projection.key),
+        metadata={"report": json.dumps(summary)},
+    )
+    run.folder.commit(HEAD_FILE, sha256, cursor=run.folder.manifest.total)
+
+
+@torch.inference_mode()
+def quantize(run: StageRun) -> None:
+    """Write the stored tensors of every sublayer and of the head into the stage folder."""
+    model = SourceModel.open(run.config, run.device)
+    run.folder.manifest.total = len(model.spec.sublayers) + 1
+    choice = read_choice(run.inputs["allocate"])
+    ids = load_rows(run.inputs["tokenize"], "quantize")
+    head_is_open = not run.folder.valid(HEAD_FILE)
+    states = walk(run, model, ids, Quantizing(run.folder, choice), to_end=head_is_open)
+    if states is not None:
+        quantize_head(run, model, states)
+    total = run.folder.manifest.total
+    run.tick(total, total, "lm_head")
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {"head_bits": config.head_bits, "rope": config.rope.model_dump()}
+
+
+QUANTIZE = Stage(
+    name="quantize", schema=1, inputs=("tokenize", "allocate"), options=_options, run=quantize
+)
+

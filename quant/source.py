@@ -1,0 +1,103 @@
+"""The source model as quantization sees it: spec with overrides, lazy tensors, working dtype."""
+
+from dataclasses import dataclass
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import NonFiniteState
+from exl2flow.model import (
+    Head,
+    Linear,
+    ModelSpec,
+    Sublayer,
+    SublayerSpec,
+    TensorFiles,
+    build_embedding,
+    build_head,
+    build_sublayer,
+    resolve,
+)
+
+DTYPE = torch.float32  # of weights and states while converting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceModel:
+    """A model read one sublayer at a time."""
+
+    spec: ModelSpec
+    tensors: TensorFiles
+    device: torch.device
+
+    @classmethod
+    def open(cls, config: ConversionConfig, device: str) -> "SourceModel":
+        """Open the source of a conversion; reads headers only."""
+        rope = config.rope
+        spec = resolve(config.source).with_rope(scale=rope.scale, alpha=rope.alpha)
+        return cls(spec=spec, tensors=TensorFiles(config.source), device=torch.device(device))
+
+    def sublayer(self, sublayer: SublayerSpec) -> Sublayer:
+        """Read one sublayer.
+
+        Raises:
+            NonFiniteState: a weight is NaN or infinite.
+        """
+        built = build_sublayer(self.spec, sublayer, self.tensors, dtype=DTYPE, device=self.device)
+        for projection in sublayer.projections:
+            self._check_finite(projection.key, built.linears[projection.name])
+        return built
+
+    def head(self) -> Head:
+        """Read the final norm and the head.
+
+        Raises:
+            NonFiniteState: a weight is NaN or infinite.
+        """
+        head = build_head(self.spec, self.tensors, dtype=DTYPE, device=self.device)
+        self._check_finite(self.spec.head.key, head.linear)
+        return head
+
+    def _check_finite(self, key: str, linear: Linear) -> None:
+        for name, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+            if tensor is not None and not tensor.isfinite().all():
+                share = 1 - float(tensor.isfinite().float().mean())
+                raise NonFiniteState(
+                    f"`{key}.{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
+                    f"{share:.2%} of its elements; download or export the model again"
+                )
+
+    def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden) on the CPU.
+
+        Rows that begin with a negative id become Gaussian noise with the mean and deviation of
+        all other rows (format section 6).
+        """
+        embedding = build_embedding(self.spec, self.tensors, dtype=DTYPE, device=self.device)
+        states = torch.stack([embedding(row[None])[0].cpu() for row in ids])
+        noise = ids[:, 0] < 0
+        if noise.any():
+            others = states[~noise] if (~noise).any() else states
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randn(states[noise].shape, generator=generator)
+            states[noise] = drawn * others.std() + others.mean()
+        return states
+
+
+def device_of(sublayer: Sublayer) -> torch.device:
+    """Return where a sublayer's weights lie."""
+    return next(iter(sublayer.linears.values())).weight.device
+
+
+def check_states(states: torch.Tensor, *, where: str, row: int) -> None:
+    """Refuse NaN or infinity in the hidden states of a row.
+
+    Raises:
+        NonFiniteState: naming sublayer, row and share of elements.
+    """
+    if not states.isfinite().all():
+        share = 1 - float(states.isfinite().float().mean())
+        raise NonFiniteState(
+            f"hidden states after `{where}` hold NaN or infinity in {share:.2%} of row {row}; "
+            "the model overflows on this text: check the source, or try other calibration data"
+        )

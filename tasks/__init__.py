@@ -1,0 +1,1 @@
+"""Stages as Prefect tasks: caching, retries and artifacts around calls into quant and inference."""

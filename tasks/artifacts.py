@@ -1,0 +1,95 @@
+"""What the run's page shows, published at best effort: whatever fails here never stops a run."""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from exl2flow.core.progress import Tick, report
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Row = dict[str, str | int | float]
+
+UPDATE_SECONDS = 2.0  # an update is a request and a row in the server's database
+PAUSE_SECONDS = 300.0  # after a failure: an API that is away can take a minute to say so
+
+
+class Artifacts:
+    """Publishes under keys that begin with the model's name, so that each has a history."""
+
+    def __init__(self, model: str) -> None:
+        self._prefix = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-") or "model"
+        self._paused_until = 0.0
+        self._warned = False
+
+    def key(self, name: str) -> str:
+        """Return the key of an artifact."""
+        return f"{self._prefix}-{name}"
+
+    def table(self, name: str, rows: Sequence[Row], description: str) -> None:
+        """Publish a table."""
+        self.attempt(
+            lambda: create_table_artifact(
+                key=self.key(name), table=list(rows), description=description
+            )
+        )
+
+    def markdown(self, name: str, text: str, description: str) -> None:
+        """Publish a page of Markdown."""
+        self.attempt(
+            lambda: create_markdown_artifact(
+                key=self.key(name), markdown=text, description=description
+            )
+        )
+
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """Return the call's result, or None when it fails or failed a short while ago."""
+        if time.monotonic() < self._paused_until:
+            return None
+        try:
+            return call()
+        except Exception as error:  # the one place where anything may go wrong unharmed
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            if not self._warned:
+                log.warning("cannot publish artifacts, going on without: %s", error)
+            self._warned = True
+            return None
+
+
+class ProgressArtifact:
+    """A `Progress` that also moves a bar on the run's page, if there is more than one step."""
+
+    def __init__(self, artifacts: Artifacts, stage: str) -> None:
+        self._artifacts = artifacts
+        self._stage = stage
+        self._id: UUID | None = None
+        self._updated = 0.0
+
+    def __call__(self, tick: Tick) -> None:
+        """Pass the tick on, and publish it unless the last one is recent."""
+        report(tick)
+        recent = time.monotonic() - self._updated < UPDATE_SECONDS
+        if tick.total < 2 or (recent and tick.done < tick.total):
+            return
+        self._updated = time.monotonic()
+        self._artifacts.attempt(lambda: self._publish(100.0 * tick.done / tick.total, tick))
+
+    def _publish(self, percent: float, tick: Tick) -> None:
+        description = f"{tick.done} of {tick.total}"
+        if self._id is None:
+            self._id = create_progress_artifact(
+                percent, key=self._artifacts.key(self._stage), description=self._stage
+            )
+        else:
+            update_progress_artifact(self._id, percent, description=f"{self._stage}: {description}")

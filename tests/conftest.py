@@ -1,0 +1,35 @@
+"""What all tests share: the package in a bare checkout, the builders in `tiny.py`, the seed."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+SEED = 20240229
+
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))  # so that every test can import `tiny`
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("exl2flow.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if not _is_installed():
+    package = ModuleType("exl2flow")
+    package.__path__ = [str(TESTS.parent)]
+    sys.modules["exl2flow"] = package
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed torch's generator, and return the seed."""
+    torch.manual_seed(SEED)
+    return SEED
