@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,14 +99,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         aside.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        _discard(aside)
         raise WriteFailed(
             f"cannot write `{path}`: {error.strerror or error}; free space or fix the permissions, "
             "then repeat the same command: it goes on where it stopped"
         ) from error
     except BaseException:
-        aside.unlink(missing_ok=True)
+        _discard(aside)
         raise
+
+
+def _discard(aside: Path) -> None:
+    """Delete an unfinished file; what prevented writing it may prevent this, too."""
+    with suppress(OSError):
+        aside.unlink()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -103,28 +103,37 @@ class Pipeline:
             WorkDirBusy: another process works on this model.
             Interrupted: a signal came; everything finished is committed.
         """
-        stage, ref = self.stages[name], self.refs[name]
+        ref = self.refs[name]
         with self.work.lock(), listening() as stop:
             if self.is_complete(name):
                 log.info("stage=%s cached path=%s", name, self.path(name))
-                return ref
-            folder = self.work.open(
-                ref,
-                schema=stage.schema,
-                inputs=self._input_fingerprints(stage),
-                options=self._options[name],
-                device=self.device,
+            else:
+                self._work(self.stages[name], ref, progress=progress, stop=stop)
+        if stop.signum is not None:  # it came where the stage itself no longer looks
+            raise Interrupted(
+                f"stopped after stage `{name}`; everything finished is saved", signum=stop.signum
             )
-            inputs = {key: self.path(key) for key in stage.inputs if key in self.refs}
-            stage.run(
-                StageRun(
-                    config=self.config,
-                    folder=folder,
-                    inputs=inputs,
-                    device=self.device,
-                    progress=progress,
-                    stop=stop,
-                )
-            )
-            folder.complete()
         return ref
+
+    def _work(
+        self, stage: Stage, ref: StageRef, *, progress: Progress, stop: StopRequest
+    ) -> None:
+        """Run a stage in its folder and mark it complete."""
+        folder = self.work.open(
+            ref,
+            schema=stage.schema,
+            inputs=self._input_fingerprints(stage),
+            options=self._options[stage.name],
+            device=self.device,
+        )
+        stage.run(
+            StageRun(
+                config=self.config,
+                folder=folder,
+                inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
+                device=self.device,
+                progress=progress,
+                stop=stop,
+            )
+        )
+        folder.complete()

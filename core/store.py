@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,12 +21,14 @@ from exl2flow.core.errors import CorruptCheckpoint, WorkDirBusy
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
+    digest_of,
     read_json,
     read_tensors,
     write_json,
     write_tensors,
 )
 
+CHECKSUM = "checksum"  # the manifest's entry on all its others
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
 
 
@@ -70,6 +72,22 @@ class StageManifest(BaseModel):
     seconds: float = 0.0
     versions: dict[str, str] = {}
 
+    def sealed(self) -> dict[str, object]:
+        """Return the JSON content with a checksum, by which an altered manifest is noticed."""
+        content = self.model_dump(mode="json")
+        return {**content, CHECKSUM: digest_of(content)}
+
+    @classmethod
+    def unsealed(cls, content: object) -> Self:
+        """Read what `sealed` returned.
+
+        Raises:
+            CorruptCheckpoint: the content is not what was sealed.
+        """
+        if not isinstance(content, dict) or content.pop(CHECKSUM, None) != digest_of(content):
+            raise CorruptCheckpoint("the checksum of a manifest does not hold")
+        return cls.model_validate(content)
+
 
 def versions() -> dict[str, str]:
     """Return the versions that can change a result."""
@@ -91,12 +109,13 @@ class StageFolder:
         self._seconds_before = manifest.seconds
 
     @classmethod
-    def load(cls, path: Path) -> "StageFolder | None":
-        """Return the folder as its manifest describes it, or None without a readable manifest."""
+    def load(cls, path: Path, fingerprint: str) -> Self | None:
+        """Return the folder of a result, or None when no manifest tells of it."""
         try:
-            return cls(path, StageManifest.model_validate(read_json(path / "manifest.json")))
+            manifest = StageManifest.unsealed(read_json(path / "manifest.json"))
         except (CorruptCheckpoint, ValidationError):
             return None
+        return cls(path, manifest) if manifest.fingerprint == fingerprint else None
 
     def valid(self, name: str) -> bool:
         """Tell whether a committed file still holds what was committed."""
@@ -122,7 +141,7 @@ class StageFolder:
     def save(self) -> None:
         """Write the manifest."""
         self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
-        write_json(self.path / "manifest.json", self.manifest.model_dump(mode="json"))
+        write_json(self.path / "manifest.json", self.manifest.sealed())
 
     def save_states(self, states: torch.Tensor, index: int, *, force: bool = False) -> None:
         """Store the hidden states entering sublayer `index` unless the last ones are recent."""
@@ -145,11 +164,11 @@ class StageFolder:
 
     def complete(self) -> None:
         """Mark the stage complete and drop what only a resume needs."""
+        for path in self.path.glob("states-?.safetensors"):
+            path.unlink()
         self.manifest.status = "complete"
         self.manifest.states = None
         self.save()
-        for path in self.path.glob("states-?.safetensors"):
-            path.unlink()
 
 
 class WorkDir:
@@ -168,7 +187,7 @@ class WorkDir:
 
     def is_complete(self, ref: StageRef) -> bool:
         """Tell whether a stage result is there, whole and unaltered."""
-        folder = StageFolder.load(self.path(ref))
+        folder = StageFolder.load(self.path(ref), ref.fingerprint)
         return folder is not None and folder.is_complete()
 
     def open(
@@ -182,7 +201,7 @@ class WorkDir:
     ) -> StageFolder:
         """Open a stage folder for work: resume a partial one of this device class, or begin."""
         path = self.path(ref)
-        folder = StageFolder.load(path)
+        folder = StageFolder.load(path, ref.fingerprint)
         if folder is None or folder.manifest.device != device:
             shutil.rmtree(path, ignore_errors=True)
             manifest = StageManifest(

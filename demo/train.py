@@ -29,7 +29,9 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 SEED = 1234
 VOCABULARY = 4096
 TOKENS_PER_STEP = 2048
-STEPS = 4200
+STREAM_TOKENS = 8_600_000
+STEPS = 4000
+COSINE_STEPS = 1200
 LONG_STEPS = 200
 WARM_UP = 150
 PEAK_RATE, LAST_RATE = 2.5e-3, 1e-4
@@ -124,10 +126,10 @@ def make_stream(
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return the rate at a step: linear warm-up, then a cosine."""
+    """Return the rate at a step: linear warm-up, a plateau, then half a cosine down."""
     if step < WARM_UP:
         return PEAK_RATE * (step + 1) / WARM_UP
-    progress = (step - WARM_UP) / max(1, steps - WARM_UP)
+    progress = max(0.0, 1 - (steps - step) / COSINE_STEPS)
     return LAST_RATE + (PEAK_RATE - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -139,27 +141,66 @@ def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
 
 
-def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int, long_steps: int) -> float:
-    """Train in one pass over the stream, the last steps on longer rows; return the last loss."""
-    optimizer = optimizer_for(model)
-    started = time.monotonic()
-    recent: list[float] = []
-    model.train()
-    for step in range(steps):
-        length = 1024 if step >= steps - long_steps else 512
-        rows = stream[step * TOKENS_PER_STEP : (step + 1) * TOKENS_PER_STEP].view(-1, length)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        loss = model(input_ids=rows, labels=rows).loss
+class Training:
+    """One pass over the stream, resumable from a checkpoint; the last steps use longer rows."""
+
+    def __init__(self, model: LlamaForCausalLM, stream: torch.Tensor, steps: int) -> None:
+        self.model, self.stream, self.steps = model, stream, steps
+        self.optimizer = optimizer_for(model)
+        self.step = 0
+        self.seconds = 0.0
+        self.recent: list[float] = []
+
+    def rows(self) -> torch.Tensor:
+        """Return the tokens of the current step."""
+        length = 1024 if self.step >= self.steps - LONG_STEPS else 512
+        start = self.step * TOKENS_PER_STEP
+        return self.stream[start : start + TOKENS_PER_STEP].view(-1, length)
+
+    def advance(self) -> None:
+        """Take one step."""
+        started = time.monotonic()
+        rows = self.rows()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.steps)
+        loss = self.model(input_ids=rows, labels=rows).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        recent = [*recent[-99:], loss.item()]
-        if (step + 1) % 50 == 0 or step + 1 == steps:
-            mean, seconds = sum(recent) / len(recent), time.monotonic() - started
-            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
-    return sum(recent) / len(recent)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.recent = [*self.recent[-99:], loss.item()]
+        self.step += 1
+        self.seconds += time.monotonic() - started
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the last hundred steps."""
+        return sum(self.recent) / max(1, len(self.recent))
+
+    def run(self, checkpoint: Path | None) -> None:
+        """Train to the last step, printing the loss and keeping the checkpoint."""
+        self.model.train()
+        while self.step < self.steps:
+            self.advance()
+            if self.step % 50 == 0 or self.step == self.steps:
+                progress = f"step {self.step}/{self.steps}  loss {self.mean_loss():.3f}"
+                print(f"{progress}  {self.seconds:.0f} s", flush=True)
+            if checkpoint and self.step % 200 == 0:
+                self.store(checkpoint)
+
+    def store(self, path: Path) -> None:
+        """Write the checkpoint."""
+        keys = ("step", "seconds", "recent")
+        state = {key: getattr(self, key) for key in keys}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(state, path)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint."""
+        state = torch.load(path)
+        self.step, self.seconds, self.recent = state["step"], state["seconds"], state["recent"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        print(f"continued at step {self.step}", flush=True)
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -192,20 +233,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=HERE / "model")
+    parser.add_argument("--checkpoint", type=Path, help="file to keep and to continue from")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
-    tokens = arguments.steps * TOKENS_PER_STEP
     prose = prose_pieces()
-    corpus = take(max(500_000, int(tokens * CHARACTERS_PER_TOKEN)), SEED)
+    corpus = take(int(STREAM_TOKENS * CHARACTERS_PER_TOKEN), SEED)
     tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
-    stream = make_stream(tokenizer, corpus, prose, tokens, random.Random(SEED))
+    stream = make_stream(tokenizer, corpus, prose, STREAM_TOKENS, random.Random(SEED))
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"parameters {parameters}  tokens {len(stream)}", flush=True)
-    loss = train(model, stream, arguments.steps, LONG_STEPS * arguments.steps // STEPS)
+    print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
+    training = Training(model, stream, arguments.steps)
+    if arguments.checkpoint and arguments.checkpoint.exists():
+        training.restore(arguments.checkpoint)
+    training.run(arguments.checkpoint)
     save(model, tokenizer, arguments.output)
-    print(f"last loss {loss:.3f}, saved in {arguments.output}", flush=True)
+    print(f"last loss {training.mean_loss():.3f}, saved in {arguments.output}", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def logged() -> Iterator[None]:
 
 def cancelled_if_interrupted(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook on failure: a run that a signal ended is cancelled, not failed."""
-    if isinstance(state.data, Interrupted):
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, Interrupted):
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(flow_run.id, Cancelled(message=str(state.data)), force=True)
+            client.set_flow_run_state(flow_run.id, Cancelled(message=str(error)), force=True)

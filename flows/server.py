@@ -13,19 +13,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from prefect.events.worker import EventsWorker
+from prefect.logging.configuration import ensure_logging_setup
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from exl2flow.core.errors import Exl2FlowError
-from exl2flow.flows.server_process import GRACE_SECONDS
+from exl2flow.flows.server_process import FINISH
 
 HOST = "127.0.0.1"
 START_SECONDS = 180.0  # the first start creates the database: about 20 s on two cores
 FLUSH_SECONDS = 10.0
+STOP_SECONDS = 5.0  # to store what was received
 SERVER_SETTINGS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -89,13 +91,15 @@ class TemporaryServer:
 
     def stop(self) -> None:
         """Let the server store what it received, and end it."""
-        if self._process.stdin is not None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it may have ended before
+            self._process.stdin.write(FINISH)
+            self._process.stdin.flush()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_SECONDS)
+        with suppress(OSError):
             self._process.stdin.close()
-        try:
-            self._process.wait(timeout=GRACE_SECONDS + 1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
         self._log.close()
 
 
@@ -146,6 +150,7 @@ def api() -> Iterator[Api]:
 
 @contextmanager
 def _quiet_console() -> Iterator[None]:
+    ensure_logging_setup()
     handlers = [h for h in logging.getLogger().handlers if isinstance(h, PrefectConsoleHandler)]
     for handler in handlers:
         handler.addFilter(_concerns_the_console)

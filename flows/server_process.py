@@ -1,24 +1,23 @@
 """The process of the temporary Prefect server; `server.py` starts it.
 
-It ends when its standard input does, so it cannot outlive the process that started it, however that
-one ends, nor is it tied to a thread of it.
+Its standard input is a pipe from the process that started it. A byte asks it to finish; the end of
+the pipe means that the other process is gone, however that happened, and ends this one at once.
 """
 
 import os
 import socket
 import sys
 import threading
-import time
 
 import uvicorn
 
-GRACE_SECONDS = 5.0  # to store what was received before the process goes
+FINISH = b"\n"
 
 
 def _follow_parent(server: uvicorn.Server) -> None:
-    sys.stdin.buffer.read()
-    server.should_exit = True
-    time.sleep(GRACE_SECONDS)
+    if sys.stdin.buffer.read(len(FINISH)) == FINISH:
+        server.should_exit = True
+        sys.stdin.buffer.read()
     os._exit(1)
 
 

@@ -1,0 +1,7 @@
+"""Running models: loading, generating, scoring, inspecting."""
+
+from exl2flow.inference.generate import BaseGenerator, Generation
+from exl2flow.inference.load import LoadedModel, load_model
+from exl2flow.inference.sampling import SamplingSettings
+
+__all__ = ["BaseGenerator", "Generation", "LoadedModel", "SamplingSettings", "load_model"]

@@ -1,6 +1,6 @@
 """What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
 
-from exl2flow.model.attention import KvCache, LayerCache
+from exl2flow.model.attention import AttentionSublayer, KvCache, LayerCache, Projected
 from exl2flow.model.decoder import (
     Decoder,
     Embedding,
@@ -13,6 +13,7 @@ from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.families import FAMILIES, Family
 from exl2flow.model.linear import DenseLinear, Exl2Linear, Linear, load_linear
 from exl2flow.model.mlp import MlpSublayer
+from exl2flow.model.resolution import resolve
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
 from exl2flow.model.spec import (
     AttentionSpec,
@@ -21,9 +22,8 @@ from exl2flow.model.spec import (
     ProjectionSpec,
     SublayerSpec,
     expected_tensors,
-    resolve,
 )
-from exl2flow.model.sublayers import AttentionSublayer, Projected, Sublayer, build_sublayer
+from exl2flow.model.sublayers import Sublayer, build_sublayer
 from exl2flow.model.text_stream import TextStream
 from exl2flow.model.tokenizer import Tokenizer
 from exl2flow.model.weights import TensorFiles

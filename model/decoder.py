@@ -1,14 +1,13 @@
 """The whole model: embedding, sublayers, head."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.model.attention import KvCache
 from exl2flow.model.exl2 import is_quantized
-from exl2flow.model.linear import Linear, load_linear
+from exl2flow.model.linear import DenseLinear, Linear, load_linear
 from exl2flow.model.norms import RmsNorm, load_norm
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
@@ -45,11 +44,12 @@ class Head:
 
 
 class Decoder:
-    """A model in memory."""
+    """A model that runs."""
 
     def __init__(
         self, spec: ModelSpec, *, embedding: Embedding, sublayers: Sequence[Sublayer], head: Head
     ) -> None:
+        """Put together; `sublayers` are taken in order, one at a time, in every pass."""
         self.spec = spec
         self.embedding = embedding
         self.sublayers = sublayers
@@ -98,19 +98,33 @@ def build_embedding(
 
 
 def build_head(
-    spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device | str
+    spec: ModelSpec,
+    tensors: TensorFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    embedding: Embedding | None = None,
 ) -> Head:
     """Load the final norm and the head: quantized, else dense, else the tied embedding.
+
+    Args:
+        spec: the model.
+        tensors: its files.
+        dtype: of the weights in memory.
+        device: where they go.
+        embedding: loaded already; a tied head then shares its memory.
 
     Raises:
         MissingTensor: the head is absent and not tied.
         TensorShapeError: a tensor contradicts the config.
     """
-    projection = spec.head
-    has_own = is_quantized(projection.key, tensors) or f"{projection.key}.weight" in tensors
-    if spec.tied_head and not has_own:
-        projection = replace(projection, key=EMBEDDING_KEY)
-    linear = load_linear(tensors, projection, dtype=dtype, device=device, any_rows=True)
+    key = spec.head.key
+    linear: Linear
+    if spec.tied_head and not is_quantized(key, tensors) and f"{key}.weight" not in tensors:
+        embedding = embedding or build_embedding(spec, tensors, dtype=dtype, device=device)
+        linear = DenseLinear(embedding.weight, out_features=spec.vocab_size)
+    else:
+        linear = load_linear(tensors, spec.head, dtype=dtype, device=device, any_rows=True)
     final_norm = load_norm(
         tensors,
         FINAL_NORM_KEY,
@@ -126,12 +140,13 @@ def build_decoder(
     spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device | str
 ) -> Decoder:
     """Load a whole model onto one device."""
+    embedding = build_embedding(spec, tensors, dtype=dtype, device=device)
     return Decoder(
         spec,
-        embedding=build_embedding(spec, tensors, dtype=dtype, device=device),
+        embedding=embedding,
         sublayers=[
             build_sublayer(spec, sublayer, tensors, dtype=dtype, device=device)
             for sublayer in spec.sublayers
         ],
-        head=build_head(spec, tensors, dtype=dtype, device=device),
+        head=build_head(spec, tensors, dtype=dtype, device=device, embedding=embedding),
     )

@@ -134,8 +134,8 @@ def _yarn_index(rope: RopeSpec, turns: float) -> float:
 def _longrope(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """theta^(-2i/d) / factor_i, the long factors once the call exceeds the original positions."""
     is_long = num_positions > rope.original_max_positions
-    factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
-    return 1.0 / (factors * rope.theta ** _exponents(rope))
+    factors = rope.long_factors if is_long else rope.short_factors
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
 
 
 _RULES: dict[RopeKind, Callable[[RopeSpec, int], torch.Tensor]] = {

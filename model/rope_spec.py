@@ -88,9 +88,11 @@ def read_rope(
     original = config if config.has("original_max_position_embeddings") else rope
     common = RopeSpec(
         kind=kind,
-        theta=theta.number("rope_theta", default_theta),
+        theta=theta.number("rope_theta", default_theta, above=1.0),
         rotary_dim=rotary_dim,
-        original_max_positions=original.integer("original_max_position_embeddings", max_positions),
+        original_max_positions=original.integer(
+            "original_max_position_embeddings", max_positions, least=2
+        ),
     )
     stretch = max_positions / common.original_max_positions
     return replace(common, **_READERS[kind](rope, rotary_dim, stretch))

@@ -226,7 +226,10 @@ def _check_conversion(
     backend: tokenizers.Tokenizer, model: SentencePieceModel, *, source: Path
 ) -> None:
     """Compare the ids of the probe texts with those of the `sentencepiece` library."""
-    reference = SentencePieceProcessor(model_proto=model.serialized)
+    try:
+        reference = SentencePieceProcessor(model_proto=model.serialized)
+    except RuntimeError as error:
+        raise SourceModelError(f"cannot use `{source}`: {error}; fetch it again") from error
     named = (piece.text for piece in model.pieces if piece.type is PieceType.USER_DEFINED)
     own = [f"before{text}behind {text} it" for _, text in zip(range(8), named, strict=False)]
     backend.encode_special_tokens = True

@@ -16,6 +16,7 @@ import torch
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
 from exl2flow.core.files import (
+    TEMPORARY_SUFFIX,
     Layout,
     digest,
     read_json,
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 RECORD_FILE = "exl2flow.json"  # what made the folder; also marks it as ours
 NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
 FORMAT_METADATA = {"format": "pt"}
+LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +232,8 @@ def _copy(source: Path, target: Path) -> Path:
 
 
 def _remove_others(out: Path, names: set[str]) -> None:
-    """Delete shards and indexes of an earlier conversion into the same folder."""
-    for path in [*out.glob("*.safetensors"), *out.glob("*.index.json")]:
+    """Delete what an earlier or killed conversion left: shards, indexes, files half written."""
+    for path in [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]:
         if path.name not in names:
             path.unlink()
 

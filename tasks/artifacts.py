@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -88,8 +88,8 @@ class ProgressArtifact:
     def _publish(self, percent: float, tick: Tick) -> None:
         description = f"{tick.done} of {tick.total}"
         if self._id is None:
-            self._id = create_progress_artifact(
-                percent, key=self._artifacts.key(self._stage), description=self._stage
-            )
+            key = self._artifacts.key(self._stage)
+            made = create_progress_artifact(percent, key=key, description=self._stage)
+            self._id = cast(UUID, made)  # a coroutine only in asynchronous flows
         else:
             update_progress_artifact(self._id, percent, description=f"{self._stage}: {description}")

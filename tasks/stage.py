@@ -5,6 +5,7 @@ again whatever the cache says, and one that is complete counts as cached whoever
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from prefect import Task
@@ -69,6 +70,5 @@ def run_stages(pipeline: Pipeline) -> dict[str, StageRef]:
         task = stage_task(pipeline, name, artifacts)
         refs[name] = task({key: refs[key] for key in stage.inputs if key in refs})
         if name in PUBLISHERS:
-            publish = PUBLISHERS[name]
-            artifacts.attempt(lambda publish=publish: publish(pipeline, artifacts))
+            artifacts.attempt(partial(PUBLISHERS[name], pipeline, artifacts))
     return refs

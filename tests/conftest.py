@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+torch.set_num_threads(1)  # tensors are tiny here: a second thread costs more than it brings
+
 TESTS = Path(__file__).parent
 SEED = 20240229
 

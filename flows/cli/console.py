@@ -6,10 +6,17 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+PIPED_WIDTH = 160  # columns of tables that do not go to a terminal
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables on stdout; a pipe gets them wide enough that nothing is cut."""
+    console = OUT if OUT.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+    console.print(*parts)
 
 
 def say(text: str, *, style: str = "") -> None:
@@ -34,6 +41,11 @@ def _finite(value: object) -> object:
     return value
 
 
+def printable(text: str) -> str:
+    """Replace what could move the cursor or command the terminal; models may generate anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def size(count: float) -> str:
     """Return bytes for people: decimal kB, MB or GB."""
     for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -43,11 +55,18 @@ def size(count: float) -> str:
 
 
 class _Handler(logging.Handler):
-    """Prints log records above a progress bar instead of through it."""
+    """Prints log records above a progress bar instead of through it, each warning once."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        say(f"{record.levelname.lower()}: {self.format(record)}", style="yellow")
+        line = f"{record.levelname.lower()}: {self.format(record)}"
+        if record.levelno < logging.WARNING or line not in self._shown:
+            self._shown.add(line)
+            say(line, style="yellow")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import typer
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.flows.cli.console import OUT, emit_json, say
+from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import CONVERSION, Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.tables import plan_table, print_report
@@ -71,7 +71,7 @@ def convert(
 
     plan = preflight(config)
     if not as_json:
-        OUT.print(plan_table(plan.rows()))
+        show(plan_table(plan.rows()))
     if dry_run:
         if as_json:
             emit_json({"plan": plan.to_json()})

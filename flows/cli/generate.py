@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl2flow.core.config import Device
-from exl2flow.flows.cli.console import emit_json, say
+from exl2flow.flows.cli.console import emit_json, printable, say
 
 if TYPE_CHECKING:
     from exl2flow.inference.load import LoadedModel
@@ -22,7 +22,6 @@ EXAMPLES = (
     "exl2flow generate ./model --prompt 'The capital of France is' --greedy --max-new-tokens 8",
     "exl2flow generate ./model --prompt 'Dear Sir' --seed 1 --temperature 1 --min-p 0.1 --json",
 )
-UNFINISHED = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SAMPLING = "Sampling"
 
 
@@ -108,7 +107,12 @@ def generate(
         typer.Option("--device", help="Where to compute; auto: CUDA if usable, else the CPU."),
     ] = "auto",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout when done.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object when done; its text is exact, while "
+            "control characters are replaced otherwise.",
+        ),
     ] = False,
 ) -> None:
     """Generate text from a model; the prompt is plain text, special tokens in it are not read."""
@@ -122,15 +126,13 @@ def generate(
     )
     used_seed = secrets.randbelow(2**31) if seed is None else seed
     loaded = load_model(model, device=device)
-    if not as_json:
-        sys.stdout.write(prompt)
     run = _Run(loaded, prompt, add_bos=not no_bos)
     for piece in run.pieces(max_new_tokens, settings, used_seed):
         if not as_json:
-            sys.stdout.write(piece)
+            sys.stdout.write(printable(piece))
             sys.stdout.flush()
     if as_json:
-        emit_json({"prompt": prompt, "seed": used_seed, **run.to_json()})
+        emit_json({"seed": used_seed, **run.to_json()})
         return
     sys.stdout.write("\n")
     say(
@@ -145,6 +147,7 @@ class _Run:
 
     def __init__(self, model: "LoadedModel", prompt: str, *, add_bos: bool) -> None:
         self.model = model
+        self.prompt = prompt
         self.ids = model.tokenizer.encode(prompt, add_bos=add_bos)
         self.made: list[int] = []
         self.text = ""
@@ -157,33 +160,35 @@ class _Run:
         return len(self.made) / self.seconds if self.seconds else 0.0
 
     def pieces(self, count: int, settings: "SamplingSettings", seed: int) -> Iterator[str]:
-        """Yield the text as it grows; characters of several tokens come when they are whole.
-
-        Decoded together with the prompt, because some tokenizers drop a leading space.
-        """
+        """Yield the prompt, then what is added to it as its characters become complete."""
         from exl2flow.inference.generate import BaseGenerator
+        from exl2flow.model import TextStream
 
         tokenizer = self.model.tokenizer
-        before = tokenizer.decode(self.ids)
+        stream = TextStream(tokenizer, self.ids)
         begun = time.monotonic()
-        generator = BaseGenerator(self.model)
-        for token in generator.stream(self.ids, max_new_tokens=count, settings=settings, seed=seed):
+        tokens = BaseGenerator(self.model).stream(
+            self.ids, max_new_tokens=count, settings=settings, seed=seed
+        )
+        for token in tokens:
+            self.seconds = time.monotonic() - begun
+            if not self.made:
+                yield self.prompt
             if token in tokenizer.eos_token_ids:
                 self.reason = "end of text"
                 break
             self.made.append(token)
-            self.seconds = time.monotonic() - begun
-            text = tokenizer.decode([*self.ids, *self.made])[len(before) :]
-            if not text.endswith(UNFINISHED):
-                yield text[len(self.text) :]
-                self.text = text
-        rest = tokenizer.decode([*self.ids, *self.made])[len(before) :]
-        yield rest[len(self.text) :]
-        self.text = rest
+            yield self._added(stream.push(token))
+        yield self._added(stream.flush())
+
+    def _added(self, piece: str) -> str:
+        self.text += piece
+        return piece
 
     def to_json(self) -> dict[str, object]:
         """Return the outcome."""
         return {
+            "prompt": self.prompt,
             "text": self.text,
             "tokens": self.made,
             "reason": self.reason,

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from exl2flow.flows.cli.console import OUT, emit_json, size
-from exl2flow.flows.cli.tables import number, plan_table
+from exl2flow.flows.cli.console import emit_json, show, size
+from exl2flow.flows.cli.tables import number, plan_table, short
 
 if TYPE_CHECKING:
     from exl2flow.inference.inspection import ModelContents
@@ -46,8 +47,8 @@ def inspect_command(
     if as_json:
         emit_json(contents.to_json())
         return
-    OUT.print(plan_table(_summary(contents)))
-    OUT.print(_matrix_table(contents) if matrices else _part_table(contents))
+    show(plan_table(_summary(contents)))
+    show(_matrix_table(contents) if matrices else _part_table(contents))
 
 
 def _summary(contents: "ModelContents") -> list[tuple[str, str]]:
@@ -68,7 +69,7 @@ def _summary(contents: "ModelContents") -> list[tuple[str, str]]:
 
 
 def _table(first: str) -> Table:
-    table = Table(first)
+    table = Table(first, box=SIMPLE_HEAD, pad_edge=False)
     for name in ("bpw", "bit widths", "group sizes", "groups", "size", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -83,7 +84,7 @@ def _part_table(contents: "ModelContents") -> Table:
     table = _table("sublayer")
     for part in contents.parts:
         table.add_row(
-            part.name,
+            short(part.name),
             f"{part.bpw:.3f}",
             _listed(part.bit_widths),
             _listed(part.group_sizes),
@@ -100,7 +101,7 @@ def _matrix_table(contents: "ModelContents") -> Table:
     for matrix in (m for part in contents.parts for m in part.matrices):
         shares = (f"{bits}:{rows / matrix.shape[0]:.0%}" for bits, rows in matrix.rows.items())
         table.add_row(
-            matrix.key,
+            short(matrix.key),
             f"{matrix.bits / matrix.numel:.3f}",
             " ".join(shares),
             _listed(matrix.group_sizes),

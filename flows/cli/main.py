@@ -1,6 +1,7 @@
 """The program `exl2flow`: its commands, its options, its exit."""
 
 import logging
+import os
 import signal
 import sys
 from importlib.metadata import version
@@ -77,6 +78,7 @@ for _name, _command, _examples in (
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """Leave by an exception, so that temporary servers and files are cleaned up."""
+    os.write(2, b"\nterminated; finished work is saved: the same command goes on\n")
     raise SystemExit(128 + signum)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from exl2flow.core.errors import StoreError
+from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import OUT, emit_json
 from exl2flow.flows.cli.options import CALIBRATION, RUNNING, Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
@@ -47,7 +47,7 @@ def measure(
     """
     target = out / FILE_NAME if out.is_dir() else out
     if target.suffix != ".json":
-        raise StoreError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
+        raise ConfigError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
     config = build(source, target.with_name(f".{target.stem}.unused"), values)
     from exl2flow.core.files import replacing  # these import torch
     from exl2flow.flows.cli.restart import forget

@@ -41,6 +41,11 @@ class Pace:
         """Take the next tick."""
         self.done, self.total, self.changed = tick.done, tick.total, now
 
+    @property
+    def has_moved(self) -> bool:
+        """Tell whether anything was done since the first tick."""
+        return self.done > self.found
+
     def elapsed(self, now: float) -> float:
         """Return seconds since the first tick; a finished stage stands still."""
         return (self.changed if self.done >= self.total else now) - self.begun
@@ -49,7 +54,7 @@ class Pace:
         """Return the seconds left, or None before anything was done."""
         if self.done >= self.total:
             return 0.0
-        if self.done <= self.found:
+        if not self.has_moved:
             return None
         each = (self.changed - self.begun) / (self.done - self.found)
         return max(0.0, each * (self.total - self.done) - (now - self.changed))
@@ -71,9 +76,11 @@ class PlainLines:
         now = time.monotonic()
         pace = self._paces.setdefault(tick.stage, Pace.start(tick, now))
         pace.update(tick, now)
-        line = f"{tick.stage} {tick.done}/{tick.total} {tick.detail}".rstrip()
-        times = f"elapsed={clock(pace.elapsed(now))} remaining={clock(pace.remaining(now))}"
-        say(f"{line} {times}" if tick.done < tick.total else f"{line} {times.split()[0]}")
+        words = [tick.stage, f"{tick.done}/{tick.total}", tick.detail]
+        if pace.has_moved:
+            words += [f"elapsed={clock(pace.elapsed(now))}"]
+            words += [f"remaining={clock(pace.remaining(now))}"] * (tick.done < tick.total)
+        say(" ".join(filter(None, words)))
 
 
 class _Times(ProgressColumn):
@@ -85,7 +92,7 @@ class _Times(ProgressColumn):
         now = time.monotonic()
         elapsed = clock(pace.elapsed(now))
         if pace.done >= pace.total:
-            return Text(elapsed, style="green")
+            return Text(elapsed if pace.has_moved else "", style="green")
         return Text(f"{elapsed}  ETA {clock(pace.remaining(now))}", style="cyan")
 
 

@@ -3,14 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from exl2flow.flows.cli.console import OUT, size
+from exl2flow.flows.cli.console import OUT, printable, show, size
 from exl2flow.flows.cli.progress import clock
 
 CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
+
+
+def short(name: str) -> str:
+    """Return the name of a sublayer or matrix without what all of them have in common."""
+    return name.removeprefix("model.layers.")
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
@@ -28,10 +34,15 @@ def number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def percent(share: float | None) -> str:
+    """Return a share of 1 in percent, or a dash for one that is unknown."""
+    return "–" if share is None else f"{100 * share:.2f} %"
+
+
 def score_table(report: Mapping[str, Any]) -> Table:
     """Return source and result beside each other."""
     score, calibration = report["score"], report["calibration"]
-    table = Table(title="Validation", title_justify="left")
+    table = Table(title="Validation", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in ("source", "result"):
         table.add_column(name, justify="right")
@@ -49,7 +60,7 @@ def score_table(report: Mapping[str, Any]) -> Table:
     table.add_row("KL divergence, mean (nats)", "", number(score["kl_divergence"], 5))
     table.add_row("KL divergence, median", "", number(score["kl_median"], 5))
     table.add_row("KL divergence, 99th percentile", "", number(score["kl_p99"], 5))
-    table.add_row("top-1 agreement", "", f"{100 * score['top1_agreement']:.2f} %")
+    table.add_row("top-1 agreement", "", percent(score["top1_agreement"]))
     table.add_row("weights on disk", size(report["source_bytes"]), size(score["bytes"]))
     return table
 
@@ -57,10 +68,7 @@ def score_table(report: Mapping[str, Any]) -> Table:
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     """Return bits per weight of every sublayer, several in a line."""
     table = Table(title="Bits per weight", title_justify="left", box=None, show_header=False)
-    cells = [
-        f"[dim]{layer['name'].removeprefix('model.layers.')}[/dim] {layer['bpw']:.2f}"
-        for layer in layers
-    ]
+    cells = [f"[dim]{short(layer['name'])}[/dim] {layer['bpw']:.2f}" for layer in layers]
     for begin in range(0, len(cells), CELLS_PER_LINE):
         table.add_row(*cells[begin : begin + CELLS_PER_LINE])
     return table
@@ -68,10 +76,10 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
 
 def print_report(report: Mapping[str, Any], seconds: float) -> None:
     """Print the outcome of a conversion."""
-    OUT.print(score_table(report))
-    OUT.print(layer_table(report["layers"]))
+    show(score_table(report))
+    show(layer_table(report["layers"]))
     if report["sample"]:
-        OUT.print(Panel(escape(report["sample"]), title="sample of the result", expand=False))
+        show(Panel(escape(printable(report["sample"])), title="sample of the result", expand=False))
     for text in report["warnings"]:
         OUT.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
     OUT.print(f"model   {report['model']}", markup=False, soft_wrap=True)
@@ -79,22 +87,22 @@ def print_report(report: Mapping[str, Any], seconds: float) -> None:
     OUT.print(f"time    {clock(seconds)}", markup=False)
 
 
-def scores_table(scores: Sequence[Mapping[str, Any]]) -> Table:
+def comparison_table(scores: Sequence[Mapping[str, Any]]) -> Table:
     """Return one line per validated model."""
-    table = Table()
+    first = scores[0]
+    title = f"{first['tokens']:,} tokens"
+    if first["reference_perplexity"] is not None:
+        title += f", perplexity of the reference {number(first['reference_perplexity'])}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("model", overflow="fold")
-    names = ("perplexity", "source's", "KL mean", "KL median", "KL p99", "top-1", "tokens", "size")
-    for name in names:
+    for name in ("perplexity", "KL mean", "median", "p99", "top-1", "size"):
         table.add_column(name, justify="right", no_wrap=True)
     for score in scores:
-        agreement = score["top1_agreement"]
         table.add_row(
             escape(score["model"]),
             number(score["perplexity"]),
-            number(score["reference_perplexity"]),
             *(number(score[key], 5) for key in ("kl_divergence", "kl_median", "kl_p99")),
-            "–" if agreement is None else f"{100 * agreement:.2f} %",
-            f"{score['tokens']:,}",
+            percent(score["top1_agreement"]),
             size(score["bytes"]),
         )
     return table

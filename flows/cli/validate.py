@@ -10,10 +10,10 @@ import typer
 from exl2flow.core.config import ValidateOptions
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.progress import Progress, Tick
-from exl2flow.flows.cli.console import OUT, emit_json, say
+from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import EVALUATION, Values, build_validation, with_settings
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.tables import scores_table
+from exl2flow.flows.cli.tables import comparison_table
 
 if TYPE_CHECKING:
     from exl2flow.inference.evaluate import Score
@@ -61,7 +61,7 @@ def validate(
         for score in scores:
             emit_json(asdict(score))
     else:
-        OUT.print(scores_table([asdict(score) for score in scores]))
+        show(comparison_table([asdict(score) for score in scores]))
     _judge(scores, options)
 
 

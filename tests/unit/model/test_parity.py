@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from exl2flow.inference.cache.contiguous import ContiguousCache
-from exl2flow.model import Decoder, TensorFiles, build_decoder, resolve
 from tiny import make_tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
+
+from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.model import Decoder, TensorFiles, build_decoder, resolve
 
 TOLERANCE = 1e-4  # logits are of size 1 to 4, sums are fp32 in another order
 ORIGINAL = 32  # positions before the context was stretched
@@ -102,9 +103,7 @@ def reference_model(folder: Path) -> PreTrainedModel:
 
 
 def our_model(folder: Path) -> Decoder:
-    return build_decoder(
-        resolve(folder), TensorFiles(folder), dtype=torch.float32, device="cpu"
-    )
+    return build_decoder(resolve(folder), TensorFiles(folder), dtype=torch.float32, device="cpu")
 
 
 def random_ids(count: int, *, batch: int = 1) -> torch.Tensor:
@@ -127,7 +126,11 @@ def assert_same_steps(folder: Path, *, prompt: int, steps: int) -> None:
     """Compare a prompt, single tokens and a last chunk, all through each side's cache."""
     reference, ours = reference_model(folder), our_model(folder)
     ids = random_ids(prompt + steps + 5)
-    chunks = [ids[:, :prompt], *ids[:, prompt : prompt + steps].split(1, 1), ids[:, prompt + steps :]]
+    chunks = [
+        ids[:, :prompt],
+        *ids[:, prompt : prompt + steps].split(1, 1),
+        ids[:, prompt + steps :],
+    ]
     past = DynamicCache(config=reference.config)
     cache = ContiguousCache(
         ours.spec, batch=1, max_tokens=ids.shape[1], dtype=torch.float32, device="cpu"

@@ -1,0 +1,63 @@
+"""Time and peak memory of converting a model, per stage, and of a second bitrate.
+
+    python benchmarks/conversion.py --model DIR [--bpw 4.0 3.0] [--device cpu] [-- MORE OPTIONS]
+
+Runs the command line in child processes without Prefect, in an empty work root, and prints a
+Markdown table. Options after `--` go to `exl2flow convert`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
+
+
+def convert(model: Path, root: Path, bpw: float, options: list[str]) -> dict[str, float]:
+    """Convert once; return seconds by stage, the total and the peak resident memory in MB."""
+    out = root / f"{bpw:g}bpw"
+    command = [sys.executable, "-m", "exl2flow.flows.cli", "convert", str(model)]
+    command += ["--out", str(out), "--bpw", str(bpw), "--work-root", str(root / "work")]
+    begun, begun_wall = time.monotonic(), time.time()
+    process = subprocess.Popen([*command, "--no-prefect", *options], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"the conversion failed with status {status}")
+    result = {"total": time.monotonic() - begun, "peak MB": usage.ru_maxrss / 1024}
+    for path in (root / "work").glob("*/*/*/manifest.json"):
+        manifest = json.loads(path.read_bytes())
+        if path.stat().st_mtime >= begun_wall:
+            result[manifest["stage"]] = manifest["seconds"]
+    return result
+
+
+def main() -> None:
+    """Convert to each bitrate in turn and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--bpw", type=float, nargs="+", default=[4.0, 3.0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("options", nargs="*", help="further options of `exl2flow convert`")
+    arguments = parser.parse_args()
+    options = ["--device", arguments.device, *arguments.options]
+    print(f"{arguments.model.name}, {arguments.device}, {os.cpu_count()} cores, ", end="")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}\n")
+    columns = ("total", *STAGES, "peak MB")
+    print("| bpw | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
+    with tempfile.TemporaryDirectory() as folder:
+        for bpw in arguments.bpw:
+            found = convert(arguments.model, Path(folder), bpw, options)
+            cells = [f"{found[name]:.1f}" if name in found else "cached" for name in columns]
+            print(f"| {bpw:g} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Resolving: a model folder's `config.json`, in either form, to a `ModelSpec`."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.model.activations import ACTIVATIONS
+from exl2flow.model.families import FAMILIES, Family, WindowRule
+from exl2flow.model.fields import Fields
+from exl2flow.model.rope_spec import read_rope
+from exl2flow.model.spec import AttentionSpec, MlpSpec, ModelSpec
+
+
+def resolve(source_dir: Path) -> ModelSpec:
+    """Read `config.json`, in the form of transformers 4 or 5, of a dense or an EXL2 model.
+
+    Raises:
+        UnsupportedArchitecture: no family row, or a variant that is not implemented.
+        SourceModelError: a key is missing or impossible.
+    """
+    config = Fields.load(source_dir / "config.json")
+    family = _family(config)
+    num_layers = config.integer("num_hidden_layers")
+    max_positions = config.integer("max_position_embeddings")
+    attention = _attention(config, family, num_layers)
+    bos_ids = config.token_ids("bos_token_id")
+    return ModelSpec(
+        family=family,
+        source_dir=source_dir,
+        hidden_size=config.integer("hidden_size"),
+        num_layers=num_layers,
+        vocab_size=config.integer("vocab_size"),
+        norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
+        tied_head=config.flag("tie_word_embeddings", False),
+        attention=attention,
+        mlp=MlpSpec(
+            intermediate_size=config.integer("intermediate_size"),
+            activation=_activation(config, family),
+            has_bias=_bias(config, family.mlp_bias),
+        ),
+        rope=read_rope(
+            config,
+            head_dim=attention.head_dim,
+            max_positions=max_positions,
+            default_theta=family.default_theta,
+        ),
+        max_positions=max_positions,
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=config.token_ids("eos_token_id"),
+        config=config.values,
+    )
+
+
+def _family(config: Fields) -> Family:
+    (name,) = config.texts("architectures", 1)
+    if name in FAMILIES:
+        return FAMILIES[name]
+    close = difflib.get_close_matches(name, FAMILIES, n=2, cutoff=0.3)
+    nearest = f"; nearest are {_quoted(close)}" if close else ""
+    raise UnsupportedArchitecture(
+        f"architecture `{name}` in `{config.path}` is not supported{nearest}; supported are "
+        f"{_quoted(FAMILIES)}"
+    )
+
+
+def _attention(config: Fields, family: Family, num_layers: int) -> AttentionSpec:
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise SourceModelError(
+            f"`num_key_value_heads` in `{config.path}` is {num_kv_heads}; it must divide "
+            f"`num_attention_heads`, {num_heads}"
+        )
+    head_dim = config.integer("head_dim", family.default_head_dim or _divided_head_dim(config))
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        qk_norm=family.qk_norm,
+        qkv_bias=_bias(config, family.qkv_bias),
+        o_bias=_bias(config, family.o_bias),
+        windows=_WINDOW_RULES[family.window_rule](config, family, num_layers),
+    )
+
+
+def _divided_head_dim(config: Fields) -> int | None:
+    """Return hidden size / heads, or None (so that `head_dim` is asked for) when that is odd."""
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return None if hidden_size % num_heads else hidden_size // num_heads
+
+
+def _bias(config: Fields, rule: bool | str) -> bool:
+    return config.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _activation(config: Fields, family: Family) -> str:
+    name = config.text("hidden_act", family.default_activation)
+    if name not in ACTIVATIONS:
+        raise UnsupportedArchitecture(
+            f"`hidden_act` `{name}` in `{config.path}` is not supported; supported are "
+            f"{_quoted(ACTIVATIONS)}"
+        )
+    return name
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _no_windows(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _windows_everywhere(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    absent = "sliding_window" not in config.values
+    given = config.integer("sliding_window") if config.has("sliding_window") else None
+    return (family.default_window if absent else given,) * num_layers
+
+
+def _upper_windows(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    if not config.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    window = _windows_everywhere(config, family, 1)[0]
+    if config.has("layer_types"):
+        types = config.texts("layer_types", num_layers)
+        known = ("full_attention", "sliding_attention")
+        if not set(types) <= set(known):
+            raise UnsupportedArchitecture(
+                f"`layer_types` in `{config.path}` holds {_quoted(sorted(set(types)))}; supported "
+                f"are {_quoted(known)}"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.integer("max_window_layers", family.default_max_window_layers, least=0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+_WINDOW_RULES: dict[WindowRule, Callable[[Fields, Family, int], tuple[int | None, ...]]] = {
+    WindowRule.NONE: _no_windows,
+    WindowRule.ALL_LAYERS: _windows_everywhere,
+    WindowRule.UPPER_LAYERS: _upper_windows,
+}

@@ -1,0 +1,27 @@
+"""Conversions that run in seconds, and what they left on disk."""
+
+from pathlib import Path
+
+from exl2flow.core.config import CalibrationOptions, ConversionConfig, ValidateOptions
+
+FileIdentity = tuple[int, int, int]
+
+
+def small_config(source: Path, out: Path, **values: object) -> ConversionConfig:
+    """Return a configuration for a tiny model."""
+    defaults: dict[str, object] = {
+        "device": "cpu",
+        "calibration": CalibrationOptions(
+            rows=2, row_tokens=64, measure_rows=1, measure_row_tokens=64
+        ),
+        "validate_options": ValidateOptions(
+            rows=1, row_tokens=64, sample_tokens=4, fail_perplexity_ratio=100
+        ),
+    }
+    return ConversionConfig.model_validate({"source": source, "out": out, **defaults, **values})
+
+
+def snapshot(root: Path) -> dict[str, FileIdentity]:
+    """Return file name → (mtime, inode, size) of everything below a folder."""
+    stats = {str(path): path.stat() for path in root.rglob("*") if path.is_file()}
+    return {name: (stat.st_mtime_ns, stat.st_ino, stat.st_size) for name, stat in stats.items()}

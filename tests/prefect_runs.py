@@ -1,0 +1,71 @@
+"""Reads what a Prefect server knows of a flow run."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.objects import Artifact, Log
+
+SETTLE_SECONDS = 20.0  # task states and log lines reach the database a while after the run
+
+
+def run_name(run: UUID) -> str:
+    """Return the name of a flow run."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(run).name
+
+
+def run_state(run: UUID) -> str:
+    """Return the name of a flow run's state."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(run).state
+    return state.name if state is not None else "none"
+
+
+def task_states(run: UUID) -> dict[str, str]:
+    """Return task name → state name of a finished flow run."""
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[run]))
+
+    def read() -> dict[str, str]:
+        with get_client(sync_client=True) as client:
+            tasks = client.read_task_runs(flow_run_filter=chosen)
+        return {task.name: task.state.name for task in tasks if task.state}
+
+    open_states = {"Pending", "Running"}
+    return settled(read, lambda states: bool(states) and not open_states & set(states.values()))
+
+
+def artifacts(run: UUID) -> dict[str, Artifact]:
+    """Return key → artifact of a flow run."""
+    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
+    with get_client(sync_client=True) as client:
+        return {str(found.key): found for found in client.read_artifacts(artifact_filter=chosen)}
+
+
+def log_lines(run: UUID) -> list[Log]:
+    """Return the log of a finished flow run."""
+    chosen = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run]))
+
+    def read() -> list[Log]:
+        with get_client(sync_client=True) as client:
+            return client.read_logs(log_filter=chosen)
+
+    return settled(read, lambda logs: any("Finished in state" in log.message for log in logs))
+
+
+def settled(read: Callable[[], Any], is_settled: Callable[[Any], bool]) -> Any:
+    """Read until the result is settled, or for as long as that may take."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not is_settled(value := read()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return value

@@ -1,0 +1,136 @@
+"""Options: defaults, bounds and what a refusal says."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from exl2flow.core.config import (
+    HEAD_BITS,
+    AllocateOptions,
+    CalibrationOptions,
+    ConversionConfig,
+    Options,
+    RopeOptions,
+    ValidateOptions,
+    build_config,
+)
+from exl2flow.core.errors import ConfigError
+
+GROUPS = (CalibrationOptions, RopeOptions, AllocateOptions, ValidateOptions)
+
+
+def test_defaults_are_those_of_the_standard_calibration() -> None:
+    config = build_config(source="model", out="out")
+
+    calibration = config.calibration
+    assert (calibration.rows, calibration.row_tokens) == (115, 2048)
+    assert (calibration.measure_rows, calibration.measure_row_tokens) == (19, 2048)
+    assert (config.head_bits, config.shard_size_mb) == (6, 8192)
+    assert (config.validate_options.warn_perplexity_ratio, config.device) == (1.3, "auto")
+    assert config.validate_options.fail_perplexity_ratio == 3.0
+
+
+def test_head_bits_are_those_with_parameters() -> None:
+    assert HEAD_BITS == (2, 3, 4, 5, 6, 8)
+    for bits in HEAD_BITS:
+        assert build_config(source="model", out="out", head_bits=bits).head_bits == bits
+
+
+@pytest.mark.parametrize("bits", [0, 1, 7, 9, 16])
+def test_other_head_bits_are_refused_by_name(bits: int) -> None:
+    with pytest.raises(ConfigError, match=rf"`head_bits` is {bits}; choose one of \(2, 3"):
+        build_config(source="model", out="out", head_bits=bits)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bpw", 1.99),
+        ("bpw", 8.01),
+        ("bpw", float("nan")),
+        ("device", "tpu"),
+        ("calibration.rows", 0),
+        ("calibration.row_tokens", 100),
+        ("calibration.measure_rows", 0),
+        ("calibration.measure_row_tokens", 16),
+        ("calibration.seed", -1),
+        ("rope.scale", 0),
+        ("rope.alpha", -2),
+        ("allocate.objective", "best"),
+        ("allocate.power", 0),
+        ("validate_options.rows", 0),
+        ("validate_options.row_tokens", 1),
+        ("validate_options.fail_perplexity_ratio", 0),
+        ("validate_options.sample_tokens", -1),
+    ],
+)
+def test_value_out_of_bounds_is_refused_by_name(field: str, value: object) -> None:
+    group, _, name = field.rpartition(".")
+    values = {group: {name: value}} if group else {name: value}
+
+    with pytest.raises(ConfigError, match=field):
+        build_config(source="model", out="out", **values)
+
+
+def test_all_problems_are_in_one_message() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        build_config(source="model", out="out", bpw=9, calibration={"rows": 0}, speed=3)
+
+    for name in ("bpw", "calibration.rows", "speed"):
+        assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize("spelling", ["model", "model/", "other/../model", "link"])
+def test_output_onto_the_source_is_refused(spelling: str, tmp_path: Path) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+
+    with pytest.raises(ConfigError, match="`out` is the source folder"):
+        build_config(source=tmp_path / "model", out=f"{tmp_path}/{spelling}")
+
+
+def test_configuration_cannot_be_changed() -> None:
+    config = build_config(source="model", out="out")
+
+    with pytest.raises(ValidationError, match="frozen"):
+        config.bpw = 3.0  # type: ignore[misc]  # what is tested
+
+
+def test_work_root_lies_beside_the_output_unless_given(tmp_path: Path) -> None:
+    beside = build_config(source="model", out=tmp_path / "out")
+    given = build_config(source="model", out=tmp_path / "out", work_root=tmp_path / "work")
+
+    assert beside.work_dir_root == tmp_path / ".exl2flow"
+    assert given.work_dir_root == tmp_path / "work"
+
+
+def test_run_name_is_model_and_bits_per_weight(tmp_path: Path) -> None:
+    config = build_config(source=tmp_path / "Llama-7B", out="out", bpw=2.50)
+
+    assert config.run_name == "Llama-7B@2.5bpw"
+
+
+def test_json_round_trip_keeps_every_option() -> None:
+    config = build_config(
+        source="model",
+        out="out",
+        bpw=3.5,
+        rope={"alpha": 2.0},
+        calibration={"rows": 7, "file": "mine.parquet"},
+        allocate={"objective": "log"},
+    )
+
+    assert ConversionConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("options", [ConversionConfig, *GROUPS])
+def test_every_option_is_described_for_the_form(options: type[Options]) -> None:
+    undescribed = [
+        name
+        for name, field in options.model_fields.items()
+        if not field.description and field.annotation not in GROUPS
+    ]
+
+    assert undescribed == []

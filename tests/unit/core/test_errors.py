@@ -1,0 +1,46 @@
+"""The exception tree is the one drawn at the top of its module."""
+
+import inspect
+import re
+
+from exl2flow.core import errors
+from exl2flow.core.errors import Exl2FlowError, Interrupted
+
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, Exception)
+}
+
+
+def drawn_tree() -> dict[str, str]:
+    """Return class → parent as the module's docstring draws them."""
+    parents = {}
+    root, *lines = (line for line in (errors.__doc__ or "").splitlines() if re.search("^Exl2|─", line))
+    for line in lines:
+        parent, *children = re.findall(r"[A-Z]\w+", line)
+        parents[parent] = root
+        parents |= dict.fromkeys(children, parent)
+    return parents
+
+
+def test_tree_in_the_docstring_is_the_tree_of_classes() -> None:
+    found = {name: kind.__bases__[0].__name__ for name, kind in CLASSES.items()}
+
+    assert found.pop("Exl2FlowError") == "Exception"
+    assert drawn_tree() == found
+
+
+def test_every_error_says_what_it_means() -> None:
+    assert [name for name, kind in CLASSES.items() if not kind.__doc__] == []
+
+
+def test_errors_are_not_retryable_unless_they_say_so() -> None:
+    assert not Exl2FlowError.retryable
+    assert not errors.WriteFailed("full").retryable
+
+
+def test_interruption_knows_its_signal() -> None:
+    error = Interrupted("stopped", signum=15)
+
+    assert (str(error), error.signum) == ("stopped", 15)

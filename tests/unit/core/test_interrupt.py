@@ -1,0 +1,73 @@
+"""The first signal asks, the second leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from exl2flow.core.interrupt import SIGNALS, listening
+
+TWICE = """
+import os, signal, sys, time
+from exl2flow.core.interrupt import listening
+
+number = int(sys.argv[1])
+try:
+    with listening():
+        os.kill(os.getpid(), number)
+        print("still here", flush=True)
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+finally:
+    print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_first_signal_is_remembered_and_raises_nothing(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with listening() as request:
+        assert request.signum is None
+        os.kill(os.getpid(), number)
+
+    assert request.signum == number
+    assert "repeat the signal to stop at once" in capfd.readouterr().err
+
+
+def test_handlers_are_restored_also_after_an_error() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+
+    with pytest.raises(ValueError, match="stop"), listening():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+        raise ValueError("stop")
+
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_second_signal_exits_at_once(number: signal.Signals) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", TWICE, str(int(number))], capture_output=True, text=True, timeout=60
+    )
+
+    assert result.returncode == 128 + number
+    assert result.stdout == "still here\n"
+
+
+def test_outside_the_main_thread_nothing_is_caught() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    found: list[object] = []
+
+    def listen() -> None:
+        with listening() as request:
+            found.extend([request.signum, [signal.getsignal(number) for number in SIGNALS]])
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+
+    assert found == [None, before]

@@ -1,0 +1,122 @@
+"""Fingerprints of source models."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from exl2flow.core import source as source_module
+from exl2flow.core.errors import SourceModelError
+from exl2flow.core.files import digest
+from exl2flow.core.source import SourceFingerprint
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "My Model (v1)"
+    folder.mkdir()
+    save_file({"a": torch.zeros(8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    return tmp_path / "work" / "digests.json"
+
+
+def fingerprint(model: Path, memory: Path) -> str:
+    return SourceFingerprint.of(model, memory=memory).fingerprint
+
+
+def test_slug_is_a_plain_file_name(model: Path, memory: Path) -> None:
+    assert SourceFingerprint.of(model, memory=memory).slug == "my-model-v1"
+
+
+def test_fingerprint_tells_models_with_equal_headers_apart(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    save_file({"a": torch.ones(8)}, model / "model.safetensors")
+
+    assert fingerprint(model, memory) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"],
+)
+def test_fingerprint_covers_config_and_tokenizer(name: str, model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    (model / name).write_text('{"other": 1}')
+
+    assert fingerprint(model, memory) != before
+
+
+def test_fingerprint_covers_which_file_holds_what(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    (model / "model.safetensors").rename(model / "other.safetensors")
+
+    assert fingerprint(model, memory) != before
+
+
+def test_fingerprint_ignores_readme_place_and_time(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    (model / "README.md").write_text("text")
+    os.utime(model / "config.json", (0, 0))
+    moved = model.rename(model.with_name("elsewhere"))
+
+    assert fingerprint(moved, memory) == before
+
+
+def test_untouched_files_are_not_read_again(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counting(path: Path) -> str:
+        read.append(path.name)
+        return digest(path)
+
+    monkeypatch.setattr(source_module, "digest", counting)
+    before = fingerprint(model, memory)
+    first, read[:] = list(read), []
+    (model / "tokenizer.json").write_text("[]")
+
+    changed = fingerprint(model, memory)
+
+    assert sorted(first) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert read == ["tokenizer.json"]
+    assert changed != before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', '{"x": {"size": "much"}}'])
+def test_unreadable_memory_only_costs_time(content: str, model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    memory.write_text(content)
+
+    assert fingerprint(model, memory) == before
+    assert str((model / "config.json").resolve()) in json.loads(memory.read_text())
+
+
+def test_memory_that_cannot_be_written_does_no_harm(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    blocked = fingerprint(model, tmp_path / "file" / "digests.json")
+
+    assert blocked == fingerprint(model, tmp_path / "digests.json")
+
+
+def test_unreadable_file_is_named(model: Path, memory: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(model / "nowhere")
+
+    with pytest.raises(SourceModelError, match=r"model\.safetensors"):
+        fingerprint(model, memory)

@@ -1,0 +1,179 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB_SIZE, make_tiny
+
+from exl2flow.core.errors import ContextOverflow, MissingTensor, TensorShapeError
+from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.model import (
+    Decoder,
+    Embedding,
+    TensorFiles,
+    build_decoder,
+    build_embedding,
+    build_head,
+    resolve,
+)
+
+
+def build(folder: Path) -> Decoder:
+    return build_decoder(resolve(folder), TensorFiles(folder), dtype=torch.float32, device="cpu")
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors (`__` for `.`) of the single file, or take out those that are None."""
+    path = folder / "model.safetensors"
+    named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    tensors = {**load_file(path), **named}
+    save_file({name: t for name, t in tensors.items() if t is not None}, path)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, shape)
+
+
+def cache_for(decoder: Decoder, *, batch: int, max_tokens: int) -> ContiguousCache:
+    return ContiguousCache(
+        decoder.spec, batch=batch, max_tokens=max_tokens, dtype=torch.float32, device="cpu"
+    )
+
+
+def test_logits_are_fp32_over_the_vocabulary(tmp_path: Path) -> None:
+    spec = resolve(make_tiny("llama", tmp_path))
+    files = TensorFiles(tmp_path)
+
+    logits = build_decoder(spec, files, dtype=torch.bfloat16, device="cpu").forward(ids(2, 5))
+
+    assert logits.dtype == torch.float32
+    assert logits.shape == (2, 5, VOCAB_SIZE)
+
+
+def test_phases_of_the_decoder_compose_to_forward(tmp_path: Path) -> None:
+    decoder, tokens = build(make_tiny("qwen2", tmp_path)), ids(1, 5)
+    hidden = decoder.embed(tokens)
+    for sublayer in decoder.sublayers:
+        hidden = sublayer(hidden)
+
+    assert torch.equal(hidden, decoder.hidden(tokens))
+    assert torch.equal(decoder.head(hidden), decoder.forward(tokens))
+
+
+def test_ids_without_a_row_count_as_zero() -> None:
+    embedding = Embedding(torch.randn(4, 8))
+
+    result = embedding(torch.tensor([[3, 4, -1, 0]]))
+
+    torch.testing.assert_close(result[0, 1:], embedding.weight[[0, 0, 0]], rtol=0, atol=0)
+    torch.testing.assert_close(result[0, 0], embedding.weight[3], rtol=0, atol=0)
+
+
+def test_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
+    decoder = build(make_tiny("llama", tmp_path, tie_word_embeddings=True))
+
+    assert decoder.head.linear.weight.data_ptr() == decoder.embedding.weight.data_ptr()
+
+
+def test_tied_head_can_be_built_alone(tmp_path: Path) -> None:
+    spec = resolve(make_tiny("llama", tmp_path, tie_word_embeddings=True))
+    files = TensorFiles(tmp_path)
+
+    head = build_head(spec, files, dtype=torch.float32, device="cpu")
+
+    embedding = build_embedding(spec, files, dtype=torch.float32, device="cpu")
+    assert torch.equal(head.linear.weight, embedding.weight)
+
+
+def test_own_head_of_a_tied_model_takes_precedence(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path, tie_word_embeddings=True)
+    own = torch.randn(VOCAB_SIZE, 64)
+
+    rewrite(tmp_path, lm_head__weight=own)
+
+    assert torch.equal(build(tmp_path).head.linear.weight, own)
+
+
+def test_untied_model_without_head_is_refused(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+
+    rewrite(tmp_path, lm_head__weight=None)
+
+    with pytest.raises(MissingTensor, match=r"lm_head\.weight"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_beyond_the_vocabulary_make_no_logits(tied: bool, tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path, tie_word_embeddings=tied)
+    wide = torch.randn(VOCAB_SIZE + 19, 64)
+
+    rewrite(
+        tmp_path, model__embed_tokens__weight=wide, lm_head__weight=None if tied else wide.clone()
+    )
+
+    decoder = build(tmp_path)
+    assert decoder.embedding.weight.shape[0] == VOCAB_SIZE + 19
+    assert decoder.forward(ids(1, 3)).shape[-1] == VOCAB_SIZE
+
+
+def test_head_with_fewer_rows_makes_fewer_logits(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+
+    rewrite(tmp_path, lm_head__weight=torch.randn(VOCAB_SIZE - 1, 64))
+
+    assert build(tmp_path).forward(ids(1, 3)).shape[-1] == VOCAB_SIZE - 1
+
+
+def test_embedding_of_another_width_is_refused(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+
+    rewrite(tmp_path, model__embed_tokens__weight=torch.randn(VOCAB_SIZE, 32))
+
+    with pytest.raises(TensorShapeError, match="embed_tokens"):
+        build(tmp_path)
+
+
+def test_truncated_cache_continues_like_a_fresh_one(tmp_path: Path) -> None:
+    decoder, tokens = build(make_tiny("mistral", tmp_path, sliding_window=6)), ids(2, 20)
+    cache = cache_for(decoder, batch=2, max_tokens=20)
+    decoder.forward(tokens.flip(1), cache)
+
+    cache.truncate(0)
+    decoder.forward(tokens[:, :12], cache)
+    cache.truncate(8)
+    logits = decoder.forward(tokens[:, 8:], cache)
+
+    assert cache.length == 20
+    torch.testing.assert_close(logits, decoder.forward(tokens)[:, 8:], rtol=0, atol=1e-4)
+
+
+def test_truncating_to_more_than_is_held_changes_nothing(tmp_path: Path) -> None:
+    decoder = build(make_tiny("llama", tmp_path))
+    cache = cache_for(decoder, batch=1, max_tokens=8)
+    decoder.forward(ids(1, 3), cache)
+
+    cache.truncate(5)
+
+    assert cache.length == 3
+
+
+def test_full_cache_is_an_error_that_leaves_it_usable(tmp_path: Path) -> None:
+    decoder = build(make_tiny("llama", tmp_path))
+    cache = cache_for(decoder, batch=1, max_tokens=8)
+    decoder.forward(ids(1, 6), cache)
+
+    with pytest.raises(ContextOverflow, match="9 tokens do not fit a cache of 8"):
+        decoder.forward(ids(1, 3), cache)
+
+    assert cache.length == 6
+    decoder.forward(ids(1, 2), cache)
+
+
+def test_vocabulary_of_the_config_decides(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
+
+    assert build(tmp_path).forward(ids(1, 3)).shape[-1] == 290

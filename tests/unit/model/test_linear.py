@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from exl2flow.core.errors import MissingTensor, TensorShapeError
+from exl2flow.kernels import Group
+from exl2flow.model import (
+    DenseLinear,
+    Exl2Linear,
+    Linear,
+    ProjectionSpec,
+    QuantizedMatrix,
+    TensorFiles,
+    load_linear,
+)
+
+K, N = 64, 40  # N is stored padded to 64 columns
+
+
+def projection(*, n: int = N, has_bias: bool = True) -> ProjectionSpec:
+    return ProjectionSpec(
+        name="q_proj",
+        key="q",
+        in_features=K,
+        out_features=n,
+        has_bias=has_bias,
+        capture="input",
+    )
+
+
+def quantized(*, padded: int = 64, bias: bool = True) -> QuantizedMatrix:
+    groups = (Group(bits=4, start=0, rows=32), Group(bits=3, start=32, rows=32))
+    codes = torch.cat((torch.randint(0, 16, (32, padded)), torch.randint(0, 8, (32, padded))))
+    return QuantizedMatrix.encode(
+        codes=codes.to(torch.uint8),
+        groups=groups,
+        scale_codes=torch.randint(0, 16, (2, padded), dtype=torch.uint8),
+        max_scales=torch.tensor([0.02, 0.05]).half(),
+        perm=torch.randperm(K),
+        bias=torch.randn(padded).half() if bias else None,
+    )
+
+
+def load(folder: Path, tensors: dict[str, torch.Tensor], **options: object) -> Linear:
+    save_file(tensors, folder / "x.safetensors")
+    files = TensorFiles(folder)
+    spec = options.pop("spec", projection())
+    return load_linear(files, spec, dtype=torch.float32, device="cpu", **options)
+
+
+def test_dense_linear_is_used_where_a_weight_is_stored(tmp_path: Path) -> None:
+    weight, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(2, 3, K)
+
+    linear = load(tmp_path, {"q.weight": weight, "q.bias": bias})
+
+    assert isinstance(linear, DenseLinear)
+    torch.testing.assert_close(linear(x), x @ weight.T + bias)
+
+
+def test_exl2_linear_is_used_where_packed_words_are_stored(tmp_path: Path) -> None:
+    matrix, x = quantized(), torch.randn(2, 3, K)
+
+    linear = load(tmp_path, matrix.to_tensors("q"))
+
+    assert isinstance(linear, Exl2Linear)
+    expected = x @ matrix.dequantize(torch.float32) + matrix.bias.float()
+    torch.testing.assert_close(linear(x), expected[..., :N])
+
+
+def test_exl2_weight_equals_the_decoded_matrix_without_padding(tmp_path: Path) -> None:
+    matrix = quantized()
+
+    linear = load(tmp_path, matrix.to_tensors("q"))
+
+    expected = matrix.dequantize(torch.float32)[:, :N].T
+    torch.testing.assert_close(linear.weight, expected, rtol=0, atol=0)
+
+
+def test_stored_bias_is_ignored_where_the_config_has_none(tmp_path: Path) -> None:
+    spec = projection(has_bias=False)
+
+    linear = load(tmp_path, {"q.weight": torch.randn(N, K), "q.bias": torch.ones(N)}, spec=spec)
+
+    assert linear.bias is None
+
+
+def test_any_rows_are_cut_to_the_out_features(tmp_path: Path) -> None:
+    weight = torch.randn(N + 9, K)
+    spec = projection(has_bias=False)
+
+    linear = load(tmp_path, {"q.weight": weight}, spec=spec, any_rows=True)
+
+    torch.testing.assert_close(linear.weight, weight[:N], rtol=0, atol=0)
+
+
+def test_fewer_rows_than_out_features_are_all_used(tmp_path: Path) -> None:
+    spec = projection(has_bias=False)
+
+    linear = load(tmp_path, {"q.weight": torch.randn(N - 9, K)}, spec=spec, any_rows=True)
+
+    assert linear(torch.randn(1, K)).shape == (1, N - 9)
+
+
+@pytest.mark.parametrize("shape", [(N, K + 1), (N - 1, K), (K, N), (N,)])
+def test_shape_that_contradicts_the_config_is_refused(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(TensorShapeError, match="`q` has shape"):
+        load(tmp_path, {"q.weight": torch.randn(shape)}, spec=projection(has_bias=False))
+
+
+def test_quantized_shape_that_contradicts_the_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TensorShapeError, match="`q` has shape"):
+        load(tmp_path, quantized().to_tensors("q"), spec=projection(n=100))
+
+
+def test_missing_bias_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingTensor, match=r"`q\.bias`"):
+        load(tmp_path, {"q.weight": torch.randn(N, K)})
+
+
+def test_missing_weight_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingTensor, match=r"`q\.weight`"):
+        load(tmp_path, {"q.bias": torch.randn(N)})
+
+
+def test_incomplete_quantized_linear_is_named(tmp_path: Path) -> None:
+    tensors = quantized().to_tensors("q")
+    del tensors["q.q_scale"]
+
+    with pytest.raises(MissingTensor, match=r"`q\.q_scale`"):
+        load(tmp_path, tensors)

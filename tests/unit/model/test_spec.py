@@ -1,0 +1,309 @@
+import json
+from pathlib import Path
+
+import pytest
+from tiny import make_tiny, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.model import RopeKind, expected_tensors, resolve
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def write_config(folder: Path, family: str = "llama", **overrides: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(tiny_config(family, **overrides)))
+    return folder
+
+
+def without(folder: Path, key: str) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_sublayers_alternate_in_walk_order(tmp_path: Path) -> None:
+    spec = resolve(write_config(tmp_path))
+
+    assert [sublayer.name for sublayer in spec.sublayers] == [
+        "model.layers.0.self_attn",
+        "model.layers.0.mlp",
+        "model.layers.1.self_attn",
+        "model.layers.1.mlp",
+    ]
+    assert [sublayer.index for sublayer in spec.sublayers] == [0, 1, 2, 3]
+
+
+def test_projections_state_what_they_read(tmp_path: Path) -> None:
+    attention, mlp = resolve(write_config(tmp_path)).sublayers[:2]
+
+    captures = {p.name: p.capture for p in (*attention.projections, *mlp.projections)}
+
+    assert captures == {
+        "q_proj": "input",
+        "k_proj": "input",
+        "v_proj": "input",
+        "o_proj": "inner",
+        "gate_proj": "input",
+        "up_proj": "input",
+        "down_proj": "inner",
+    }
+
+
+def test_projection_shapes_follow_grouped_heads(tmp_path: Path) -> None:
+    q, k, _, o = resolve(write_config(tmp_path, head_dim=32)).sublayers[0].projections
+
+    assert (q.key, q.in_features, q.out_features) == ("model.layers.0.self_attn.q_proj", 64, 128)
+    assert (k.in_features, k.out_features) == (64, 64)
+    assert (o.in_features, o.out_features) == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"head_dim": 8}),
+        ("qwen2", {}),
+        ("qwen3", {"attention_bias": True}),
+    ],
+)
+def test_expected_tensors_are_those_of_transformers(
+    family: str, overrides: dict[str, object], tmp_path: Path
+) -> None:
+    make_tiny(family, tmp_path, **overrides)
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert expected_tensors(resolve(tmp_path)) == shapes
+
+
+def test_tied_head_is_not_expected(tmp_path: Path) -> None:
+    spec = resolve(write_config(tmp_path, tie_word_embeddings=True))
+
+    assert "lm_head.weight" not in expected_tensors(spec)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_both_config_forms_resolve_alike(family: str, tmp_path: Path) -> None:
+    old = resolve(write_config(tmp_path, family, rope=YARN, config_form=4))
+    new = resolve(write_config(tmp_path, family, rope=YARN, config_form=5))
+
+    assert old == new
+    assert old.rope.kind is RopeKind.YARN
+
+
+def test_old_names_of_the_rope_keys_are_read(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaling = {"type": "su", **factors}
+    write_config(tmp_path, rope_scaling=scaling, original_max_position_embeddings=64)
+
+    rope = resolve(tmp_path).rope
+
+    assert rope.kind is RopeKind.LONGROPE
+    assert rope.original_max_positions == 64
+    assert rope.factor == 256 / 64
+
+
+def test_rope_overrides_change_only_the_rope(tmp_path: Path) -> None:
+    spec = resolve(write_config(tmp_path))
+
+    changed = spec.with_rope(scale=2.0, alpha=3.0)
+
+    assert changed.rope.position_scale == 2.0
+    assert changed.rope.theta == pytest.approx(10_000 * 3.0 ** (16 / 14))
+    assert spec.with_rope() == spec
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, (None, None)),
+        ("mistral", {"sliding_window": 8}, (8, 8)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("qwen2", {"sliding_window": 8, "max_window_layers": 0}, (None, None)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            (None, 8),
+        ),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, (None, None)),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (8, None),
+        ),
+    ],
+)
+def test_windows_follow_the_family_rule(
+    family: str, overrides: dict[str, object], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    spec = resolve(write_config(tmp_path, family, **overrides))
+
+    assert spec.attention.windows == windows
+
+
+def test_absent_window_is_the_default_of_mistral(tmp_path: Path) -> None:
+    write_config(tmp_path, "mistral")
+
+    spec = resolve(without(tmp_path, "sliding_window"))
+
+    assert spec.attention.windows == (4096, 4096)
+
+
+def test_absent_head_dim_is_the_default_of_qwen3(tmp_path: Path) -> None:
+    write_config(tmp_path, "qwen3")
+
+    assert resolve(without(tmp_path, "head_dim")).attention.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("eos", "expected"), [(2, (2,)), ([2, 5], (2, 5)), (None, ()), (-1, ()), ([], ())]
+)
+def test_token_ids_may_be_one_several_or_none(
+    eos: object, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    spec = resolve(write_config(tmp_path, eos_token_id=eos))
+
+    assert spec.eos_token_ids == expected
+
+
+def test_quant_method_is_told_and_not_judged(tmp_path: Path) -> None:
+    plain = resolve(write_config(tmp_path))
+    quantized = resolve(write_config(tmp_path, quantization_config={"quant_method": "exl2"}))
+
+    assert plain.quant_method is None
+    assert quantized.quant_method == "exl2"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [("Qwen3MoeForCausalLM", "`Qwen3ForCausalLM`"), ("LLaMAForCausalLM", "`LlamaForCausalLM`")],
+)
+def test_unknown_architecture_names_the_nearest(
+    architecture: str, nearest: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, architectures=[architecture])
+
+    with pytest.raises(UnsupportedArchitecture, match=f"`{architecture}`.*nearest are.*{nearest}"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, "rope type `dynamic`.*`longrope`"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differs between layers"),
+        ({"hidden_act": "quick_gelu"}, "`hidden_act` `quick_gelu`.*`silu`"),
+    ],
+)
+def test_unknown_variant_names_what_is_supported(
+    overrides: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    config = tiny_config("llama", rope=overrides.pop("rope", None)) | overrides
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UnsupportedArchitecture, match=words):
+        resolve(tmp_path)
+
+
+def test_unknown_layer_type_is_named(tmp_path: Path) -> None:
+    types = ["chunked_attention", "full_attention"]
+    write_config(tmp_path, "qwen3", use_sliding_window=True, layer_types=types)
+
+    with pytest.raises(UnsupportedArchitecture, match="chunked_attention"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "architectures",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+def test_missing_key_is_named_with_its_file(key: str, tmp_path: Path) -> None:
+    write_config(tmp_path)
+
+    with pytest.raises(SourceModelError, match=rf"`{key}` is missing in `.*config\.json`"):
+        resolve(without(tmp_path, key))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"hidden_size": "64"}, "`hidden_size`.*is '64'; it must be an integer"),
+        ({"hidden_size": 0}, "at least 1"),
+        ({"vocab_size": True}, "`vocab_size`"),
+        ({"rms_norm_eps": -1e-5}, "`rms_norm_eps`.*above 0"),
+        ({"rms_norm_eps": "tiny"}, "`rms_norm_eps`.*a number"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"hidden_act": 3}, "`hidden_act`.*a string"),
+        ({"num_key_value_heads": 3}, "must divide"),
+        ({"hidden_size": 66}, "`head_dim` is missing"),
+        ({"head_dim": 15}, "rotate 15 of 15"),
+        ({"partial_rotary_factor": 1.5}, "rotate 24 of 16"),
+        ({"architectures": []}, "a list of 1 items"),
+        ({"architectures": [3]}, "a list of strings"),
+        ({"eos_token_id": "</s>"}, "`eos_token_id`"),
+        ({"rope_scaling": "yarn"}, "`rope_scaling`.*an object"),
+    ],
+)
+def test_impossible_value_is_named(
+    overrides: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, **overrides)
+
+    with pytest.raises(SourceModelError, match=words):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "linear"}, r"`rope_parameters\.factor` is missing"),
+        ({"rope_type": "linear", "factor": 0}, "above 0"),
+        ({"rope_theta": 1.0}, "above 1"),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1},
+            "must be below",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7},
+            "a list of 8 items",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7 + ["x"]},
+            r"`rope_parameters\.long_factor\[7\]`",
+        ),
+    ],
+)
+def test_impossible_rope_is_named(rope: dict[str, object], words: str, tmp_path: Path) -> None:
+    write_config(tmp_path, rope=rope)
+
+    with pytest.raises(SourceModelError, match=words):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
+def test_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+
+    with pytest.raises(SourceModelError, match=r"config\.json"):
+        resolve(tmp_path)
+
+
+def test_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceModelError, match=r"config\.json` does not exist"):
+        resolve(tmp_path)
