@@ -11,8 +11,8 @@ files only.
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pyarrow as pa  # type: ignore[import-untyped]  # ships no types
-import pyarrow.parquet as pq  # type: ignore[import-untyped]  # ships no types
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from exl2flow.calibration_data import heldout, standard
 from exl2flow.calibration_data.generate import Document, generated

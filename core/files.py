@@ -142,7 +142,7 @@ def read_json(path: Path) -> Any:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the little-endian bytes of a CPU tensor without copying when it is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def safetensors_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:

@@ -115,9 +115,7 @@ class Pipeline:
             )
         return ref
 
-    def _work(
-        self, stage: Stage, ref: StageRef, *, progress: Progress, stop: StopRequest
-    ) -> None:
+    def _work(self, stage: Stage, ref: StageRef, *, progress: Progress, stop: StopRequest) -> None:
         """Run a stage in its folder and mark it complete."""
         folder = self.work.open(
             ref,

@@ -50,6 +50,7 @@ class TemporaryServer:
     def __init__(self) -> None:
         """Start the process; `wait` returns once it answers."""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `stop`
+        self._answers = False
         with socket.create_server((HOST, 0)) as listener:
             self.url = f"http://{HOST}:{listener.getsockname()[1]}"
             handle = listener.fileno()
@@ -83,6 +84,7 @@ class TemporaryServer:
                 f"the temporary Prefect server did not start ({status}): {self._output()}; "
                 "set PREFECT_API_URL to a running server, or pass --no-prefect"
             )
+        self._answers = True
 
     def _output(self) -> str:
         self._log.seek(0)
@@ -90,15 +92,16 @@ class TemporaryServer:
         return lines[-1] if lines else "no output"
 
     def stop(self) -> None:
-        """Let the server store what it received, and end it."""
-        assert self._process.stdin is not None
-        with suppress(OSError):  # it may have ended before
-            self._process.stdin.write(FINISH)
-            self._process.stdin.flush()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=STOP_SECONDS)
+        """End the server; one that was used may store what it received first."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(OSError, subprocess.TimeoutExpired):  # it may have ended before
+            if self._answers:
+                stdin.write(FINISH)
+                stdin.flush()
+                self._process.wait(timeout=STOP_SECONDS)
         with suppress(OSError):
-            self._process.stdin.close()
+            stdin.close()
         self._process.wait()
         self._log.close()
 

@@ -65,7 +65,9 @@ class _Streamed:
         self.bytes = sum(path.stat().st_size for path in tensors.files)
         self.embedding = build_embedding(self.spec, tensors, dtype=DTYPE, device=device)
         self.sublayers = StreamedSublayers(self.spec, tensors, dtype=DTYPE, device=device)
-        self.head: Head = build_head(self.spec, tensors, dtype=DTYPE, device=device)
+        self.head: Head = build_head(
+            self.spec, tensors, dtype=DTYPE, device=device, embedding=self.embedding
+        )
         self.tally = _Tally()
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:

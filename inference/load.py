@@ -80,10 +80,11 @@ def load_model(
     spec = resolve(folder)
     tensors = TensorFiles(folder)
     sublayers: Sequence[Sublayer] = StreamedSublayers(spec, tensors, dtype=dtype, device=place)
+    embedding = build_embedding(spec, tensors, dtype=dtype, device=place)
     decoder = Decoder(
         spec,
-        embedding=build_embedding(spec, tensors, dtype=dtype, device=place),
+        embedding=embedding,
         sublayers=sublayers if streamed else list(sublayers),
-        head=build_head(spec, tensors, dtype=dtype, device=place),
+        head=build_head(spec, tensors, dtype=dtype, device=place, embedding=embedding),
     )
     return LoadedModel(spec=spec, decoder=decoder, tokenizer=Tokenizer.load(folder))

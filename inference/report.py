@@ -65,8 +65,7 @@ def render_plot(report: Report) -> str:
     """Return bits per weight (bars) and relative error (line) by sublayer, as SVG text."""
     layers = report["layers"]
     names = [layer["name"].removeprefix("model.layers.") for layer in layers]
-    settings = {"svg.hashsalt": "exl2flow", "svg.fonttype": "none", "font.size": 8}
-    with rc_context(settings):
+    with rc_context({"svg.hashsalt": "exl2flow", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         bits = figure.add_subplot()
         bits.bar(range(len(layers)), [layer["bpw"] for layer in layers], color="#9db8d2")

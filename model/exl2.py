@@ -246,7 +246,7 @@ class QuantizedMatrix:
             if fields[field].dtype != _DTYPES[field]:
                 raise TensorShapeError(f"`{name}` is {fields[field].dtype}, not {_DTYPES[field]}")
         bias = f"{key}.bias"
-        matrix = cls(**fields, bias=tensors[bias] if bias in tensors else None)
+        matrix = cls(**fields, bias=tensors.get(bias))
         _check_shapes(key, matrix)
         return matrix
 

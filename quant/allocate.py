@@ -1,7 +1,7 @@
 """Allot bits: choose one candidate per slot so that the objective is least within the budget.
 
-An exact multiple-choice knapsack. Dominated candidates are dropped first (never part of an optimum),
-the rest is solved by HiGHS to a zero gap; the chosen bits are summed again in integers.
+An exact multiple-choice knapsack. Dominated candidates are dropped first, as none is part of an
+optimum; HiGHS solves the rest to a zero gap; the chosen bits are summed again in integers.
 """
 
 import logging
@@ -142,7 +142,7 @@ def _solve_milp(
                 LinearConstraint(weights[None, :], -np.inf, float(capacity)),
             ],
             bounds=Bounds(0, 1),
-            integrality=np.ones(len(slot)),
+            integrality=np.ones(len(slot), dtype=np.int64),
             options={"mip_rel_gap": 0.0},
         )
         if result.status != 0:
@@ -282,6 +282,4 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     }
 
 
-ALLOCATE = Stage(
-    name="allocate", schema=1, inputs=("measure",), options=_options, run=allocate
-)
+ALLOCATE = Stage(name="allocate", schema=1, inputs=("measure",), options=_options, run=allocate)

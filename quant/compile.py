@@ -28,7 +28,7 @@ from exl2flow.core.files import (
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, expected_tensors, resolve
-from exl2flow.model.exl2 import QuantizedMatrix, quantized_layout, padded_columns
+from exl2flow.model.exl2 import QuantizedMatrix, padded_columns, quantized_layout
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
 from exl2flow.quant.candidates import HEAD_PARAMS, Candidate
 from exl2flow.quant.quantize import (
@@ -180,7 +180,7 @@ class _Tensors:
                 f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
                 "converted without clamping it"
             )
-        return tensor.expand(shape).contiguous()
+        return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have spare rows
 
 
 @torch.inference_mode()

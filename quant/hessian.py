@@ -5,7 +5,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,9 +73,10 @@ def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
     """
     perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     ordered = hessian[perm][:, perm]
-    for remedy, attempt in _attempts(ordered):
+    damping = max(DAMPING * float(ordered.diagonal().mean()), LEAST_DAMPING)
+    for remedy, matrix, added in _attempts(ordered, damping):
         try:
-            upper = attempt()
+            upper = _upper(matrix, added)
         except SingularHessian:
             continue
         if remedy:
@@ -84,16 +85,13 @@ def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
 
-def _attempts(ordered: torch.Tensor) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-    """Return the ways to factor, in order: (what to record, how)."""
-    damping = max(DAMPING * float(ordered.diagonal().mean()), LEAST_DAMPING)
-    attempts: list[tuple[str, Callable[[], torch.Tensor]]] = [
-        (f"damping x{n}" if n > 1 else "", lambda n=n: _upper(ordered, n * damping))
-        for n in range(1, ATTEMPTS + 1)
-    ]
-    attempts.append(("fp64 factor", lambda: _upper(ordered.double(), damping)))
-    attempts.append(("identity Hessian", lambda: torch.eye(len(ordered), device=ordered.device)))
-    return attempts
+def _attempts(ordered: torch.Tensor, damping: float) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Yield what to factor, in order: (what to record, matrix, what to add to its diagonal)."""
+    yield "", ordered, damping
+    for times in range(2, ATTEMPTS + 1):
+        yield f"damping x{times}", ordered, times * damping
+    yield "fp64 factor", ordered.double(), damping
+    yield "identity Hessian", torch.eye(len(ordered), device=ordered.device), 0.0
 
 
 def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:
@@ -108,4 +106,5 @@ def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:
         upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if failed or not upper.isfinite().all():
         raise SingularHessian("no Cholesky factor")
-    return upper.float()
+    factored: torch.Tensor = upper.float()
+    return factored

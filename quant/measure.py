@@ -32,7 +32,7 @@ MEASUREMENT_FILE = "measurement.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateResult:
-    """accuracy: 1 - mean relative error of the sublayer's output; total_bits: of all projections."""
+    """accuracy: 1 - mean relative error of the output; total_bits: of all projections."""
 
     accuracy: float
     total_bits: int
@@ -196,9 +196,7 @@ def _round_variants(
     return variants
 
 
-def _linear(
-    sublayer: Sublayer, name: str, candidate: Candidate, rounded: Variants
-) -> DenseLinear:
+def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Variants) -> DenseLinear:
     """Return a projection with the weights that a decoder will see."""
     original = sublayer.linears[name]
     matrix = rounded[name, candidate[name]].dequantize()[:, : len(original.weight)]

@@ -159,9 +159,7 @@ def _check_tensors(spec: ModelSpec) -> None:
         raise TensorShapeError("\n".join([*shown, "get the model's files again, complete"]))
 
 
-def _fits(
-    found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec, name: str
-) -> bool:
+def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec, name: str) -> bool:
     """Embedding and head may have more rows than the vocabulary."""
     if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
         return found[0] >= expected[0] and found[1] == expected[1]
@@ -195,9 +193,11 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
     plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
     packed = int((numel * min(config.bpw, high) + head_bits) / 8)
     rows = config.calibration
-    states = max(
-        rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens
-    ) * spec.hidden_size * STATE_BYTES
+    states = (
+        max(rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens)
+        * spec.hidden_size
+        * STATE_BYTES
+    )
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,

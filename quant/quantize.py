@@ -148,7 +148,9 @@ class Quantizing:
                 if item.remedy:
                     self.folder.note(f"{projection.key}: {item.remedy}")
         errors = _advance(sublayer, states, reference)
-        numel = sum(p.in_features * padded_columns(p.out_features) for p in sublayer.spec.projections)
+        numel = sum(
+            p.in_features * padded_columns(p.out_features) for p in sublayer.spec.projections
+        )
         report = {
             "name": sublayer.spec.name,
             "rel_err": sum(errors) / len(errors),
@@ -237,4 +239,3 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 QUANTIZE = Stage(
     name="quantize", schema=1, inputs=("tokenize", "allocate"), options=_options, run=quantize
 )
-

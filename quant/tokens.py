@@ -34,7 +34,7 @@ def tokenize(run: StageRun) -> None:
         "measure": (options.measure_rows, options.measure_row_tokens),
         "quantize": (options.rows, options.row_tokens),
     }
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     kinds = {}
     for mix, (rows, row_tokens) in sizes.items():
         request = RowRequest(

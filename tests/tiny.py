@@ -140,7 +140,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor], *, shards: int)
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index in range(shards):
         name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
         part = dict(list(tensors.items())[index::shards])

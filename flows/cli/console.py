@@ -41,19 +41,6 @@ def _finite(value: object) -> object:
     return value
 
 
-def printable(text: str) -> str:
-    """Replace what could move the cursor or command the terminal; models may generate anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def size(count: float) -> str:
-    """Return bytes for people: decimal kB, MB or GB."""
-    for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= width:
-            return f"{count / width:.2f} {unit}"
-    return f"{count:.0f} B"
-
-
 class _Handler(logging.Handler):
     """Prints log records above a progress bar instead of through it, each warning once."""
 

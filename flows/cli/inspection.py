@@ -7,8 +7,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from exl2flow.flows.cli.console import emit_json, show, size
-from exl2flow.flows.cli.tables import number, plan_table, short
+from exl2flow.flows.cli.console import emit_json, show
+from exl2flow.flows.cli.tables import plan_table
+from exl2flow.flows.cli.wording import number, short, size
 
 if TYPE_CHECKING:
     from exl2flow.inference.inspection import ModelContents

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 from rich.progress import (
     BarColumn,
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from exl2flow.core.progress import Progress, Tick, reporting_to
 from exl2flow.flows.cli.console import ERR, say
+from exl2flow.flows.cli.wording import clock, short
 
 
 @dataclass(slots=True)
@@ -60,11 +60,6 @@ class Pace:
         return max(0.0, each * (self.total - self.done) - (now - self.changed))
 
 
-def clock(seconds: float | None) -> str:
-    """Return h:mm:ss."""
-    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
-
-
 class PlainLines:
     """One line per tick on stderr."""
 
@@ -96,6 +91,16 @@ class _Times(ProgressColumn):
         return Text(f"{elapsed}  ETA {clock(pace.remaining(now))}", style="cyan")
 
 
+COLUMNS = (
+    SpinnerColumn(),
+    TextColumn("{task.description:<9}"),
+    BarColumn(bar_width=24),
+    MofNCompleteColumn(),
+    _Times(),
+    TextColumn("{task.fields[detail]}", style="dim", markup=False),
+)
+
+
 class StageBars:
     """One bar per stage."""
 
@@ -112,7 +117,7 @@ class StageBars:
             self._stages[tick.stage] = (task, pace)
         task, pace = self._stages[tick.stage]
         pace.update(tick, now)
-        self._bars.update(task, completed=tick.done, total=tick.total, detail=tick.detail)
+        self._bars.update(task, completed=tick.done, total=tick.total, detail=short(tick.detail))
 
 
 @contextmanager
@@ -127,16 +132,8 @@ def shown(*, plain: bool) -> Iterator[Progress]:
         with reporting_to(lines):
             yield lines
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<9}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        _Times(),
-        TextColumn("[dim]{task.fields[detail]}", markup=True),
-    )
     with (
-        Bars(*columns, console=ERR, refresh_per_second=4) as bars,
+        Bars(*COLUMNS, console=ERR, refresh_per_second=4) as bars,
         reporting_to(sink := StageBars(bars)),
     ):
         yield sink

@@ -8,15 +8,10 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from exl2flow.flows.cli.console import OUT, printable, show, size
-from exl2flow.flows.cli.progress import clock
+from exl2flow.flows.cli.console import OUT, show
+from exl2flow.flows.cli.wording import clock, number, percent, printable, short, size
 
 CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
-
-
-def short(name: str) -> str:
-    """Return the name of a sublayer or matrix without what all of them have in common."""
-    return name.removeprefix("model.layers.")
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
@@ -27,16 +22,6 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
     for what, value in rows:
         table.add_row(what, escape(value))
     return table
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """Return a number, or a dash for one that is unknown."""
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def percent(share: float | None) -> str:
-    """Return a share of 1 in percent, or a dash for one that is unknown."""
-    return "–" if share is None else f"{100 * share:.2f} %"
 
 
 def score_table(report: Mapping[str, Any]) -> Table:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from crash import Conversion, small_model
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +43,12 @@ def prefect_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[st
                 "PREFECT_API_URL": str(link.url),
                 "OMP_NUM_THREADS": "1",
             }
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A conversion that ran to its end in one go; to be read, not changed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    conversion = Conversion.inside(folder, small_model(folder / "model"))
+    conversion.finish()
+    return conversion

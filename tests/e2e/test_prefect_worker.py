@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from conversions import small_config, snapshot
+from conversions import FileIdentity, small_config, snapshot
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.states import Cancelling
@@ -19,6 +19,7 @@ from prefect_runs import run_name, run_state, task_states
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
+from exl2flow.core.store import StageManifest
 from exl2flow.flows.local import run_locally
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +48,13 @@ class Worker:
 
     def flow_process(self) -> int:
         """Return the process id of the flow that the worker runs."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        wait_for(lambda: children.read_text() != "")
-        return int(children.read_text().split()[0])
+        wait_for(lambda: self.children() != [])
+        return self.children()[0]
+
+    def children(self) -> list[int]:
+        """Return the process ids of the worker's children."""
+        folders = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [int(pid) for folder in folders for pid in (folder / "children").read_text().split()]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -111,38 +116,67 @@ def test_worker_completes_both_deployments_with_paths_relative_to_their_folder(
     assert (worker.folder / "out" / "model.safetensors").is_file()
 
 
+def manifest_of(root: Path, stage: str) -> StageManifest:
+    """Return the manifest of the only folder of a stage."""
+    [path] = root.glob(f"tiny-*/{stage}/*/manifest.json")
+    return StageManifest.model_validate_json(path.read_bytes())
+
+
+def wait_for_cursor(root: Path, stage: str, cursor: int) -> None:
+    """Return when a stage has come that far."""
+
+    def is_there() -> bool:
+        begun = list(root.glob(f"tiny-*/{stage}/*/manifest.json"))
+        return bool(begun) and manifest_of(root, stage).cursor >= cursor
+
+    wait_for(is_there)
+
+
 @pytest.mark.slow
-def test_killed_and_cancelled_runs_go_on_to_the_same_bytes(worker: Worker, tmp_path: Path) -> None:
+def test_runs_killed_twice_go_on_to_the_same_bytes(worker: Worker, tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "tiny", num_hidden_layers=16)
     config = small_config(source, tmp_path / "out", bpw=4.0)
     whole = config.model_copy(update={"out": tmp_path / "o2", "work_root": tmp_path / "other"})
     run_locally(whole)
-    expected = (tmp_path / "o2" / "model.safetensors").read_bytes()
-    finished: dict[str, tuple[int, int, int]] = {}
+    root = config.work_dir_root
+    finished: dict[str, FileIdentity] = {}
 
-    for stage, count in (("measure", 6), ("quantize", 6)):
+    for stage in ("measure", "quantize"):
         run = worker.submit("convert/convert", parameters_of(config))
-        sublayers = tmp_path / ".exl2flow"
-        pattern = f"tiny-*/{stage}/*/sublayers/0*"
-        wait_for(lambda: len(list(sublayers.glob(pattern))) >= count)
+        wait_for_cursor(root, stage, 4)
         os.kill(worker.flow_process(), signal.SIGKILL)
         assert worker.wait(run) == "Crashed"
-        finished |= {
-            name: identity
-            for folder in sublayers.glob(f"tiny-*/{stage}/*/sublayers")
-            for name, identity in snapshot(folder).items()
-            if not Path(name).name.startswith(".")
-        }
-
-    run = worker.submit("convert/convert", parameters_of(config))
-    wait_for(lambda: len(list(sublayers.glob(pattern))) >= 12)
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(run, Cancelling())
-    assert worker.wait(run) == "Cancelled"
+        manifest = manifest_of(root, stage)
+        assert manifest.status == "partial"
+        assert 0 < manifest.cursor < manifest.total
+        [folder] = root.glob(f"tiny-*/{stage}/*")
+        files = snapshot(folder)
+        finished |= {str(folder / name): files[str(folder / name)] for name in manifest.files}
 
     run = worker.submit("convert/convert", parameters_of(config))
     assert worker.wait(run) == "Completed"
 
     assert task_states(run)["measure"] == "Cached"
-    assert finished.items() <= snapshot(sublayers).items()
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+    assert finished.items() <= snapshot(root).items()
+    made, expected = (folder / "model.safetensors" for folder in (config.out, whole.out))
+    assert made.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.slow
+def test_cancelled_run_keeps_what_was_finished(worker: Worker, tmp_path: Path) -> None:
+    source = make_tiny(
+        "llama", tmp_path / "tiny", num_hidden_layers=16, hidden_size=256, intermediate_size=512
+    )
+    config = small_config(source, tmp_path / "out", bpw=4.0)
+    root = config.work_dir_root
+
+    run = worker.submit("convert/convert", parameters_of(config))
+    wait_for_cursor(root, "measure", 2)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run, Cancelling())
+
+    assert worker.wait(run) == "Cancelled"
+    manifest = manifest_of(root, "measure")
+    assert manifest.status == "partial"
+    assert 0 < manifest.cursor < manifest.total
+    wait_for(lambda: worker.children() == [])

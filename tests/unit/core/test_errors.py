@@ -16,7 +16,9 @@ CLASSES = {
 def drawn_tree() -> dict[str, str]:
     """Return class → parent as the module's docstring draws them."""
     parents = {}
-    root, *lines = (line for line in (errors.__doc__ or "").splitlines() if re.search("^Exl2|─", line))
+    root, *lines = (
+        line for line in (errors.__doc__ or "").splitlines() if re.search("^Exl2|─", line)
+    )
     for line in lines:
         parent, *children = re.findall(r"[A-Z]\w+", line)
         parents[parent] = root

@@ -40,12 +40,18 @@ def test_first_signal_is_remembered_and_raises_nothing(
 
 def test_handlers_are_restored_also_after_an_error() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
+    during: list[object] = []
 
-    with pytest.raises(ValueError, match="stop"), listening():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-        raise ValueError("stop")
+    def listen_and_fail() -> None:
+        with listening():
+            during.extend(signal.getsignal(number) for number in SIGNALS)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        listen_and_fail()
 
     assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert not set(during) & set(before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def quantized(*, padded: int = 64, bias: bool = True) -> QuantizedMatrix:
     )
 
 
-def load(folder: Path, tensors: dict[str, torch.Tensor], **options: object) -> Linear:
+def load(folder: Path, tensors: dict[str, torch.Tensor], **options: Any) -> Linear:
     save_file(tensors, folder / "x.safetensors")
     files = TensorFiles(folder)
     spec = options.pop("spec", projection())
@@ -65,6 +66,7 @@ def test_exl2_linear_is_used_where_packed_words_are_stored(tmp_path: Path) -> No
     linear = load(tmp_path, matrix.to_tensors("q"))
 
     assert isinstance(linear, Exl2Linear)
+    assert matrix.bias is not None
     expected = x @ matrix.dequantize(torch.float32) + matrix.bias.float()
     torch.testing.assert_close(linear(x), expected[..., :N])
 

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from exl2flow.model.rope import attention_factor, inverse_frequencies, rope_tabl
 CPU = torch.device("cpu")
 
 
-def rope(**fields: object) -> RopeSpec:
-    defaults: dict[str, object] = {
+def rope(**fields: Any) -> RopeSpec:
+    defaults: dict[str, Any] = {
         "kind": RopeKind.DEFAULT,
         "theta": 10_000.0,
         "rotary_dim": 16,
@@ -126,7 +127,7 @@ def test_longrope_switches_behind_the_original_positions() -> None:
         ),
     ],
 )
-def test_attention_factor_follows_the_kind(fields: dict[str, object], expected: float) -> None:
+def test_attention_factor_follows_the_kind(fields: dict[str, Any], expected: float) -> None:
     assert attention_factor(rope(**fields)) == pytest.approx(expected)
 
 

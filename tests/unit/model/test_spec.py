@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_tiny, tiny_config
@@ -11,7 +12,7 @@ from exl2flow.model import RopeKind, expected_tensors, resolve
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def write_config(folder: Path, family: str = "llama", **overrides: object) -> Path:
+def write_config(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(tiny_config(family, **overrides)))
     return folder
 
@@ -70,11 +71,12 @@ def test_projection_shapes_follow_grouped_heads(tmp_path: Path) -> None:
     ],
 )
 def test_expected_tensors_are_those_of_transformers(
-    family: str, overrides: dict[str, object], tmp_path: Path
+    family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     make_tiny(family, tmp_path, **overrides)
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    auto_model: Any = AutoModelForCausalLM
+    model = auto_model.from_config(AutoConfig.from_pretrained(tmp_path))
 
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert expected_tensors(resolve(tmp_path)) == shapes
@@ -142,7 +144,7 @@ def test_rope_overrides_change_only_the_rope(tmp_path: Path) -> None:
     ],
 )
 def test_windows_follow_the_family_rule(
-    family: str, overrides: dict[str, object], windows: tuple[int | None, ...], tmp_path: Path
+    family: str, overrides: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     spec = resolve(write_config(tmp_path, family, **overrides))
 
@@ -204,7 +206,7 @@ def test_unknown_architecture_names_the_nearest(
     ],
 )
 def test_unknown_variant_names_what_is_supported(
-    overrides: dict[str, object], words: str, tmp_path: Path
+    overrides: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     config = tiny_config("llama", rope=overrides.pop("rope", None)) | overrides
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -260,9 +262,7 @@ def test_missing_key_is_named_with_its_file(key: str, tmp_path: Path) -> None:
         ({"rope_scaling": "yarn"}, "`rope_scaling`.*an object"),
     ],
 )
-def test_impossible_value_is_named(
-    overrides: dict[str, object], words: str, tmp_path: Path
-) -> None:
+def test_impossible_value_is_named(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
     write_config(tmp_path, **overrides)
 
     with pytest.raises(SourceModelError, match=words):
@@ -289,7 +289,7 @@ def test_impossible_value_is_named(
         ),
     ],
 )
-def test_impossible_rope_is_named(rope: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_impossible_rope_is_named(rope: dict[str, Any], words: str, tmp_path: Path) -> None:
     write_config(tmp_path, rope=rope)
 
     with pytest.raises(SourceModelError, match=words):

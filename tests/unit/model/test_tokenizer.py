@@ -3,6 +3,7 @@ import json
 import string
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -31,10 +32,10 @@ def write(folder: Path, name: str, content: object) -> None:
     (folder / name).write_text(json.dumps(content))
 
 
-def write_sentencepiece(folder: Path, **options: object) -> sentencepiece.SentencePieceProcessor:
+def write_sentencepiece(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
     """Train a `tokenizer.model` on repeated sentences; `options` are those of the trainer."""
     buffer = io.BytesIO()
-    defaults = {
+    defaults: dict[str, Any] = {
         "vocab_size": 450,
         "model_type": "bpe",
         "byte_fallback": True,
@@ -226,7 +227,7 @@ def test_unfaithful_conversion_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_model_without_counterpart_is_refused(
-    options: dict[str, object], words: str, tmp_path: Path
+    options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     write_sentencepiece(tmp_path, **options)
 

@@ -1,0 +1,36 @@
+"""How values are written for people."""
+
+from datetime import timedelta
+
+
+def printable(text: str) -> str:
+    """Replace what could move the cursor or command the terminal; models may generate anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def size(count: float) -> str:
+    """Return bytes for people: decimal kB, MB or GB."""
+    for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= width:
+            return f"{count / width:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number, or a dash for one that is unknown."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share of 1 in percent, or a dash for one that is unknown."""
+    return "–" if share is None else f"{100 * share:.2f} %"
+
+
+def short(text: str) -> str:
+    """Return a text with sublayers and matrices named without what all names have in common."""
+    return text.replace("model.layers.", "")
+
+
+def clock(seconds: float | None) -> str:
+    """Return h:mm:ss."""
+    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,85 @@
+"""A signal lets the current sublayer finish, a second one does not; both leave what can go on."""
+
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from crash import Conditions, Conversion, leftovers, members, program
+
+SLOW = Conditions(flush_seconds=0.05)
+VERY_SLOW = Conditions(flush_seconds=0.4)  # a commit takes 1.6 s: time for a second signal
+RESUME = "resume with:\n  "
+CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("signum", "code"), CODES)
+@pytest.mark.parametrize(("stage", "before"), [("measure", "tokenize"), ("quantize", "allocate")])
+def test_a_signal_commits_the_sublayer_and_tells_how_to_resume(
+    undisturbed: Conversion, tmp_path: Path, stage: str, before: str, signum: int, code: int
+) -> None:
+    conversion = undisturbed.after(before, tmp_path)
+    run = conversion.start(SLOW)
+    run.until(lambda: conversion.manifest(stage)["cursor"] >= 3)
+
+    run.send(signum)
+    ended = run.wait()
+
+    left = conversion.manifest(stage)
+    assert ended.code == code
+    assert left["status"] == "partial"
+    assert left["states"]["index"] == left["cursor"]
+    assert f"stopped in stage `{stage}` after {left['cursor']} of {left['total']}" in ended.err
+    assert "Traceback" not in ended.err
+    assert leftovers(tmp_path) == members(session=run.pid) == []
+    command = shlex.split(ended.err.partition(RESUME)[2])
+    assert command == ["exl2flow", *conversion.arguments]
+    if signum == signal.SIGINT:
+        resumed = program().start(command[1:]).wait()
+        assert resumed.code == 0, resumed.err
+        assert conversion.results() == undisturbed.results()
+
+
+@pytest.mark.parametrize(("signum", "code"), CODES)
+def test_a_second_signal_ends_the_process_at_once(
+    undisturbed: Conversion, tmp_path: Path, signum: int, code: int
+) -> None:
+    conversion = undisturbed.after("allocate", tmp_path)
+    run = conversion.start(VERY_SLOW)
+    run.until(lambda: conversion.manifest("quantize")["cursor"] >= 1)
+    run.send(signum)
+    run.until(lambda: "stopping after the current sublayer" in run.printed())
+    before = conversion.manifest("quantize")["cursor"]
+
+    run.send(signum)
+    ended = run.wait()
+
+    assert ended.code == code
+    assert RESUME not in ended.err
+    assert conversion.manifest("quantize")["cursor"] == before
+    assert members(session=run.pid) == []
+    conversion.finish()
+    assert conversion.results() == undisturbed.results()
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "compile", "validate"])
+def test_a_signal_in_a_stage_without_sublayers_ends_the_run_after_it(
+    undisturbed: Conversion, tmp_path: Path, stage: str
+) -> None:
+    done = "quantize" if stage == "compile" else stage
+    conversion = Conversion.inside(tmp_path, undisturbed.source)
+    if stage != "tokenize":
+        conversion = undisturbed.after("quantize", tmp_path)
+    run = conversion.start(VERY_SLOW)
+    run.until(lambda: conversion.manifest(stage)["status"] == "partial")
+
+    run.send(signal.SIGTERM)
+    ended = run.wait()
+
+    assert ended.code == 143
+    assert RESUME in ended.err
+    assert conversion.manifest(done)["status"] == "complete"
+    assert conversion.manifest("measure")["status"] == (
+        "absent" if stage == "tokenize" else "complete"
+    )
+    assert leftovers(tmp_path) == []

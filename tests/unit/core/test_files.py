@@ -1,0 +1,276 @@
+"""Files are whole or absent, and known by their digests."""
+
+import hashlib
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
+from exl2flow.core.files import (
+    DTYPE_NAMES,
+    FileRecord,
+    digest,
+    digest_of,
+    read_json,
+    read_metadata,
+    read_tensors,
+    replacing,
+    safetensors_header,
+    tensor_bytes,
+    write_json,
+    write_layout,
+    write_tensors,
+    write_text,
+)
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from exl2flow.core.files import replacing
+
+with replacing(Path(sys.argv[1])) as file:
+    file.write(b"half of the new con")
+    file.flush()
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[int]:
+    """Let this process write no file beyond 4096 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield 4096
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_appears_only_when_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+
+    with replacing(path) as file:
+        file.write(b"content")
+        during = path.exists()
+
+    assert not during
+    assert path.read_bytes() == b"content"
+    assert names(path.parent) == ["file"]
+
+
+def test_failed_block_leaves_the_old_file_and_nothing_aside(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write_and_stop() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop()
+
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120)
+
+    assert killed.returncode == -9
+    assert path.read_text() == "old"
+    assert names(tmp_path) == [".file.partial", "file"]
+
+
+def test_full_disk_leaves_the_old_file_and_says_what_to_do(
+    tmp_path: Path, file_size_limit: int
+) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    with pytest.raises(WriteFailed, match=r"cannot write `.*file`: File too large; free space"):
+        write_text(path, "x" * (file_size_limit + 1))
+
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_folder_that_is_a_file_is_a_named_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(WriteFailed, match=r"file/a\.json`"):
+        write_json(tmp_path / "file" / "a.json", {})
+
+
+def test_digest_is_the_sha256_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc" * 100_000)
+
+    assert digest(tmp_path / "a") == hashlib.sha256(b"abc" * 100_000).hexdigest()
+
+
+def test_digest_of_values_ignores_key_order_and_nothing_else() -> None:
+    value = {"a": 1, "b": [1, 2.5, None, "ü"]}
+
+    assert digest_of(value) == digest_of({"b": [1, 2.5, None, "ü"], "a": 1})
+    others = [{"a": 1}, {**value, "a": "1"}, {**value, "b": [2.5, 1, None, "ü"]}, {**value, "a": 2}]
+    assert len({digest_of(other) for other in [value, *others]}) == 5
+
+
+def test_json_round_trip_keeps_text_as_it_is(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"name": "größe", "items": [1, None, 0.5]})
+
+    assert read_json(tmp_path / "a.json") == {"name": "größe", "items": [1, None, 0.5]}
+    assert '\n    "name": "größe"' in (tmp_path / "a.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", b"\xff\xfe{}"])
+def test_unreadable_json_is_named(content: str | bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content if isinstance(content, bytes) else b"{")
+
+    with pytest.raises(CorruptCheckpoint, match=r"a\.json"):
+        read_json(tmp_path / "a.json")
+
+
+def test_untouched_file_matches_its_record_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+
+    record = FileRecord.of(path, sha256="not its digest")
+
+    assert record.matches(path)
+
+
+def test_touched_file_matches_by_digest_only(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    known = FileRecord.of(path, sha256=digest(path))
+    unknown = FileRecord.of(path, sha256=None)
+
+    os.utime(path, ns=(1, 1))
+
+    assert known.matches(path)
+    assert not unknown.matches(path)
+
+
+def test_file_altered_in_place_with_its_time_set_back_does_not_match(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    record = FileRecord.of(path, sha256=digest(path))
+
+    path.write_text("c0ntent")
+    os.utime(path, ns=(record.mtime_ns, record.mtime_ns))
+
+    assert path.stat().st_mtime_ns == record.mtime_ns
+    assert not record.matches(path)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "extend", "delete", "folder"])
+def test_damaged_file_does_not_match(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    record = FileRecord.of(path, sha256=digest(path))
+
+    if damage in ("truncate", "extend"):
+        path.write_text("content"[:3] if damage == "truncate" else "content and more")
+    else:
+        path.unlink()
+    if damage == "folder":
+        path.mkdir()
+
+    assert not record.matches(path)
+
+
+def test_header_and_layout_predict_every_byte(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(12).reshape(3, 4).to(dtype) for dtype in DTYPE_NAMES}
+    tensors["empty"] = torch.zeros(0, 5)
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    header = safetensors_header(layout, {"format": "pt"})
+
+    sha256 = write_layout(
+        tmp_path / "a.safetensors", layout, iter(tensors.values()), metadata={"format": "pt"}
+    )
+
+    written = (tmp_path / "a.safetensors").read_bytes()
+    assert written == header + b"".join(bytes(tensor_bytes(t)) for t in tensors.values())
+    assert sha256 == hashlib.sha256(written).hexdigest()
+    assert len(header) % 8 == 0
+
+
+def test_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(5, 3), "a": torch.arange(7, dtype=torch.int16)}
+
+    write_tensors(tmp_path / "a.safetensors", tensors, metadata={"what": "ever"})
+
+    read = load_file(tmp_path / "a.safetensors")
+    assert set(read) == {"a", "b"}
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(read[name], tensor, rtol=0, atol=0)
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert file.metadata() == {"what": "ever"}
+
+
+def test_views_are_stored_by_content(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).reshape(3, 4)
+
+    write_tensors(tmp_path / "a.safetensors", {"transposed": matrix.T, "column": matrix[:, 1]})
+
+    read = read_tensors(tmp_path / "a.safetensors")
+    assert read["transposed"].tolist() == matrix.T.tolist()
+    assert read["column"].tolist() == [1.0, 5.0, 9.0]
+
+
+def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(9), "b": torch.ones(2, 2)}
+
+    first, second = (write_tensors(tmp_path / name, tensors) for name in ("x", "y"))
+
+    assert first == second
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, 3), torch.zeros(6), torch.zeros(3, 2, dtype=torch.float16)]
+)
+def test_tensor_that_is_not_laid_out_as_planned_leaves_no_file(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="`a` is not laid out as planned"):
+        write_layout(tmp_path / "x", {"a": (torch.float32, (3, 2))}, [tensor])
+
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("keep", [0, 7, 60, -1])
+def test_damaged_tensors_are_a_corrupt_checkpoint(keep: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.zeros(50)}, metadata={"x": "y"})
+    path.write_bytes(path.read_bytes()[:keep])
+
+    for read in (read_tensors, read_metadata):
+        with pytest.raises(CorruptCheckpoint, match=r"a\.safetensors"):
+            read(path)
+
+
+def test_missing_tensors_are_a_corrupt_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint, match="nowhere"):
+        read_tensors(tmp_path / "nowhere")
+
+
+def test_metadata_is_read_without_the_tensors(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"a": torch.zeros(3)}, metadata={"report": "{}"})
+
+    assert read_metadata(tmp_path / "a") == {"report": "{}"}

@@ -1,0 +1,232 @@
+"""Pipelines of toy stages: what runs, what is cached, what is redone."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.errors import Interrupted, WorkDirBusy
+from exl2flow.core.files import digest, write_text
+from exl2flow.core.progress import Tick, silent
+from exl2flow.core.stage import Pipeline, Stage, StageRun
+from exl2flow.core.store import StageFolder
+
+RAN: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def ran() -> list[str]:
+    """The names of the stages that really ran, in order."""
+    RAN.clear()
+    return RAN
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ConversionConfig:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    return build_config(source=source, out=tmp_path / "out")
+
+
+def write_note(run: StageRun) -> None:
+    """Write one file that tells the inputs and the options."""
+    RAN.append(run.folder.manifest.stage)
+    inputs = {name: (path / "note").read_text() for name, path in run.inputs.items()}
+    write_text(run.folder.path / "note", f"{run.folder.manifest.options}{inputs}")
+    run.folder.commit("note", digest(run.folder.path / "note"), cursor=1)
+    run.tick(1, 1, "noted")
+
+
+def stage(
+    name: str,
+    *inputs: str,
+    options: Callable[[ConversionConfig], dict[str, object]] = lambda config: {},
+    schema: int = 1,
+    run: Callable[[StageRun], None] = write_note,
+) -> Stage:
+    return Stage(name=name, schema=schema, inputs=inputs, options=options, run=run)
+
+
+CHAIN = (
+    stage("measure", options=lambda config: {"rows": config.calibration.measure_rows}),
+    stage("allocate", "measure", options=lambda config: {"bpw": config.bpw}),
+    stage("compile", "allocate"),
+)
+
+
+def run_all(config: ConversionConfig, stages: tuple[Stage, ...] = CHAIN) -> Pipeline:
+    pipeline = Pipeline(config, stages, device="cpu")
+    for name in pipeline.stages:
+        pipeline.run(name, progress=silent)
+    return pipeline
+
+
+def with_options(config: ConversionConfig, **values: object) -> ConversionConfig:
+    return build_config(source=config.source, out=config.out, **values)
+
+
+def test_second_run_executes_nothing(config: ConversionConfig) -> None:
+    run_all(config)
+    first = list(RAN)
+
+    pipeline = run_all(config)
+
+    assert first == RAN == ["measure", "allocate", "compile"]
+    assert all(map(pipeline.is_complete, pipeline.stages))
+
+
+def test_changed_option_redoes_what_depends_on_it_and_nothing_else(
+    config: ConversionConfig,
+) -> None:
+    before = run_all(config)
+
+    after = run_all(with_options(config, bpw=2.5))
+
+    assert RAN[3:] == ["allocate", "compile"]
+    assert before.refs["measure"] == after.refs["measure"]
+    assert all(map(before.is_complete, before.stages))  # siblings coexist
+
+
+def test_going_back_to_an_earlier_option_finds_its_results(config: ConversionConfig) -> None:
+    run_all(config)
+    run_all(with_options(config, bpw=2.5))
+
+    run_all(config)
+
+    assert RAN[5:] == []
+
+
+@pytest.mark.parametrize("change", ["source", "schema"])
+def test_changed_source_or_schema_redoes_all_that_follows(
+    change: str, config: ConversionConfig
+) -> None:
+    run_all(config)
+    stages = CHAIN
+    if change == "source":
+        (config.source / "config.json").write_text('{"other": 1}')
+    else:
+        stages = (stage("measure", options=CHAIN[0].options, schema=2), *CHAIN[1:])
+
+    run_all(config, stages)
+
+    assert RAN[3:] == ["measure", "allocate", "compile"]
+
+
+@pytest.mark.parametrize("damage", ["delete", "alter", "manifest"])
+def test_lost_result_is_made_again_and_only_that(damage: str, config: ConversionConfig) -> None:
+    pipeline = run_all(config)
+    path = pipeline.path("allocate") / ("manifest.json" if damage == "manifest" else "note")
+    content = (pipeline.path("allocate") / "note").read_text()
+
+    if damage == "alter":
+        path.write_text(content.upper())
+    else:
+        path.unlink()
+    run_all(config)
+
+    assert RAN[3:] == ["allocate"]
+    assert (pipeline.path("allocate") / "note").read_text() == content
+
+
+def test_stage_reads_only_the_folders_of_its_inputs(config: ConversionConfig) -> None:
+    pipeline = run_all(config)
+
+    note = (pipeline.path("compile") / "note").read_text()
+    measured = (pipeline.path("measure") / "note").read_text()
+    assert "'allocate'" in note
+    assert measured == "{'rows': 19}{}"
+
+
+def test_stage_that_is_switched_off_is_left_out(config: ConversionConfig) -> None:
+    off = Stage(
+        name="measure",
+        schema=1,
+        inputs=(),
+        options=lambda config: {},
+        run=write_note,
+        enabled=lambda config: False,
+    )
+
+    pipeline = run_all(config, (off, *CHAIN[1:]))
+
+    assert list(pipeline.stages) == RAN == ["allocate", "compile"]
+    assert (pipeline.path("allocate") / "note").read_text() == "{'bpw': 4.0}{}"
+
+
+def test_failed_stage_keeps_what_it_committed(config: ConversionConfig) -> None:
+    def fail(run: StageRun) -> None:
+        if not run.folder.valid("note"):
+            write_note(run)
+            raise ValueError("half way")
+
+    broken = (stage("measure", run=fail),)
+    with pytest.raises(ValueError, match="half way"):
+        run_all(config, broken)
+
+    pipeline = run_all(config, broken)
+
+    assert RAN == ["measure"]
+    assert pipeline.is_complete("measure")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_the_stage_after_a_commit(
+    number: signal.Signals, config: ConversionConfig
+) -> None:
+    def interrupted(run: StageRun) -> None:
+        run.folder.manifest.total = 3
+        os.kill(os.getpid(), number)
+        write_note(run)
+        run.stop_if_asked()
+        pytest.fail("the stage went on")
+
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match="stopped in stage `measure` after 1 of 3") as error:
+        run_all(config, (stage("measure", run=interrupted),))
+
+    assert error.value.signum == number
+    assert signal.getsignal(number) == before
+    pipeline = Pipeline(config, (stage("measure"),), device="cpu")
+    fingerprint = pipeline.refs["measure"].fingerprint
+    folder = StageFolder.load(pipeline.path("measure"), fingerprint)
+    assert folder is not None
+    assert (folder.manifest.status, folder.manifest.cursor) == ("partial", 1)
+    assert folder.valid("note")
+
+
+def test_busy_work_directory_is_refused(config: ConversionConfig) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    with pipeline.work.lock(), pytest.raises(WorkDirBusy, match=str(os.getpid())):
+        pipeline.run("measure", progress=silent)
+
+    assert RAN == []
+
+
+def test_progress_names_the_stage(config: ConversionConfig) -> None:
+    ticks: list[Tick] = []
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    pipeline.run("measure", progress=ticks.append)
+
+    assert ticks == [Tick(stage="measure", done=1, total=1, detail="noted")]
+
+
+def test_cached_stage_says_so_in_the_log(
+    config: ConversionConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_all(config)
+
+    with caplog.at_level(logging.INFO, logger="exl2flow.core.stage"):
+        run_all(config)
+
+    assert [record.getMessage().split(" path=")[0] for record in caplog.records] == [
+        "stage=measure cached",
+        "stage=allocate cached",
+        "stage=compile cached",
+    ]

@@ -1,0 +1,102 @@
+import inspect
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from typer.testing import CliRunner
+
+from exl2flow.flows.cli import convert, generate, inspection, measure, validate
+from exl2flow.flows.cli.main import app
+from exl2flow.flows.cli.options import CALIBRATION, CONVERSION, EVALUATION, RUNNING, Panel
+from exl2flow.inference.sampling import SamplingSettings
+
+COMMANDS = {
+    "convert": (convert.EXAMPLES, CONVERSION),
+    "measure": (measure.EXAMPLES, (CALIBRATION, RUNNING)),
+    "inspect": (inspection.EXAMPLES, ()),
+    "validate": (validate.EXAMPLES, (EVALUATION,)),
+    "generate": (generate.EXAMPLES, ()),
+}
+
+
+def words(text: str) -> str:
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return " ".join(plain.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -> None:
+    examples, panels = COMMANDS[command]
+
+    result = CliRunner().invoke(app, [command, "--help"])
+
+    text = words(result.output)
+    assert result.exit_code == 0
+    assert all(words(example) in text for example in examples)
+    for setting in settings(panels):
+        default = setting.default or setting.field_info().default
+        assert f" {setting.flag} " in text
+        assert words(setting.help) in text
+        assert f"[default: {default}]" in text or f"[default: ({default})]" in text
+
+
+def settings(panels: tuple[Panel, ...]) -> list:
+    return [setting for _, members in panels for setting in members]
+
+
+def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+
+    text = words(result.output)
+    assert result.exit_code == 0
+    assert all(command in text for command in COMMANDS)
+    assert "130 interrupted" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["convert", "model"],
+        ["convert", "model", "--out", "o", "--rows", "many"],
+        ["convert", "model", "--out", "o", "--head-bits", "7"],
+        ["convert", "model", "--out", "o", "--bpw", "9"],
+        ["measure", "model", "--out", "measurement.txt"],
+        ["validate", "model", "--warn-ratio", "0"],
+        ["generate", "model", "--prompt", "x", "--top-p", "2"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_2_with_a_message(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == 2
+    assert "rror" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_sampling_options_have_the_defaults_of_sampling_settings() -> None:
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(generate.generate).parameters.items()
+    }
+
+    settings = SamplingSettings()
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        assert defaults[name] == getattr(settings, name)
+
+
+def test_the_version_needs_neither_torch_nor_prefect() -> None:
+    script = (
+        "import sys; from exl2flow.flows.cli import main; sys.argv = ['exl2flow', '--version']\n"
+        "try:\n    main()\n"
+        "finally:\n    print(sorted({'torch', 'prefect', 'pandas'} & set(sys.modules)))\n"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert result.stdout == f"exl2flow {version('exl2flow')}\n[]\n"

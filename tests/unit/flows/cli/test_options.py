@@ -1,0 +1,65 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import ConfigError
+from exl2flow.flows.cli.options import CONVERSION, EVALUATION, Setting, build, build_validation
+
+SETTINGS = [setting for _, members in (*CONVERSION, EVALUATION) for setting in members]
+GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from leaves(type(field.default), f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_field_of_the_configuration_has_an_option() -> None:
+    fields = {setting.field for _, members in CONVERSION for setting in members}
+
+    assert fields == set(leaves(ConversionConfig)) - GIVEN_OTHERWISE
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
+def test_an_option_has_the_default_of_its_field_and_says_what_it_means(setting: Setting) -> None:
+    parameter = setting.parameter("panel")
+
+    assert parameter.default == setting.field_info().default
+    assert parameter.default is not None or setting.default
+    assert len(setting.help) > 15
+    assert setting.help.endswith(".")
+
+
+def test_values_reach_the_groups_of_the_configuration() -> None:
+    config = build(
+        Path("model"), Path("out"), {"bpw": 3.5, "calibration.rows": 7, "allocate.power": 1.5}
+    )
+
+    assert (config.bpw, config.calibration.rows, config.allocate.power) == (3.5, 7, 1.5)
+
+
+def test_problems_are_told_in_terms_of_options() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(Path("model"), Path("out"), {"bpw": 1.0, "calibration.row_tokens": 33})
+
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("`--bpw` is 1.0: ")
+    assert second.startswith("`--row-tokens` is 33: ")
+
+
+def test_contradictions_name_the_option() -> None:
+    with pytest.raises(ConfigError, match="`--head-bits` is 7"):
+        build(Path("model"), Path("out"), {"head_bits": 7})
+    with pytest.raises(ConfigError, match="`--out` is the source folder"):
+        build(Path("model"), Path("model"), {})
+
+
+def test_problems_of_an_evaluation_name_its_own_options() -> None:
+    with pytest.raises(ConfigError, match="`--rows` is 0"):
+        build_validation({"validate_options.rows": 0, "device": "cpu"})

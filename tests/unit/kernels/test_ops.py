@@ -1,0 +1,40 @@
+"""The interface, and which implementation serves a device."""
+
+import inspect
+
+import pytest
+import torch
+
+from exl2flow.core.errors import BackendUnavailable
+from exl2flow.kernels import Ops, get_ops, resolve_device
+
+
+def test_torch_implementation_is_complete() -> None:
+    wanted = {name: f for name, f in vars(Ops).items() if inspect.isfunction(f) and name[0] != "_"}
+
+    ops = get_ops("cpu")
+
+    assert len(wanted) == 8
+    for name, function in wanted.items():
+        parameters = list(inspect.signature(function).parameters)[1:]  # without self
+        assert list(inspect.signature(getattr(ops, name)).parameters) == parameters
+
+
+def test_cpu_is_available() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("available", "expected"), [(False, "cpu"), (True, "cuda")])
+def test_auto_takes_the_accelerator_if_there_is_one(
+    available: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+
+    assert resolve_device("auto").type == expected
+
+
+def test_missing_accelerator_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(BackendUnavailable, match=r"no CUDA device.*--device cpu"):
+        resolve_device("cuda")

@@ -1,0 +1,91 @@
+import logging
+
+import pytest
+
+from exl2flow.core.progress import Tick, reporting_to
+from exl2flow.tasks import artifacts
+from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+
+
+class Recorder:
+    """Stands in for Prefect's artifact calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.percents: list[float] = []
+        monkeypatch.setattr(artifacts, "create_progress_artifact", self.create)
+        monkeypatch.setattr(artifacts, "update_progress_artifact", self.update)
+
+    def create(self, percent: float, **values: object) -> str:
+        self.percents.append(percent)
+        return "id"
+
+    def update(self, artifact: str, percent: float, **values: object) -> None:
+        assert artifact == "id"
+        self.percents.append(percent)
+
+
+def ticks(total: int) -> list[Tick]:
+    return [Tick(stage="measure", done=done, total=total) for done in range(total + 1)]
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [("tiny", "tiny-errors"), ("Llama-3.2_1B", "llama-3-2-1b-errors"), ("日本", "model-errors")],
+)
+def test_key_holds_what_prefect_allows(model: str, key: str) -> None:
+    assert Artifacts(model).key("errors") == key
+
+
+def test_failing_calls_are_reported_once_and_pause_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise RuntimeError("away")
+
+    published = Artifacts("tiny")
+    with caplog.at_level(logging.WARNING):
+        results = [published.attempt(fail) for _ in range(3)]
+        monkeypatch.setattr(artifacts, "PAUSE_SECONDS", 0.0)
+        published = Artifacts("tiny")
+        results += [published.attempt(fail) for _ in range(3)]
+
+    assert results == [None] * 6
+    assert len(calls) == 1 + 3
+    assert len(caplog.records) == 2
+
+
+def test_first_and_last_tick_are_published_and_all_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder(monkeypatch)
+    received: list[Tick] = []
+    progress = ProgressArtifact(Artifacts("tiny"), "measure")
+
+    with reporting_to(received.append):
+        for tick in ticks(10):
+            progress(tick)
+
+    assert recorder.percents == [0.0, 100.0]
+    assert received == ticks(10)
+
+
+def test_every_tick_is_published_when_they_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr(artifacts, "UPDATE_SECONDS", 0.0)
+    progress = ProgressArtifact(Artifacts("tiny"), "measure")
+
+    for tick in ticks(4):
+        progress(tick)
+
+    assert recorder.percents == [0.0, 25.0, 50.0, 75.0, 100.0]
+
+
+def test_single_step_has_no_progress_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+
+    ProgressArtifact(Artifacts("tiny"), "allocate")(Tick(stage="allocate", done=1, total=1))
+
+    assert recorder.percents == []

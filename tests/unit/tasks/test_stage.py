@@ -1,0 +1,64 @@
+from pathlib import Path
+from typing import cast
+
+import pytest
+from prefect import Task
+from prefect.client.schemas import TaskRun
+from prefect.states import Failed
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import Exl2FlowError, NonFiniteState
+from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.tasks.artifacts import Artifacts
+from exl2flow.tasks.stage import is_retryable, stage_task
+from exl2flow.tasks.stages import STAGES
+
+
+class Away(Exl2FlowError):
+    """Something that may come back."""
+
+    retryable = True
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    config = ConversionConfig(source=source, out=tmp_path / "out")
+    stage = Stage(name="one", schema=1, inputs=(), options=lambda config: {}, run=lambda run: None)
+    return Pipeline(config, [stage], device="cpu")
+
+
+def test_stages_run_in_the_documented_order() -> None:
+    names = [stage.name for stage in STAGES]
+
+    assert names == ["tokenize", "measure", "allocate", "quantize", "compile", "validate"]
+
+
+def test_task_is_cached_under_its_fingerprint_alone(pipeline: Pipeline) -> None:
+    task = stage_task(pipeline, "one", Artifacts("model"))
+
+    assert task.name == "one"
+    assert task.cache_key_fn is not None
+    key = task.cache_key_fn(cast("object", None), {})  # type: ignore[arg-type]  # not looked at
+    assert key == f"one-{pipeline.refs['one'].fingerprint}"
+
+
+def test_cache_is_passed_over_until_the_folder_is_complete(pipeline: Pipeline) -> None:
+    assert stage_task(pipeline, "one", Artifacts("model")).refresh_cache is True
+
+    pipeline.run("one", progress=lambda tick: None)
+
+    assert stage_task(pipeline, "one", Artifacts("model")).refresh_cache is False
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(Away("away"), True), (NonFiniteState("NaN"), False), (ValueError("defect"), False)],
+)
+def test_only_retryable_errors_are_retried(error: Exception, expected: bool) -> None:
+    nothing = cast("Task[..., None]", None)
+    run = cast("TaskRun", None)
+
+    assert is_retryable(nothing, run, Failed(data=error)) is expected
