@@ -11,6 +11,7 @@ Exl2FlowError
 ├── InferenceError       ─ ContextOverflow
 ├── ValidationFailed
 ├── PreflightFailed
+├── ServerFailed
 └── Interrupted
 
 A message says what is wrong, where, and what to do.
@@ -121,6 +122,10 @@ class ValidationFailed(Exl2FlowError):
 
 class PreflightFailed(Exl2FlowError):
     """One or more problems found before any work was done; the message lists all."""
+
+
+class ServerFailed(Exl2FlowError):
+    """No Prefect API answers, or a temporary server did not start."""
 
 
 class Interrupted(Exl2FlowError):

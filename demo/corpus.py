@@ -21,7 +21,20 @@ HERE = Path(__file__).resolve().parent
 EOS = "<|eos|>"
 MIN_WORD_TYPES = 5000
 WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 PRONOUNS = {"girls": ("she", "her", "her"), "boys": ("he", "him", "his")}
 KINDS = {
     "story": 26, "lost": 9, "trade": 6, "fable": 9, "animal": 8, "town": 7, "job": 6,

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    model = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    model = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     for prompt in arguments.prompts:
         new = greedy(model, tokenizer.encode(prompt).ids, arguments.tokens)
         text = tokenizer.decode(new, skip_special_tokens=False)

@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,23 +30,23 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 SEED = 1234
 VOCABULARY = 4096
 TOKENS_PER_STEP = 2048
-STREAM_TOKENS = 8_600_000
-STEPS = 4000
-COSINE_STEPS = 1200
-LONG_STEPS = 200
+STEPS = 5000
+COSINE_STEPS = 1500
+ROW_TOKENS, LONG_ROW_TOKENS = 512, 2048
+LONG_ROW_EVERY = 4  # steps of the cosine phase that see the last positions too
 WARM_UP = 150
 PEAK_RATE, LAST_RATE = 2.5e-3, 1e-4
 CHARACTERS_PER_TOKEN = 4.6
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCABULARY,
-    "hidden_size": 192,
-    "intermediate_size": 448,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rope_theta": 10000.0,
@@ -53,7 +54,7 @@ CONFIG = {
     "initializer_range": 0.02,
     "attention_bias": False,
     "mlp_bias": False,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "torch_dtype": "float16",
@@ -141,72 +142,38 @@ def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
 
 
-class Training:
-    """One pass over the stream, resumable from a checkpoint; the last steps use longer rows."""
+def row_tokens(step: int, steps: int) -> int:
+    """Return the length of a step's rows."""
+    is_long = step >= steps - COSINE_STEPS and step % LONG_ROW_EVERY == 0
+    return LONG_ROW_TOKENS if is_long else ROW_TOKENS
 
-    def __init__(self, model: LlamaForCausalLM, stream: torch.Tensor, steps: int) -> None:
-        self.model, self.stream, self.steps = model, stream, steps
-        self.optimizer = optimizer_for(model)
-        self.step = 0
-        self.seconds = 0.0
-        self.recent: list[float] = []
 
-    def rows(self) -> torch.Tensor:
-        """Return the tokens of the current step."""
-        length = 1024 if self.step >= self.steps - LONG_STEPS else 512
-        start = self.step * TOKENS_PER_STEP
-        return self.stream[start : start + TOKENS_PER_STEP].view(-1, length)
-
-    def advance(self) -> None:
-        """Take one step."""
-        started = time.monotonic()
-        rows = self.rows()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.steps)
-        loss = self.model(input_ids=rows, labels=rows).loss
+def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int) -> None:
+    """Train in one pass over the stream, printing the mean loss of the last hundred steps."""
+    optimizer = optimizer_for(model)
+    started = time.monotonic()
+    recent: list[float] = []
+    model.train()
+    for step in range(steps):
+        tokens = stream[step * TOKENS_PER_STEP :][:TOKENS_PER_STEP]
+        rows = tokens.view(-1, row_tokens(step, steps)).to(model.device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.recent = [*self.recent[-99:], loss.item()]
-        self.step += 1
-        self.seconds += time.monotonic() - started
-
-    def mean_loss(self) -> float:
-        """Return the mean loss of the last hundred steps."""
-        return sum(self.recent) / max(1, len(self.recent))
-
-    def run(self, checkpoint: Path | None) -> None:
-        """Train to the last step, printing the loss and keeping the checkpoint."""
-        self.model.train()
-        while self.step < self.steps:
-            self.advance()
-            if self.step % 50 == 0 or self.step == self.steps:
-                progress = f"step {self.step}/{self.steps}  loss {self.mean_loss():.3f}"
-                print(f"{progress}  {self.seconds:.0f} s", flush=True)
-            if checkpoint and self.step % 200 == 0:
-                self.store(checkpoint)
-
-    def store(self, path: Path) -> None:
-        """Write the checkpoint."""
-        keys = ("step", "seconds", "recent")
-        state = {key: getattr(self, key) for key in keys}
-        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(state, path)
-
-    def restore(self, path: Path) -> None:
-        """Continue from a checkpoint."""
-        state = torch.load(path)
-        self.step, self.seconds, self.recent = state["step"], state["seconds"], state["recent"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        print(f"continued at step {self.step}", flush=True)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent = [*recent[-99:], loss.item()]
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            mean, seconds = sum(recent) / len(recent), time.monotonic() - started
+            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the model in the Hugging Face layout, weights as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.half().contiguous() for name, value in model.state_dict().items()}
+    weights = {name: value.half().cpu().contiguous() for name, value in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     tokenizer_config = {
@@ -233,22 +200,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=HERE / "model")
-    parser.add_argument("--checkpoint", type=Path, help="file to keep and to continue from")
+    parser.add_argument("--device", default="cpu", help="cpu (2 threads) or cuda")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
     prose = prose_pieces()
-    corpus = take(int(STREAM_TOKENS * CHARACTERS_PER_TOKEN), SEED)
+    tokens = arguments.steps * TOKENS_PER_STEP
+    corpus = take(max(5_000_000, int(tokens * CHARACTERS_PER_TOKEN)), SEED)
     tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
-    stream = make_stream(tokenizer, corpus, prose, STREAM_TOKENS, random.Random(SEED))
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    stream = make_stream(tokenizer, corpus, prose, tokens, random.Random(SEED))
+    model = LlamaForCausalLM(LlamaConfig.from_dict(CONFIG))
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
-    training = Training(model, stream, arguments.steps)
-    if arguments.checkpoint and arguments.checkpoint.exists():
-        training.restore(arguments.checkpoint)
-    training.run(arguments.checkpoint)
+    train(model.to(arguments.device), stream, arguments.steps)
     save(model, tokenizer, arguments.output)
-    print(f"last loss {training.mean_loss():.3f}, saved in {arguments.output}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,26 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
+from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
 from prefect.logging.configuration import ensure_logging_setup
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from exl2flow.core.errors import Exl2FlowError
+from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server_process import FINISH
 
 HOST = "127.0.0.1"
 START_SECONDS = 180.0  # the first start creates the database: about 20 s on two cores
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0  # to store what was received
+QUIET_LOGGERS = (
+    "exl2flow",
+    "prefect.flow_runs",
+    "prefect.task_runs",
+    APILogWorker.__name__,
+    EventsWorker.__name__,
+)
 SERVER_SETTINGS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -38,10 +46,6 @@ SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
 }
-
-
-class ServerFailed(Exl2FlowError):
-    """The temporary Prefect server did not start."""
 
 
 class TemporaryServer:
@@ -132,12 +136,23 @@ class Api:
         """Return when the API answers, and make Prefect use it until the block ends.
 
         Raises:
-            ServerFailed: a temporary server was needed and did not start.
+            ServerFailed: the configured API does not answer, or no temporary one could start.
         """
-        if self._server is not None:
-            self._server.wait()
-            self._stack.enter_context(temporary_settings({PREFECT_API_URL: self.url}))
-            self._stack.callback(flush)
+        if self._server is None:
+            self._check()
+            return
+        self._server.wait()
+        self._stack.enter_context(temporary_settings({PREFECT_API_URL: self.url}))
+        self._stack.callback(flush)
+
+    def _check(self) -> None:
+        with get_client(sync_client=True) as client:
+            error = client.api_healthcheck()
+        if error is not None:
+            raise ServerFailed(
+                f"no Prefect API answers at `{self.url}` ({error}); start that server, unset "
+                "PREFECT_API_URL to have a temporary one, or pass --no-prefect"
+            )
 
 
 @contextmanager
@@ -165,9 +180,8 @@ def _quiet_console() -> Iterator[None]:
 
 
 def _concerns_the_console(record: logging.LogRecord) -> bool:
-    """Pass warnings, but nothing of a run: that includes its exceptions with their tracebacks."""
-    is_of_run = record.name.startswith(("prefect.flow_runs", "prefect.task_runs", "exl2flow"))
-    return record.levelno >= logging.WARNING and not is_of_run
+    """Pass warnings, but nothing of a run (its exceptions come with tracebacks) or of flushing."""
+    return record.levelno >= logging.WARNING and not record.name.startswith(QUIET_LOGGERS)
 
 
 def flush() -> None:

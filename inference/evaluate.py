@@ -22,7 +22,7 @@ from exl2flow.model import Head, ModelSpec, TensorFiles, build_embedding, build_
 log = logging.getLogger(__name__)
 
 DTYPE = torch.float32
-STATE_BYTES = 1 << 29  # hidden states held at a time, all models together
+STATE_BYTES = 1 << 27  # hidden states held at a time, all models together
 LOGIT_BYTES = 1 << 26  # logits held at a time, per model
 Advance = Callable[[int, int, str], None]
 

@@ -63,7 +63,8 @@ class QuantParams:
 
     def __post_init__(self) -> None:
         if not (len(self.bit_widths) == len(self.proportions) == len(self.group_sizes) > 0):
-            raise ConfigError(f"quantization parameters of unequal lengths: {self}")
+            lists = (self.bit_widths, self.proportions, self.group_sizes)
+            raise ConfigError(f"quantization parameters of unequal lengths: {lists}")
         falling = tuple(sorted(set(self.bit_widths), reverse=True))
         if self.bit_widths != falling or not set(falling) <= set(BIT_WIDTHS):
             raise ConfigError(f"bit widths must fall and be among {BIT_WIDTHS}: {self.bit_widths}")
@@ -78,14 +79,19 @@ class QuantParams:
         parts = zip(self.proportions, self.bit_widths, self.group_sizes, strict=True)
         return "/".join(f"{p:g}:{b}b_{g}g" for p, b, g in parts) + f" s{self.scale_bits}"
 
-    def groups(self, k: int) -> tuple[Group, ...]:
-        """Return the groups of a matrix with `k` rows (format section 3)."""
+    def group_counts(self, k: int) -> tuple[int, ...]:
+        """Return the number of groups of each bit width in `k` rows (format section 3)."""
         counts, left = [], k
         for share, size in zip(self.proportions, self.group_sizes, strict=True):
             counts.append(max(0, math.ceil(min(k * share, left) / size)))
             left -= counts[-1] * size
+        return tuple(counts)
+
+    def groups(self, k: int) -> tuple[Group, ...]:
+        """Return the groups of a matrix with `k` rows."""
         groups: list[Group] = []
         row = 0
+        counts = self.group_counts(k)
         for bits, size, count in zip(self.bit_widths, self.group_sizes, counts, strict=True):
             for _ in range(count):
                 rows = min(size, k - row)
@@ -95,10 +101,14 @@ class QuantParams:
 
     def total_bits(self, k: int, n: int, *, has_bias: bool = False) -> int:
         """Return all stored bits of a `(k, n)` matrix, `n` already padded."""
-        groups = self.groups(k)
-        codes = sum(group.rows * group.bits for group in groups) * n
-        overhead = len(groups) * (16 + 32 + self.scale_bits * n) + 32 * k
-        return codes + overhead + (16 * n if has_bias else 0)
+        counts = self.group_counts(k)
+        bits, left = 0, k
+        for width, size, count in zip(self.bit_widths, self.group_sizes, counts, strict=True):
+            rows = min(count * size, left)
+            bits += rows * width * n
+            left -= rows
+        bits += sum(counts) * (16 + 32 + self.scale_bits * n) + 32 * k
+        return bits + (16 * n if has_bias else 0)
 
     def to_json(self) -> dict[str, object]:
         """Return the form used in `measurement.json`."""
@@ -283,15 +293,25 @@ def _first_words(groups: Sequence[Group]) -> list[int]:
 
 def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
     """Compare the tensors of a matrix read from a file with each other."""
-    k, n = matrix.shape
-    count = matrix.max_scales.shape[0]
-    sizes_agree = (
-        matrix.packed.dim() == 2
+    count = matrix.max_scales.numel()
+    agree = (
+        count > 0
+        and matrix.packed.dim() == 2
+        and matrix.inverse_perm.dim() == 1
         and matrix.group_table.shape == (2 * count,)
-        and matrix.scale_codes.shape == (count, n // 8)
+        and matrix.scale_codes.shape == (count, matrix.packed.shape[1] // 8)
         and set(matrix.group_table[::2].tolist()) <= set(BIT_WIDTHS)
+        and _covers(matrix)
     )
-    if not sizes_agree or sum(group.rows for group in matrix.groups) != k:
+    if not agree:
         raise TensorShapeError(
             f"the EXL2 tensors of `{key}` contradict one another; is it damaged?"
         )
+
+
+def _covers(matrix: QuantizedMatrix) -> bool:
+    """Tell whether the group table divides all words and all rows, in order."""
+    rows = [group.rows for group in matrix.groups]
+    return (
+        int(matrix.group_table[1]) == 0 and min(rows) > 0 and sum(rows) == len(matrix.inverse_perm)
+    )

@@ -127,9 +127,9 @@ class TensorFiles:
 def _read_header(path: Path) -> dict[str, _Entry]:
     """Return name → entry of one file, its consistency judged by the safetensors library."""
     try:
-        with safe_open(path, framework="pt"):
-            pass
         with path.open("rb") as file:
+            with safe_open(path, framework="pt"):
+                pass
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
     except OSError as error:
@@ -153,4 +153,6 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 def _unreadable(path: Path, error: OSError) -> SourceModelError:
-    return SourceModelError(f"cannot read `{path}`: {error.strerror or error}")
+    return SourceModelError(
+        f"cannot read `{path}`: {error.strerror or error}; check the file and its permissions"
+    )

@@ -100,6 +100,15 @@ def calibration_rows(parquet: Path | None, encode: Encoder, request: RowRequest)
     return made
 
 
+def check_parquet(path: Path) -> None:
+    """Read the first record of a user's file, before hours depend on it.
+
+    Raises:
+        CalibrationError: the file cannot be read or holds no text.
+    """
+    next(_records(path, None))
+
+
 def row_counts(request: RowRequest) -> dict[str, int]:
     """Share the rows among the kinds by largest remainder, ties in table order."""
     column = ("measure", "quantize").index(request.mix)

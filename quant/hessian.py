@@ -73,7 +73,8 @@ def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
     """
     perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     ordered = hessian[perm][:, perm]
-    damping = max(DAMPING * float(ordered.diagonal().mean()), LEAST_DAMPING)
+    mean = float(ordered.diagonal().double().mean())  # a sum in fp32 may overflow
+    damping = max(DAMPING * mean, LEAST_DAMPING)
     for remedy, matrix, added in _attempts(ordered, damping):
         try:
             upper = _upper(matrix, added)

@@ -23,6 +23,7 @@ from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE, padded_columns
 from exl2flow.quant.allocate import decoder_numel, read_measurement
+from exl2flow.quant.calibration import check_parquet
 from exl2flow.quant.candidates import HEAD_PARAMS, candidates_for
 from exl2flow.quant.compile import check_output_folder, plain_tensors
 from exl2flow.quant.measure import candidate_bits
@@ -44,6 +45,7 @@ class Plan:
     layers: int
     weights: int
     device: str
+    calibration: str
     bpw: float
     reachable_bpw: tuple[float, float]
     output_bytes: int
@@ -63,6 +65,7 @@ class Plan:
             ("model", f"{self.model} ({self.architecture}, {self.layers} layers)"),
             ("weights", f"{self.weights / 1e6:.1f} M"),
             ("device", self.device),
+            ("calibration", self.calibration),
             ("bits per weight", f"{self.bpw:g} (reachable: {low:.2f} to {high:.2f})"),
             ("output", f"{self.out}, about {_megabytes(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {_megabytes(self.work_bytes)}"),
@@ -125,6 +128,8 @@ def _check_text(config: ConversionConfig) -> None:
     missing = [str(path) for path in named if path is not None and not path.is_file()]
     if missing:
         raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
+    if config.calibration.file is not None:
+        check_parquet(config.calibration.file)
 
 
 def _check_tokenizer(spec: ModelSpec) -> None:
@@ -156,7 +161,7 @@ def _check_tensors(spec: ModelSpec) -> None:
             lines.append(f"`{name}` has shape {tensors.shape(name)}, the config implies {shape}")
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
-        raise TensorShapeError("\n".join([*shown, "get the model's files again, complete"]))
+        raise TensorShapeError("\n".join(shown) + "; get the model's files again, complete")
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec, name: str) -> bool:
@@ -204,6 +209,10 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
         layers=spec.num_layers,
         weights=sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values()),
         device=str(device),
+        calibration=(
+            f"{rows.rows} rows x {rows.row_tokens} tokens, measured on "
+            f"{rows.measure_rows} x {rows.measure_row_tokens}"
+        ),
         bpw=config.bpw,
         reachable_bpw=(low, high),
         output_bytes=plain + packed,

@@ -8,7 +8,6 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.model import (
     Head,
-    Linear,
     ModelSpec,
     Sublayer,
     SublayerSpec,
@@ -18,6 +17,7 @@ from exl2flow.model import (
     build_sublayer,
     resolve,
 )
+from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 
 DTYPE = torch.float32  # of weights and states while converting
 
@@ -44,8 +44,12 @@ class SourceModel:
             NonFiniteState: a weight is NaN or infinite.
         """
         built = build_sublayer(self.spec, sublayer, self.tensors, dtype=DTYPE, device=self.device)
+        for key in (sublayer.norm_key, *sublayer.head_norm_keys):
+            self._check_finite(f"{key}.weight", self.tensors.read(f"{key}.weight"))
         for projection in sublayer.projections:
-            self._check_finite(projection.key, built.linears[projection.name])
+            linear = built.linears[projection.name]
+            self._check_finite(f"{projection.key}.weight", linear.weight)
+            self._check_finite(f"{projection.key}.bias", linear.bias)
         return built
 
     def head(self) -> Head:
@@ -55,25 +59,30 @@ class SourceModel:
             NonFiniteState: a weight is NaN or infinite.
         """
         head = build_head(self.spec, self.tensors, dtype=DTYPE, device=self.device)
-        self._check_finite(self.spec.head.key, head.linear)
+        self._check_finite(f"{self.spec.head.key}.weight", head.linear.weight)
         return head
 
-    def _check_finite(self, key: str, linear: Linear) -> None:
-        for name, tensor in (("weight", linear.weight), ("bias", linear.bias)):
-            if tensor is not None and not tensor.isfinite().all():
-                share = 1 - float(tensor.isfinite().float().mean())
-                raise NonFiniteState(
-                    f"`{key}.{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
-                    f"{share:.2%} of its elements; download or export the model again"
-                )
+    def _check_finite(self, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and not tensor.isfinite().all():
+            share = 1 - float(tensor.isfinite().float().mean())
+            raise NonFiniteState(
+                f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
+                f"{share:.2%} of its elements; download or export the model again"
+            )
 
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden) on the CPU.
 
         Rows that begin with a negative id become Gaussian noise with the mean and deviation of
         all other rows (format section 6).
+
+        Raises:
+            NonFiniteState: the embedding, or the norm that the head ends with, is NaN or infinite.
         """
         embedding = build_embedding(self.spec, self.tensors, dtype=DTYPE, device=self.device)
+        self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
+        final_norm = f"{FINAL_NORM_KEY}.weight"  # it is used last and found out now
+        self._check_finite(final_norm, self.tensors.read(final_norm))
         states = torch.stack([embedding(row[None])[0].cpu() for row in ids])
         noise = ids[:, 0] < 0
         if noise.any():

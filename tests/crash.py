@@ -198,10 +198,10 @@ class Conversion:
         assert run.wait().code == -signal.SIGKILL
         assert members(session=run.pid) == []
 
-    def after(self, stage: str, folder: Path) -> "Conversion":
+    def after(self, stage: str | None, folder: Path) -> "Conversion":
         """Return the same conversion inside `folder`, with the results up to a stage copied."""
         copy = Conversion.inside(folder, self.source, *self.options)
-        for done in STAGES[: STAGES.index(stage) + 1]:
+        for done in STAGES[: STAGES.index(stage) + 1] if stage else ():
             place = self.stage(done).relative_to(self.work_root)
             shutil.copytree(self.work_root / place, copy.work_root / place)
         return copy
@@ -232,6 +232,15 @@ class Conversion:
             "out": out,
             "record": {**record, "fingerprint": None},
         }
+
+
+def assert_refused(ended: Ended, *words: str) -> None:
+    """Ask for an error that says these words, without a traceback, and exit code 1."""
+    assert ended.code == 1
+    assert "error: " in [line[:7] for line in ended.err.splitlines()]
+    assert "Traceback" not in ended.err
+    for word in words:
+        assert word in ended.err
 
 
 def identity(path: Path) -> tuple[int, int]:

@@ -10,8 +10,9 @@ import typer
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.options import CONVERSION, Source, Values, build, with_settings
+from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.settings import CONVERSION
 from exl2flow.flows.cli.tables import plan_table, print_report
 
 EXAMPLES = (

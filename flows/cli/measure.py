@@ -8,8 +8,9 @@ import typer
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import OUT, emit_json
-from exl2flow.flows.cli.options import CALIBRATION, RUNNING, Source, Values, build, with_settings
+from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.settings import CALIBRATION, RUNNING
 
 FILE_NAME = "measurement.json"
 EXAMPLES = (

@@ -11,8 +11,9 @@ from exl2flow.core.config import ValidateOptions
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.progress import Progress, Tick
 from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.options import EVALUATION, Values, build_validation, with_settings
+from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.settings import EVALUATION
 from exl2flow.flows.cli.tables import comparison_table
 
 if TYPE_CHECKING:

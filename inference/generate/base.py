@@ -100,6 +100,6 @@ class BaseGenerator:
                 reason = "stop_token"
                 break
             made.append(token)
-        return Generation(
-            prompt=prompt, text=tokenizer.decode(made), ids=tuple(made), reason=reason
-        )
+        before = tokenizer.decode(ids)  # decoded together, for spaces at the seam
+        text = tokenizer.decode([*ids, *made]).removeprefix(before)
+        return Generation(prompt=prompt, text=text, ids=tuple(made), reason=reason)

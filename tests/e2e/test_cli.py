@@ -17,8 +17,10 @@ from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
 
-CALIBRATION = "--rows 2 --row-tokens 64 --measure-rows 1 --measure-row-tokens 64".split()
-VALIDATION = "--validate-rows 1 --validate-row-tokens 64 --sample-tokens 4 --fail-ratio 100".split()
+SHORT_ROWS = ("--row-tokens", "64", "--measure-row-tokens", "64")
+CALIBRATION = ("--rows", "2", "--measure-rows", "1", *SHORT_ROWS)
+EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4")
+VALIDATION = (*EVALUATION, "--fail-ratio", "100")
 QUICK = (*CALIBRATION, *VALIDATION, "--no-prefect", "--device", "cpu")
 
 

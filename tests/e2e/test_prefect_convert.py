@@ -18,7 +18,7 @@ from tiny import make_tiny
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, ValidationFailed
 from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.flows import convert
+from exl2flow.flows import convert, measure
 
 STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
 
@@ -119,6 +119,13 @@ def test_other_bits_reuse_tokens_and_measurement(converted: Converted) -> None:
         assert states[name] == "Completed"
         newest = max(converted.root.glob(f".exl2flow/tiny-*/{name}/*"), key=os.path.getmtime)
         shutil.rmtree(newest)  # the other tests know one folder per stage
+
+
+def test_flow_measure_shares_its_stages_with_convert(converted: Converted) -> None:
+    path = measure(converted.config)
+
+    assert path == converted.stage_folder("measure") / "measurement.json"
+    assert path.is_file()
 
 
 def test_deleted_folder_is_made_again_with_the_same_bytes(converted: Converted) -> None:

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from crash import Conditions, Conversion, leftovers, members, program
+from crash import STAGES, Conditions, Conversion, leftovers, members, program
 
 SLOW = Conditions(flush_seconds=0.05)
 VERY_SLOW = Conditions(flush_seconds=0.4)  # a commit takes 1.6 s: time for a second signal
@@ -62,24 +62,28 @@ def test_a_second_signal_ends_the_process_at_once(
     assert conversion.results() == undisturbed.results()
 
 
-@pytest.mark.parametrize("stage", ["tokenize", "compile", "validate"])
-def test_a_signal_in_a_stage_without_sublayers_ends_the_run_after_it(
-    undisturbed: Conversion, tmp_path: Path, stage: str
+@pytest.mark.parametrize(
+    ("stage", "before", "left"),
+    [
+        ("tokenize", None, "complete"),
+        ("allocate", "measure", "complete"),
+        ("compile", "quantize", "partial"),
+        ("validate", "quantize", "partial"),
+    ],
+)
+def test_a_signal_in_a_stage_without_sublayers_is_not_lost(
+    undisturbed: Conversion, tmp_path: Path, stage: str, before: str | None, left: str
 ) -> None:
-    done = "quantize" if stage == "compile" else stage
-    conversion = Conversion.inside(tmp_path, undisturbed.source)
-    if stage != "tokenize":
-        conversion = undisturbed.after("quantize", tmp_path)
-    run = conversion.start(VERY_SLOW)
+    conversion = undisturbed.after(before, tmp_path)
+    run = conversion.start(SLOW)
     run.until(lambda: conversion.manifest(stage)["status"] == "partial")
 
     run.send(signal.SIGTERM)
     ended = run.wait()
 
+    following = STAGES[STAGES.index(stage) + 1 :]
     assert ended.code == 143
     assert RESUME in ended.err
-    assert conversion.manifest(done)["status"] == "complete"
-    assert conversion.manifest("measure")["status"] == (
-        "absent" if stage == "tokenize" else "complete"
-    )
+    assert conversion.manifest(stage)["status"] == left
+    assert {conversion.manifest(name)["status"] for name in following} <= {"absent"}
     assert leftovers(tmp_path) == []

@@ -23,9 +23,9 @@ def words_of(codes: list[int], bits: int) -> list[int]:
     return [(total >> (32 * index)) % WORD for index in range(len(codes) * bits // 32)]
 
 
-def hexadecimal(words: list[int]) -> list[str]:
-    """Return words as eight hexadecimal digits each."""
-    return [f"{word:08X}" for word in words]
+def hexadecimal(words: list[int], digits: int = 8) -> str:
+    """Return words as hexadecimal text."""
+    return " ".join(f"{word:0{digits}X}" for word in words)
 
 
 def codes_of(bits: int, count: int) -> list[int]:
@@ -63,7 +63,7 @@ def golden_tensor() -> dict[str, object]:
         "scale_codes": [hexadecimal(line) for line in scale_words],
         "max_scales": list(MAX_SCALES),
         "inverse_perm": inverse_perm,
-        "weight": [[f"{value:04X}" for value in line] for line in weight.view(np.uint16).tolist()],
+        "weight": [hexadecimal(line, 4) for line in weight.view(np.uint16).tolist()],
         "weight_sha256": hashlib.sha256(weight.astype("<f2").tobytes()).hexdigest(),
         "packed_sha256": hashlib.sha256(words.tobytes()).hexdigest(),
     }

@@ -43,14 +43,14 @@ def generator() -> ModuleType:
     return module
 
 
-def int32(words: list[str]) -> torch.Tensor:
+def int32(words: str) -> torch.Tensor:
     """Return hexadecimal words as two's complement int32."""
-    values = torch.tensor([int(word, 16) for word in words])
+    values = torch.tensor([int(word, 16) for word in words.split()])
     return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
 
 
-def hexadecimal(words: torch.Tensor, digits: int = 8) -> list[str]:
-    return [f"{word % 16**digits:0{digits}X}" for word in words.tolist()]
+def hexadecimal(words: torch.Tensor, digits: int = 8) -> str:
+    return " ".join(f"{word % 16**digits:0{digits}X}" for word in words.tolist())
 
 
 def golden_matrix() -> QuantizedMatrix:
@@ -80,8 +80,8 @@ def test_packing_table_is_reproduced(bits: int) -> None:
 
     packed = TORCH_OPS.pack(codes, [group])
 
-    assert VECTORS["packing"][str(bits)] == PUBLISHED_WORDS[bits].split()
-    assert hexadecimal(packed[:, 0]) == PUBLISHED_WORDS[bits].split()
+    assert VECTORS["packing"][str(bits)] == PUBLISHED_WORDS[bits]
+    assert hexadecimal(packed[:, 0]) == PUBLISHED_WORDS[bits]
     assert torch.equal(TORCH_OPS.unpack(packed, [group]), codes)
 
 
@@ -98,12 +98,14 @@ def test_units_follow_one_another(bits: int) -> None:
 
 
 def test_golden_tensor_is_the_published_one() -> None:
-    weight = TENSOR["weight"]
+    packed, scale_codes, weight = (
+        [line.split() for line in TENSOR[name]] for name in ("packed", "scale_codes", "weight")
+    )
 
     assert TENSOR["group_table"] == [4, 0, 3, 4, 2, 7]
-    assert TENSOR["packed"][0][:2] == ["1A3C5E70", "4D6F81A3"]
-    assert (TENSOR["packed"][4][0], TENSOR["packed"][7][0]) == ("B829CBB8", "6C6C6C6C")
-    assert TENSOR["scale_codes"][0] == ["76543210", "FEDCBA98", "76543210", "FEDCBA98"]
+    assert packed[0][:2] == ["1A3C5E70", "4D6F81A3"]
+    assert (packed[4][0], packed[7][0]) == ("B829CBB8", "6C6C6C6C")
+    assert scale_codes[0] == ["76543210", "FEDCBA98", "76543210", "FEDCBA98"]
     assert weight[0][:4] == ["851F", "111F", "1B34", "A11F"]
     assert (weight[1][0], weight[19][31], weight[95][7]) == ("091F", "2E67", "B35A")
     assert (TENSOR["weight_sha256"], TENSOR["packed_sha256"]) == (
@@ -144,5 +146,5 @@ def test_golden_groups_and_units_are_recovered() -> None:
     units = TORCH_OPS.decode_scales(torch.zeros(3, 1, dtype=torch.uint8), golden.max_scales)
 
     assert [[g.bits, g.rows] for g in golden.groups] == TENSOR["groups"]
-    assert hexadecimal(units[:, 0].view(torch.int16), 4) == ["051F", "0A66", "14CD"]
+    assert hexadecimal(units[:, 0].view(torch.int16), 4) == "051F 0A66 14CD"
     assert torch.equal(TORCH_OPS.unpack(golden.packed, golden.groups), golden_codes())

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from exl2flow.core.errors import ServerFailed
 from exl2flow.flows import server
-from exl2flow.flows.server import ServerFailed, TemporaryServer, api
+from exl2flow.flows.server import TemporaryServer, api
 
 PARENT = """
 import sys, time
@@ -25,10 +26,20 @@ def test_configured_api_is_used_and_no_server_started(monkeypatch: pytest.Monkey
     monkeypatch.setattr(server, "TemporaryServer", None)
 
     with temporary_settings({PREFECT_API_URL: "http://example.test/api"}), api() as link:
-        link.wait()
-
         assert not link.is_temporary
         assert link.ui_url == "http://example.test"
+
+
+def test_configured_api_that_does_not_answer_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        api() as link,
+        pytest.raises(ServerFailed, match="no Prefect API answers at `http://127"),
+    ):
+        link.wait()
 
 
 def test_server_that_does_not_start_is_reported_and_leaves_nothing(

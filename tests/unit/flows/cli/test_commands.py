@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from exl2flow.flows.cli import convert, generate, inspection, measure, validate
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options import CALIBRATION, CONVERSION, EVALUATION, RUNNING, Panel
+from exl2flow.flows.cli.settings import CALIBRATION, CONVERSION, EVALUATION, RUNNING, Panel
 from exl2flow.inference.sampling import SamplingSettings
 
 COMMANDS = {

@@ -6,7 +6,8 @@ from pydantic import BaseModel
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.options import CONVERSION, EVALUATION, Setting, build, build_validation
+from exl2flow.flows.cli.options import build, build_validation
+from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, Setting
 
 SETTINGS = [setting for _, members in (*CONVERSION, EVALUATION) for setting in members]
 GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option

@@ -1,0 +1,278 @@
+"""The table of options that set a field of `ConversionConfig`: flag, field, help.
+
+Types, bounds and defaults are the field's, so that none of them is written twice.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from exl2flow.core.config import ConversionConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """`--flag` sets `field`, a dotted path inside `ConversionConfig`; `default` is for people."""
+
+    flag: str
+    field: str
+    help: str
+    metavar: str | None = None
+    default: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in Python."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    def field_info(self) -> FieldInfo:
+        """Return the field of the configuration that this sets."""
+        model: type[BaseModel] = ConversionConfig
+        *groups, last = self.field.split(".")
+        for group in groups:
+            model = type(model.model_fields[group].default)
+        return model.model_fields[last]
+
+    def parameter(self, panel: str) -> inspect.Parameter:
+        """Return the command's parameter."""
+        field = self.field_info()
+        option = typer.Option(
+            self.flag,
+            help=self.help,
+            metavar=self.metavar,
+            show_default=self.default or field.default is not None,
+            rich_help_panel=panel,
+        )
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[field.annotation, option],
+            default=field.default,
+        )
+
+
+Panel = tuple[str, tuple[Setting, ...]]
+
+DEVICE = Setting(
+    flag="--device",
+    field="device",
+    metavar="auto|cpu|cuda",
+    help="Where to compute; auto: CUDA when there is a usable GPU, else the CPU.",
+)
+
+RESULT: Panel = (
+    "Result",
+    (
+        Setting(
+            flag="--bpw",
+            field="bpw",
+            metavar="BITS",
+            help="Average bits per weight of the decoder's matrices, scales and permutations "
+            "included; 2 to 8. Embedding and head are not counted.",
+        ),
+        Setting(
+            flag="--head-bits",
+            field="head_bits",
+            metavar="BITS",
+            help="Bits of the output head: 2, 3, 4, 5, 6 or 8.",
+        ),
+        Setting(
+            flag="--shard-size-mb",
+            field="shard_size_mb",
+            metavar="MIB",
+            help="Greatest size of an output file in MiB; 0: everything in one file.",
+        ),
+    ),
+)
+RUNNING: Panel = (
+    "Running",
+    (
+        Setting(
+            flag="--work-root",
+            field="work_root",
+            metavar="DIR",
+            default="`.exl2flow` beside the output",
+            help="Folder of the checkpoints. Conversions of one model that share it share what "
+            "they have in common: tokens and measurement.",
+        ),
+        DEVICE,
+    ),
+)
+CALIBRATION: Panel = (
+    "Calibration",
+    (
+        Setting(
+            flag="--calibration",
+            field="calibration.file",
+            metavar="FILE",
+            default="built-in set",
+            help="Parquet file with your own text in any text columns.",
+        ),
+        Setting(
+            flag="--rows",
+            field="calibration.rows",
+            metavar="N",
+            help="Calibration rows that quantization sees.",
+        ),
+        Setting(
+            flag="--row-tokens",
+            field="calibration.row_tokens",
+            metavar="N",
+            help="Tokens in each of them; a multiple of 32.",
+        ),
+        Setting(
+            flag="--measure-rows",
+            field="calibration.measure_rows",
+            metavar="N",
+            help="Calibration rows that measurement sees.",
+        ),
+        Setting(
+            flag="--measure-row-tokens",
+            field="calibration.measure_row_tokens",
+            metavar="N",
+            help="Tokens in each of them; a multiple of 32.",
+        ),
+        Setting(
+            flag="--seed",
+            field="calibration.seed",
+            metavar="N",
+            help="Seed of the shuffled and the random-token rows.",
+        ),
+        Setting(
+            flag="--rope-scale",
+            field="rope.scale",
+            metavar="FACTOR",
+            default="as config.json says",
+            help="Divide positions by this while converting (linear context extension).",
+        ),
+        Setting(
+            flag="--rope-alpha",
+            field="rope.alpha",
+            metavar="FACTOR",
+            default="as config.json says",
+            help="NTK factor on the rotary base while converting.",
+        ),
+    ),
+)
+ALLOCATION: Panel = (
+    "Bit allocation",
+    (
+        Setting(
+            flag="--measurement",
+            field="measurement",
+            metavar="FILE",
+            default="measure",
+            help="A measurement.json of this model to use instead of measuring: from `exl2flow "
+            "measure`, or written by exllamav2.",
+        ),
+        Setting(
+            flag="--objective",
+            field="allocate.objective",
+            metavar="log|sum|power",
+            help="What is least at the end: the sum over sublayers of ln(error), of error, or of "
+            "error to a power.",
+        ),
+        Setting(
+            flag="--objective-power",
+            field="allocate.power",
+            metavar="P",
+            help="The exponent of `--objective power`; above 0, at most 8.",
+        ),
+    ),
+)
+VALIDATION: Panel = (
+    "Validation",
+    (
+        Setting(
+            flag="--validate-text",
+            field="validate_options.text",
+            metavar="FILE",
+            default="built-in held-out text",
+            help="UTF-8 text file on which source and result are compared.",
+        ),
+        Setting(
+            flag="--validate-rows",
+            field="validate_options.rows",
+            metavar="N",
+            help="Rows of it at most.",
+        ),
+        Setting(
+            flag="--validate-row-tokens",
+            field="validate_options.row_tokens",
+            metavar="N",
+            help="Tokens per row; never more than the model has positions.",
+        ),
+        Setting(
+            flag="--warn-ratio",
+            field="validate_options.warn_perplexity_ratio",
+            metavar="X",
+            help="Warn when the result's perplexity is above X times the source's.",
+        ),
+        Setting(
+            flag="--fail-ratio",
+            field="validate_options.fail_perplexity_ratio",
+            metavar="X",
+            help="Fail (exit code 1) when it is above X times the source's.",
+        ),
+        Setting(
+            flag="--sample-prompt",
+            field="validate_options.sample_prompt",
+            metavar="TEXT",
+            help="Prompt of the text that the result generates for the report.",
+        ),
+        Setting(
+            flag="--sample-tokens",
+            field="validate_options.sample_tokens",
+            metavar="N",
+            help="Length of that text in tokens; 0: none.",
+        ),
+        Setting(
+            flag="--sample-seed",
+            field="validate_options.sample_seed",
+            metavar="N",
+            help="Seed of that text.",
+        ),
+    ),
+)
+EVALUATION: Panel = (
+    "Evaluation",
+    (
+        Setting(
+            flag="--text",
+            field="validate_options.text",
+            metavar="FILE",
+            default="built-in held-out text",
+            help="UTF-8 text file to evaluate on.",
+        ),
+        Setting(
+            flag="--rows",
+            field="validate_options.rows",
+            metavar="N",
+            help="Rows of it at most.",
+        ),
+        Setting(
+            flag="--row-tokens",
+            field="validate_options.row_tokens",
+            metavar="N",
+            help="Tokens per row; never more than the models have positions.",
+        ),
+        Setting(
+            flag="--warn-ratio",
+            field="validate_options.warn_perplexity_ratio",
+            metavar="X",
+            help="Warn when a model's perplexity is above X times the reference's.",
+        ),
+        Setting(
+            flag="--fail-ratio",
+            field="validate_options.fail_perplexity_ratio",
+            metavar="X",
+            help="Fail (exit code 1) when it is above X times the reference's.",
+        ),
+        DEVICE,
+    ),
+)
+CONVERSION = (RESULT, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)

@@ -1,0 +1,231 @@
+"""Rounding whole matrices, against a transcription of the formulas, group by group, row by row."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from exl2flow.core.errors import TensorShapeError
+from exl2flow.model import QuantParams
+from exl2flow.quant import gptq
+from exl2flow.quant.candidates import CANDIDATES, HEAD_PARAMS, parse_params
+from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
+from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
+
+PRESETS = sorted(
+    {p for rows in CANDIDATES.values() for row in rows for p in row.values()}
+    | set(HEAD_PARAMS.values()),
+    key=str,
+)
+GRID = [0.70 * (1 - i / 96) + 1.20 * (i / 96) for i in range(97)]
+
+
+def correlated_inputs(k: int, *, tokens: int = 512) -> torch.Tensor:
+    mixing = torch.eye(k) + torch.randn(k, k) * k**-0.5
+    return torch.randn(tokens, k) @ mixing * torch.linspace(0.3, 2, k)
+
+
+def factor_of(x: torch.Tensor) -> HessianFactor:
+    total = HessianSum(x.shape[1])
+    total.add(x)
+    return factor(total.mean(), name="test")
+
+
+def alone(weight: torch.Tensor, params: QuantParams, item: HessianFactor) -> RoundedMatrix:
+    return round_matrices([RoundingJob(weight=weight, params=params)], item)[0]
+
+
+def to_fp16(x: torch.Tensor) -> torch.Tensor:
+    return x.half().float()
+
+
+def check_scales(
+    x: torch.Tensor, bits: int, found: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (scale codes, decoder scales) of a group x (r, n), by the formulas.
+
+    `found` is the maximum that was stored: it must be the best of the grid, or tie with it.
+    """
+    highest, zero = 2**bits - 1, 2 ** (bits - 1)
+    base = (x.abs().amax(dim=0) + 1e-12) / (highest / 2)
+    largest = base.max()
+    levels = torch.clamp(torch.round(16 * torch.sqrt(base / largest)), 1, 16)
+    t = (levels / 16) ** 2 * largest
+    errors = []
+    for p in GRID:
+        q = torch.clamp(torch.round(x / (t * p)), -zero, highest - zero) * (t * p)
+        errors.append(float(((q - x).abs() ** 3.5).sum()))
+    chosen = round((float(found / largest) - 0.70) / 0.50 * 96)
+    assert errors[chosen] <= min(errors) * (1 + 1e-4)  # fp32 sums in another order
+    assert float(found) == pytest.approx(float(largest * GRID[chosen]), rel=2**-10)
+    return levels - 1, to_fp16(levels**2 * to_fp16(found.float() / 256))
+
+
+def check_row(ratio: torch.Tensor, found: torch.Tensor, bits: int) -> int:
+    """Compare codes (n,) with those of weight over scale, and return how many tied."""
+    zero = 2 ** (bits - 1)
+    differ = torch.clamp(torch.round(ratio) + zero, 0, 2**bits - 1) != found
+    # GEMMs add in another order: only a value halfway between two codes may fall to either side
+    distance = (ratio + zero - found)[differ].abs() - 0.5
+    torch.testing.assert_close(distance, torch.zeros(len(distance)), rtol=0, atol=1e-3)
+    return int(differ.sum())
+
+
+@pytest.mark.parametrize("params", PRESETS, ids=str)
+def test_rounding_is_the_transcription_of_the_formulas(params: QuantParams) -> None:
+    item = factor_of(correlated_inputs(160))
+    weight = torch.randn(160, 32) * 0.1
+
+    found = alone(weight, params, item)
+
+    w, upper, errors, ties = weight[item.perm], item.upper, torch.zeros(160, 32), 0
+    for index, group in enumerate(params.groups(160)):
+        a, e, zero = group.start, group.start + group.rows, 2 ** (group.bits - 1)
+        scale_codes, s = check_scales(w[a:e], group.bits, found.max_scales[index])
+        assert torch.equal(found.scale_codes[index].float(), scale_codes)
+        for c in range(a, e):
+            codes = found.codes[c].float()
+            ties += check_row(torch.where(s > 0, w[c] / s, 0), codes, group.bits)
+            errors[c] = (w[c] - to_fp16((codes - zero) * s)) / upper[c, c]
+            w[c:e] -= torch.outer(upper[c, c:e], errors[c])
+        w[e:] -= upper[a:e, e:].T @ errors[a:e]
+    assert ties <= 5  # of 5120 codes
+
+
+def test_codes_are_within_their_widths_and_cover_them() -> None:
+    params = parse_params("8/4/3@0.05/0.1/0.85 g32/128/128")
+    item = factor_of(correlated_inputs(640, tokens=1280))
+
+    found = alone(torch.randn(640, 64), params, item)
+
+    for group in found.groups:
+        codes = found.codes[group.start : group.start + group.rows]
+        assert int(codes.max()) <= 2**group.bits - 1
+        assert len(codes.unique()) > 2 ** (group.bits - 1)
+
+
+@pytest.mark.parametrize("params", PRESETS[::5], ids=str)
+def test_packed_tensors_decode_to_the_rounded_matrix_bit_for_bit(params: QuantParams) -> None:
+    found = alone(torch.randn(160, 64) * 0.05, params, factor_of(correlated_inputs(160)))
+
+    packed = found.pack(torch.randn(64))
+
+    assert torch.equal(packed.dequantize(), found.dequantize())
+    assert packed.groups == found.groups
+    assert torch.equal(packed.inverse_perm.long()[found.perm], torch.arange(160))
+
+
+def test_rows_are_rounded_in_the_order_of_the_diagonal() -> None:
+    item = factor_of(correlated_inputs(96))
+    params = parse_params("8/2@0.3/0.7 g32")
+    weight = torch.randn(96, 32)
+
+    error = (alone(weight, params, item).dequantize().float() - weight).abs().mean(dim=1)
+
+    first = item.hessian.diagonal().topk(32).indices
+    others = torch.ones(96, dtype=torch.bool)
+    others[first] = False
+    # eight bits for the strongest in-features, two for the others
+    assert 10 * float(error[first].max()) < float(error[others].min())
+
+
+@pytest.mark.parametrize("company", [1, 3, 20])
+def test_result_does_not_depend_on_the_company(
+    company: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = factor_of(correlated_inputs(192))
+    jobs = [
+        RoundingJob(weight=torch.randn(192, 32 * (1 + i % 3)), params=PRESETS[i % len(PRESETS)])
+        for i in range(20)
+    ]
+    monkeypatch.setattr(gptq, "BATCH_ELEMENTS", company * 192 * 64)
+
+    together = round_matrices(jobs, item)
+
+    for job, found in zip(jobs, together, strict=True):
+        expected = alone(job.weight, job.params, item)
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scale_codes, expected.scale_codes)
+        assert torch.equal(found.max_scales, expected.max_scales)
+
+
+def test_no_jobs_give_no_results() -> None:
+    assert round_matrices([], factor_of(correlated_inputs(32))) == []
+
+
+@pytest.mark.parametrize("params", PRESETS[::4], ids=str)
+def test_feedback_beats_rounding_to_nearest_on_the_outputs(params: QuantParams) -> None:
+    x = correlated_inputs(256)
+    item = factor_of(x)
+    weight = torch.randn(256, 64) * 0.1
+
+    with_feedback, nearest = (
+        float((x @ (weight - alone(weight, params, each).dequantize().float())).norm())
+        for each in (item, item.without_feedback())
+    )
+
+    assert with_feedback < 0.9 * nearest
+
+
+def test_without_feedback_every_weight_takes_its_nearest_code() -> None:
+    item = factor_of(correlated_inputs(64)).without_feedback()
+    params = parse_params("4 g32")
+    weight = torch.randn(64, 32)
+
+    found = alone(weight, params, item)
+
+    matrix = found.dequantize()[found.perm].float()
+    for group, stored, codes in zip(found.groups, found.max_scales, found.scale_codes, strict=True):
+        rows = slice(group.start, group.start + group.rows)
+        scales = to_fp16((codes.float() + 1) ** 2 * to_fp16(stored.float() / 256))
+        steps = torch.arange(-8, 8)[:, None, None] * scales
+        distances = (weight[found.perm][rows] - to_fp16(steps)).abs().amin(dim=0)
+        errors = (weight[found.perm][rows] - matrix[rows]).abs()
+        # the code is chosen before its value is rounded to fp16, with steps of 2^-9 below 4
+        torch.testing.assert_close(errors, distances, rtol=0, atol=2**-10)
+
+
+@pytest.mark.parametrize("params", PRESETS[::8], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8, 1e-6])
+def test_tiny_matrices_stay_finite(params: QuantParams, size: float) -> None:
+    item = factor_of(correlated_inputs(96))
+
+    found = alone(size * torch.randn(96, 32), params, item)
+
+    assert found.max_scales.isfinite().all()
+    assert found.dequantize().isfinite().all()
+    if size < 1e-9:
+        assert not found.dequantize().any()
+
+
+def test_zero_columns_stay_zero_and_leave_the_others_alone() -> None:
+    item = factor_of(correlated_inputs(96))
+    params = parse_params("5/4@0.1/0.9 g32")
+    weight = torch.randn(96, 32)
+    padded = torch.nn.functional.pad(weight, (0, 32))
+
+    found, plain = alone(padded, params, item), alone(weight, params, item)
+
+    assert torch.equal(found.dequantize()[:, :32], plain.dequantize())
+    assert not found.dequantize()[:, 32:].any()
+    for group in found.groups:
+        rows = found.codes[group.start : group.start + group.rows, 32:]
+        assert rows.unique().tolist() == [2 ** (group.bits - 1)]
+
+
+def test_identity_in_place_of_a_hessian_still_rounds_well() -> None:
+    item = replace(factor(torch.full((64, 64), torch.nan), name="test"), hessian=torch.eye(64))
+    weight = torch.randn(64, 32)
+
+    rounded = alone(weight, parse_params("6 g32"), item).dequantize().float()
+
+    assert item.remedy == "identity Hessian"
+    assert item.relative_error(weight, rounded) < 0.03  # a 64th of the range, uniform error
+
+
+@pytest.mark.parametrize("k", [16, 48, 100])
+def test_rows_that_fill_no_word_are_refused(k: int) -> None:
+    item = factor(torch.eye(k), name="test")
+
+    with pytest.raises(TensorShapeError, match=f"{k} in-features are not a multiple of 32"):
+        alone(torch.randn(k, 32), parse_params("4 g32"), item)
