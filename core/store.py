@@ -4,6 +4,7 @@
 """
 
 import fcntl
+import logging
 import os
 import platform
 import shutil
@@ -27,6 +28,8 @@ from exl2flow.core.files import (
     write_json,
     write_tensors,
 )
+
+log = logging.getLogger(__name__)
 
 CHECKSUM = "checksum"  # the manifest's entry on all its others
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
@@ -203,6 +206,9 @@ class WorkDir:
         path = self.path(ref)
         folder = StageFolder.load(path, ref.fingerprint)
         if folder is None or folder.manifest.device != device:
+            if path.exists():
+                why = "its manifest is damaged" if folder is None else "it ran on another device"
+                log.warning("stage `%s` begins anew: %s (`%s`)", ref.stage, why, path)
             shutil.rmtree(path, ignore_errors=True)
             manifest = StageManifest(
                 stage=ref.stage,

@@ -18,7 +18,7 @@ from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import AllocationError, BudgetUnreachable, ConfigError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.model import ModelSpec, resolve
+from exl2flow.model import ModelSpec, SublayerSpec, resolve
 from exl2flow.model.exl2 import QuantParams, padded_columns
 from exl2flow.quant.candidates import Candidate
 from exl2flow.quant.measure import MEASUREMENT_FILE, CandidateResult, candidate_bits
@@ -237,16 +237,32 @@ def read_measurement(path: Path, spec: ModelSpec) -> dict[str, list[CandidateRes
             "measure again or give the file that belongs to this model"
         ) from error
     for sublayer in spec.sublayers:
-        for result in slots[sublayer.name]:
-            names = {projection.name for projection in sublayer.projections}
-            if set(result.params) != names:
-                raise ConfigError(f"`{path}`: `{sublayer.name}` lists {sorted(result.params)}")
-            if candidate_bits(sublayer, result.params) != result.total_bits:
-                raise ConfigError(
-                    f"`{path}` states {result.total_bits} bits for `{sublayer.name}`, this model "
-                    f"has {candidate_bits(sublayer, result.params)}; it is of another model"
-                )
+        _check_entries(path, sublayer, slots[sublayer.name])
     return slots
+
+
+def _check_entries(path: Path, sublayer: SublayerSpec, results: Sequence[CandidateResult]) -> None:
+    """Ask that measured candidates can be those of a sublayer.
+
+    Raises:
+        ConfigError: naming file and sublayer.
+    """
+    if not results:
+        raise ConfigError(f"`{path}`: `{sublayer.name}` lists no candidates; measure again")
+    for result in results:
+        names = {projection.name for projection in sublayer.projections}
+        if set(result.params) != names:
+            raise ConfigError(f"`{path}`: `{sublayer.name}` lists {sorted(result.params)}")
+        if not 0 <= result.accuracy <= 1:
+            raise ConfigError(
+                f"`{path}`: `{sublayer.name}` has an accuracy of {result.accuracy}, which is not "
+                "between 0 and 1; measure again"
+            )
+        if candidate_bits(sublayer, result.params) != result.total_bits:
+            raise ConfigError(
+                f"`{path}` states {result.total_bits} bits for `{sublayer.name}`, this model "
+                f"has {candidate_bits(sublayer, result.params)}; it is of another model"
+            )
 
 
 def read_choice(folder: Path) -> dict[str, Candidate]:

@@ -41,9 +41,7 @@ def run(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
     """Be the program: never returns."""
     os.setsid()
     signal.alarm(LIMIT_SECONDS)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     if (limit := request["file_limit"]) is not None:

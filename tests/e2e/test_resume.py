@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crash import LAYERS, STAGES, Conditions, Conversion, contents, identities, leftovers
@@ -14,9 +15,10 @@ REPLAYED = Conditions(flush_seconds=FLUSH_SECONDS)  # states every 20 s: never i
 FROM_STATES = Conditions(flush_seconds=FLUSH_SECONDS, states_seconds=0.0)
 
 
-def is_inside(manifest: dict[str, object]) -> bool:
+def is_inside(manifest: dict[str, Any]) -> bool:
     """Tell whether a stage has begun its results and not finished them."""
-    return manifest["status"] == "partial" and 0 < manifest["cursor"] < manifest["total"]
+    cursor: int = manifest["cursor"]
+    return manifest["status"] == "partial" and 0 < cursor < manifest["total"]
 
 
 @pytest.mark.parametrize("conditions", [REPLAYED, FROM_STATES], ids=["replayed", "from states"])
@@ -30,8 +32,11 @@ def test_nine_kills_leave_no_trace_in_the_result(
 
     for stage, cursors in KILLS.items():
         for cursor, delay in zip(cursors, DELAYS, strict=True):
-            later = 0.0 if stage == "compile" else delay  # shards follow each other fast
-            conversion.kill(stage, cursor=cursor, conditions=conditions, delay=later)
+            if stage == "compile":  # shards follow each other fast
+                slower = replace(conditions, flush_seconds=2 * FLUSH_SECONDS)
+                conversion.kill(stage, cursor=cursor, conditions=slower)
+            else:
+                conversion.kill(stage, cursor=cursor, conditions=conditions, delay=delay)
             left = conversion.manifest(stage)
             inside[stage] += is_inside(left)
             with_states += left["states"] is not None

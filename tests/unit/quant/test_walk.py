@@ -13,6 +13,7 @@ from exl2flow.core.config import ConversionConfig, build_config
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
+from exl2flow.core.store import StageFolder
 from exl2flow.quant.source import SourceModel
 from exl2flow.tasks.stages import STAGES
 
@@ -67,6 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     config = build_config(
         source=make_tiny("llama", folder / "model", **SHAPE),
         out=folder / "out",
+        bpw=5,
         calibration={
             "rows": 3,
             "row_tokens": 64,
@@ -204,6 +206,7 @@ def test_a_stage_whose_manifest_is_damaged_begins_anew(
     pipeline: Pipeline,
     stage: str,
     walked: list[int],
+    caplog: pytest.LogCaptureFixture,
     damage: Callable[[Path], None],
 ) -> None:
     crashed(pipeline, stage, walked)
@@ -211,6 +214,28 @@ def test_a_stage_whose_manifest_is_damaged_begins_anew(
 
     pipeline.run(stage, progress=silent)
 
+    assert f"stage `{stage}` begins anew: its manifest is damaged" in caplog.text
+    assert walked == ALL
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.usefixtures("states_every_time")
+def test_a_stage_begun_on_another_device_begins_anew(
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    stage: str,
+    walked: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    crashed(pipeline, stage, walked)
+    folder = StageFolder.load(pipeline.path(stage), pipeline.refs[stage].fingerprint)
+    assert folder is not None
+    folder.manifest.device = "cuda"
+    folder.save()
+
+    pipeline.run(stage, progress=silent)
+
+    assert f"stage `{stage}` begins anew: it ran on another device" in caplog.text
     assert walked == ALL
     assert results(pipeline, stage) == results(undisturbed, stage)
 

@@ -1,0 +1,55 @@
+"""Stages of tiny conversions, and measurements that need no measuring."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tiny import TEXT
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.progress import silent
+from exl2flow.core.stage import Pipeline
+from exl2flow.model import ModelSpec
+from exl2flow.quant.candidates import candidates_for
+from exl2flow.quant.measure import candidate_bits
+from exl2flow.tasks.stages import STAGES
+
+RUN_STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
+
+
+def text_parquet(path: Path) -> Path:
+    """Write a calibration file that is tokenized in no time."""
+    records = [" ".join(TEXT[i:] + TEXT[:i]) for i in range(len(TEXT))] * 20
+    pq.write_table(pa.table({"text": records}), path)
+    return path
+
+
+def run_until(config: ConversionConfig, last: str) -> Pipeline:
+    """Run the stages of a conversion up to one of them."""
+    pipeline = Pipeline(config, STAGES, device="cpu")
+    for name in RUN_STAGES[: RUN_STAGES.index(last) + 1]:
+        if name in pipeline.stages:
+            pipeline.run(name, progress=silent)
+    return pipeline
+
+
+def foreign_measurement(path: Path, spec: ModelSpec) -> Path:
+    """Write a measurement as exllamav2 does; errors fall with the bits, slots differ a little."""
+    entries: dict[str, object] = {}
+    for sublayer in spec.sublayers:
+        numel = sum(p.in_features * p.out_features for p in sublayer.projections)
+        rows = []
+        for candidate in candidates_for(sublayer):
+            bits = candidate_bits(sublayer, candidate)
+            error = (0.4 + 0.1 * math.sin(sublayer.index)) * 2 ** (1 - bits / numel)
+            params = {name: value.to_json() for name, value in candidate.items()}
+            rows.append({"accuracy": 1 - error, "total_bits": bits, **params})
+        entries[sublayer.name] = rows
+    content = {
+        "measurement": {**entries, "model.norm.norm": None, "lm_head.linear": None},
+        "last_module_idx": len(spec.sublayers) + 2,
+    }
+    path.write_text(json.dumps(content, indent=4))
+    return path
