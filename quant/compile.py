@@ -296,6 +296,7 @@ def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
 def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors) -> None:
     """Read every tensor back and compare it, reconstructed, with what was quantized."""
     written = TensorFiles(out)
+    plain = dict(plain_tensors(spec))
     for key, sha256 in _reports(quantized, spec):
         names = [name for name in written.names if name.startswith(f"{key}.")]
         matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
@@ -304,9 +305,17 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors) -> 
                 f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
                 "faulty: delete the folder and repeat the command"
             )
-    for name, shape in plain_tensors(spec).items():
-        if not torch.equal(written.read(name), tensors.read(name, shape)):
-            raise ReconstructionMismatch(f"`{name}` in `{out}` differs from the source")
+        if matrix.bias is not None:
+            plain[f"{key}.bias"] = tuple(matrix.bias.shape)
+    for name, shape in plain.items():
+        found, expected = (
+            t.view(torch.int16) for t in (written.read(name), tensors.read(name, shape))
+        )
+        if not torch.equal(found, expected):  # as bits: 0.0 is not -0.0
+            raise ReconstructionMismatch(
+                f"`{name}` in `{out}` differs from what was written; the disk or memory is faulty: "
+                "delete the folder and repeat the command"
+            )
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

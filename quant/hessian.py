@@ -43,8 +43,8 @@ class HessianSum:
 class HessianFactor:
     """perm: int64 (k,), in-features by falling diagonal; upper: fp32 (k, k); hessian: fp32 (k, k).
 
-    `hessian` keeps the order of the in-features and is not damped. `remedy` says what was done
-    beside the ordinary damping, or is empty.
+    `hessian` keeps the order of the in-features and is not damped; the identity stands for one that
+    is not finite. `remedy` says what was done beside the ordinary damping, or is empty.
     """
 
     perm: torch.Tensor
@@ -82,7 +82,8 @@ def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
             continue
         if remedy:
             log.warning("projection=%s remedy=%s", name, remedy)
-        return HessianFactor(perm=perm, upper=upper, hessian=hessian, remedy=remedy)
+        usable = hessian if hessian.isfinite().all() else torch.eye(len(perm), device=perm.device)
+        return HessianFactor(perm=perm, upper=upper, hessian=usable, remedy=remedy)
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
 

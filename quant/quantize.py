@@ -201,6 +201,8 @@ def quantize_head(run: StageRun, model: SourceModel, states: torch.Tensor) -> No
     packed, report = quantize_projection(
         projection, head.linear, round_matrices([job], item)[0], item
     )
+    if item.remedy:
+        run.folder.note(f"{projection.key}: {item.remedy}")
     numel = packed.shape[0] * packed.shape[1]
     summary = {
         "name": projection.key,

@@ -2,7 +2,6 @@
 
 import atexit
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny import make_tiny
+from traces import contents, identity
 
 WARM = Path(__file__).with_name("warm.py")
 PIPE_BYTES = 1 << 20  # more than a conversion prints, so that nobody has to read along
@@ -241,51 +241,6 @@ def assert_refused(ended: Ended, *words: str) -> None:
     assert "Traceback" not in ended.err
     for word in words:
         assert word in ended.err
-
-
-def identity(path: Path) -> tuple[int, int]:
-    """Return what changes when a file is written again, even with the same content."""
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns
-
-
-def identities(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the identity of all files and folders below `folder`; locks, which say who, aside."""
-    paths = (path for path in folder.rglob("*") if path.name != "lock")
-    return {str(path.relative_to(folder)): identity(path) for path in paths}
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """Return the sha256 of all files below `folder`, hidden ones included."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def delete(path: Path) -> None:
-    """Remove a file."""
-    path.unlink()
-
-
-def truncate(path: Path) -> None:
-    """Cut a file in half."""
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def alter(path: Path) -> None:
-    """Change a byte in the middle, and set the file's time back as if nothing had happened."""
-    stat = path.stat()
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """Return files below `folder` that were begun and not finished."""
-    return list(folder.rglob(".*.partial"))
 
 
 def members(*, session: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from exl2flow.core.errors import InferenceError
 from exl2flow.inference.sampling.settings import GREEDY_BELOW, SamplingSettings
 
 Step = Callable[[torch.Tensor, SamplingSettings], int]
@@ -39,15 +40,21 @@ def candidates(
     """Return the ids int64 (c,) and probabilities fp64 (c,) that remain after all steps.
 
     Args:
-        logits: (v,) of one position.
+        logits: (v,) of one position; -infinity excludes a token.
         settings: the settings.
+
+    Raises:
+        InferenceError: NaN or +infinity among the logits, or nothing but -infinity.
     """
+    if not logits.max().isfinite():
+        raise InferenceError("the logits are not finite; check the files of the model")
     greedy = settings.temperature < GREEDY_BELOW
     scaled = logits.detach().cpu().double() / (1.0 if greedy else settings.temperature)
     ordered, ids = torch.sort(scaled, descending=True, stable=True)
     if greedy:
         return ids[:1], torch.ones(1, dtype=torch.float64)
     probabilities = torch.softmax(ordered, dim=0)
+    probabilities = probabilities[probabilities > 0]  # rounded sums must not reach impossible ones
     for step in STEPS:
         kept = max(1, step(probabilities, settings))
         probabilities = probabilities[:kept] / probabilities[:kept].sum()

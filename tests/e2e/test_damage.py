@@ -4,17 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crash import (
-    MANIFEST,
-    STAGES,
-    Conditions,
-    Conversion,
-    alter,
-    assert_refused,
-    contents,
-    delete,
-    truncate,
-)
+from crash import MANIFEST, STAGES, Conditions, Conversion, assert_refused
+from traces import alter, contents, delete, truncate
 
 DAMAGES = [delete, truncate, alter]
 

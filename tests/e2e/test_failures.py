@@ -8,9 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from crash import STAGES, Conditions, Conversion, assert_refused, delete, leftovers, truncate
+from crash import STAGES, Conditions, Conversion, assert_refused
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
+from traces import delete, leftovers, truncate
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

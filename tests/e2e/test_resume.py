@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash import LAYERS, STAGES, Conditions, Conversion, contents, identities, leftovers
+from crash import LAYERS, STAGES, Conditions, Conversion
+from traces import contents, identities, leftovers
 
 # SIGKILLs come when so many results are committed; the stages have 12, 13 and 4.
 KILLS = {"measure": (1, 5, 10), "quantize": (2, 6, 11), "compile": (1, 2, 3)}

@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from crash import STAGES, Conditions, Conversion, leftovers, members, program
+from crash import STAGES, Conditions, Conversion, members, program
+from traces import leftovers
 
 SLOW = Conditions(flush_seconds=0.05)
 VERY_SLOW = Conditions(flush_seconds=0.4)  # a commit takes 1.6 s: time for a second signal

@@ -1,7 +1,5 @@
 """Rounding whole matrices, against a transcription of the formulas, group by group, row by row."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -214,7 +212,7 @@ def test_zero_columns_stay_zero_and_leave_the_others_alone() -> None:
 
 
 def test_identity_in_place_of_a_hessian_still_rounds_well() -> None:
-    item = replace(factor(torch.full((64, 64), torch.nan), name="test"), hessian=torch.eye(64))
+    item = factor(torch.full((64, 64), torch.nan), name="test")
     weight = torch.randn(64, 32)
 
     rounded = alone(weight, parse_params("6 g32"), item).dequantize().float()

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crash import alter, contents, delete, identities, truncate
 from tiny import make_tiny
+from traces import alter, contents, delete, identities, truncate
 
 from exl2flow.core import store
 from exl2flow.core.config import ConversionConfig, build_config

@@ -1,0 +1,155 @@
+"""The sampler's steps against naive numpy, and its settings."""
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from exl2flow.core.errors import ConfigError, InferenceError
+from exl2flow.inference.sampling import SamplingSettings, sample
+from exl2flow.inference.sampling.chain import candidates
+
+PLAIN = SamplingSettings(temperature=1.0, top_k=0, top_p=0.0, min_p=0.0)
+LAST_DRAW = 1 - 2**-53  # the greatest below 1
+
+
+def naive(logits: np.ndarray, settings: SamplingSettings) -> dict[int, float]:
+    """Return id → probability of what remains, step by step as the settings describe them."""
+    scaled = logits.astype(np.float64) / settings.temperature
+    weights = np.exp(scaled - scaled.max())
+    probability = dict(enumerate(weights / weights.sum()))
+    order = sorted(probability, key=lambda i: (-probability[i], i))
+    if settings.top_k:
+        order = order[: settings.top_k]
+    for threshold, kind in ((settings.top_p, "top_p"), (settings.min_p, "min_p")):
+        total = sum(probability[i] for i in order)
+        probability = {i: probability[i] / total for i in order}
+        kept: list[int] = []
+        mass = 0.0
+        for i in order:
+            if kind == "top_p" and 0 < threshold < 1 and mass >= threshold:
+                break
+            if kind == "min_p" and probability[i] < threshold * probability[order[0]]:
+                break
+            kept.append(i)
+            mass += probability[i]
+        order = kept
+    total = sum(probability[i] for i in order)
+    return {i: probability[i] / total for i in order}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PLAIN,
+        SamplingSettings(),
+        SamplingSettings(temperature=0.3, top_k=0, top_p=0.0),
+        SamplingSettings(temperature=2.5, top_k=0, top_p=0.0),
+        SamplingSettings(temperature=1.0, top_k=7, top_p=0.0),
+        SamplingSettings(temperature=1.0, top_k=1000, top_p=1.0),
+        SamplingSettings(temperature=1.0, top_k=0, top_p=0.5),
+        SamplingSettings(temperature=1.0, top_k=0, top_p=0.999),
+        SamplingSettings(temperature=1.0, top_k=0, top_p=0.0, min_p=0.1),
+        SamplingSettings(temperature=1.0, top_k=0, top_p=0.0, min_p=1.0),
+        SamplingSettings(temperature=1.3, top_k=40, top_p=0.9, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_naive_numpy(settings: SamplingSettings) -> None:
+    for _ in range(20):
+        logits = torch.randn(200) * 3
+
+        ids, probabilities = candidates(logits, settings)
+
+        expected = naive(logits.numpy(), settings)
+        assert ids.tolist() == list(expected)
+        np.testing.assert_allclose(probabilities.numpy(), list(expected.values()), rtol=1e-9)
+
+
+def test_equal_logits_are_ordered_by_id() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0])
+
+    ids, _ = candidates(logits, PLAIN)
+
+    assert ids.tolist() == [1, 3, 0, 2, 4]
+
+
+def test_draw_walks_through_the_cumulated_probabilities() -> None:
+    logits = torch.tensor([0.2, 0.5, 0.3]).log()
+
+    tokens = [sample(logits, PLAIN, draw) for draw in (0.0, 0.49, 0.51, 0.79, 0.81, LAST_DRAW)]
+
+    assert tokens == [1, 1, 2, 2, 0, 0]
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    generator = random.Random(0)
+
+    counts = Counter(sample(logits, PLAIN, generator.random()) for _ in range(4000))
+
+    for token, share in enumerate((0.1, 0.2, 0.3, 0.4)):
+        deviation = math.sqrt(4000 * share * (1 - share))
+        assert abs(counts[token] - 4000 * share) < 4 * deviation
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    """Rounded probabilities may sum to less than the greatest draw."""
+    generator = torch.Generator()
+    for seed in range(40):
+        logits = torch.randn(50, generator=generator.manual_seed(seed))
+        logits = torch.cat([logits, torch.full((5,), -math.inf)])
+
+        assert sample(logits, PLAIN, LAST_DRAW) < 50
+
+
+def test_half_precision_logits_are_sampled_in_double() -> None:
+    logits = (torch.randn(100) * 3).half()
+
+    for dtype in (torch.float16, torch.float32):
+        ids, probabilities = candidates(logits.to(dtype), PLAIN)
+
+        assert probabilities.dtype == torch.float64
+        assert ids.tolist() == candidates(logits.double(), PLAIN)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SamplingSettings.greedy(), SamplingSettings(temperature=0.0), SamplingSettings(top_k=1)],
+)
+def test_greedy_settings_always_take_the_likeliest(settings: SamplingSettings) -> None:
+    logits = torch.randn(50)
+
+    assert {sample(logits, settings, draw) for draw in (0.0, 0.5, LAST_DRAW)} == {
+        int(logits.argmax())
+    }
+
+
+@pytest.mark.parametrize("settings", [PLAIN, SamplingSettings.greedy()], ids=("plain", "greedy"))
+@pytest.mark.parametrize("logits", [[0.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
+def test_logits_that_are_not_finite_are_refused(
+    logits: list[float], settings: SamplingSettings
+) -> None:
+    with pytest.raises(InferenceError, match="the logits are not finite"):
+        sample(torch.tensor(logits), settings, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("top_k", -1),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("min_p", 1.01),
+        ("min_p", -0.5),
+        ("temperature", math.nan),
+        ("min_p", math.nan),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"`{field}` is {value}; it must be"):
+        SamplingSettings(**{field: value})

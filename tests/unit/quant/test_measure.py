@@ -1,0 +1,228 @@
+"""Measuring: the file's schema, the accuracies it states, and what stops or marks it."""
+
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import run_until, text_parquet
+from tiny import make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import QuantizationError
+from exl2flow.core.files import read_json
+from exl2flow.core.store import StageFolder
+from exl2flow.model import DenseLinear, TensorFiles, build_sublayer
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant import measure as measure_module
+from exl2flow.quant.allocate import read_measurement
+from exl2flow.quant.candidates import CANDIDATES
+from exl2flow.quant.gptq import RoundingJob, round_matrices
+from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
+from exl2flow.quant.measure import MEASUREMENT_FILE, CandidateResult, padded_weight
+from exl2flow.quant.source import SourceModel
+from exl2flow.quant.tokens import load_rows
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ConversionConfig:
+    """One layer, few and short rows."""
+    source = make_tiny("llama", tmp_path / "model", num_hidden_layers=1)
+    calibration = {
+        "file": text_parquet(tmp_path / "text.parquet"),
+        "rows": 1,
+        "row_tokens": 32,
+        "measure_rows": 1,
+        "measure_row_tokens": 32,
+    }
+    return small_config(source, tmp_path / "out", calibration=calibration)
+
+
+@pytest.fixture
+def written(converted: Any) -> dict[str, Any]:
+    """The content of a measurement of ours."""
+    content: dict[str, Any] = read_json(converted.path("measure") / MEASUREMENT_FILE)
+    return content
+
+
+def test_schema_is_that_of_exllamav2(written: dict[str, Any]) -> None:
+    names = [f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp")]
+
+    assert set(written) == {"measurement", "last_module_idx", "exl2flow"}
+    assert list(written["measurement"]) == [*names, "model.norm.norm", "lm_head.linear"]
+    assert written["measurement"]["model.norm.norm"] is None
+    assert written["measurement"]["lm_head.linear"] is None
+    assert written["last_module_idx"] == 6  # embedding 0, four sublayers, norm, head
+    for name in names:
+        kind = "mlp" if name.endswith("mlp") else "attention"
+        entries = written["measurement"][name]
+        assert len(entries) == len(CANDIDATES[kind])
+        for entry, candidate in zip(entries, CANDIDATES[kind], strict=True):
+            assert list(entry) == ["accuracy", "total_bits", *candidate]
+            for projection, params in candidate.items():
+                assert entry[projection] == params.to_json()
+                assert all(isinstance(size, str) for size in entry[projection]["group_size"])
+
+
+def test_file_says_what_makes_it_reproducible(written: dict[str, Any], converted: Any) -> None:
+    ours = written["exl2flow"]
+
+    assert ours["fingerprint"] == converted.pipeline.refs["measure"].fingerprint
+    assert ours["options"]["measure_rows"] == 3
+    assert ours["versions"]["torch"] == str(torch.__version__)
+    assert ours["notes"] == []
+
+
+def test_own_measurement_is_read_back_as_it_was(written: dict[str, Any], converted: Any) -> None:
+    slots = read_measurement(converted.path("measure") / MEASUREMENT_FILE, converted.spec)
+
+    for name, results in slots.items():
+        assert [result.to_json() for result in results] == written["measurement"][name]
+
+
+def test_more_bits_are_more_accurate(written: dict[str, Any]) -> None:
+    for entries in written["measurement"].values():
+        if entries:
+            assert 0.3 < entries[0]["accuracy"] < entries[6]["accuracy"] < entries[-1]["accuracy"]
+            assert entries[-1]["accuracy"] > 0.99
+            assert entries[0]["total_bits"] < entries[6]["total_bits"] < entries[-1]["total_bits"]
+
+
+@pytest.mark.parametrize(("index", "option"), [(0, 0), (2, 4), (2, 16), (3, 1), (3, 9)])
+def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
+    index: int, option: int, written: dict[str, Any], converted: Any
+) -> None:
+    model = SourceModel.open(converted.config, "cpu")
+    states = model.initial_states(load_rows(converted.path("tokenize"), "measure"))
+    with torch.inference_mode():
+        for earlier in model.spec.sublayers[:index]:
+            states = model.sublayer(earlier)(states)  # unquantized
+        sublayer = model.sublayer(model.spec.sublayers[index])
+        reference = sublayer(states)
+        normed = sublayer.normed(states)
+        captured = {"input": normed, "inner": sublayer.inner(normed)}
+        candidate = CANDIDATES[sublayer.spec.kind][option]
+        rounded = {}
+        for projection in sublayer.spec.projections:
+            total = HessianSum(projection.in_features)
+            for row in captured[projection.capture]:
+                total.add(row)
+            weight = padded_weight(sublayer, projection.name)
+            job = RoundingJob(weight=weight, params=candidate[projection.name])
+            matrix = round_matrices([job], factor(total.mean(), name=""))[0].dequantize()
+            rounded[projection.name] = matrix.float().T[: projection.out_features].contiguous()
+        for name, weight in rounded.items():
+            sublayer.linears[name] = DenseLinear(weight, sublayer.linears[name].bias)
+        found = sublayer(states)
+
+    errors = [(y - r).norm() / r.norm() for y, r in zip(found, reference, strict=True)]
+    entry = written["measurement"][sublayer.spec.name][option]
+    # fp32 sums in another order may move single codes by one
+    assert entry["accuracy"] == pytest.approx(1 - float(sum(errors)) / 3, abs=2e-4)
+
+
+def test_columns_are_padded_with_zeros(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path, head_dim=24)
+    model = SourceModel.open(small_config(source, tmp_path / "out"), "cpu")
+    sublayer = model.sublayer(model.spec.sublayers[0])
+
+    matrix = padded_weight(sublayer, "k_proj")
+
+    assert matrix.shape == (64, 64)
+    assert torch.equal(matrix[:, :48], sublayer.linears["k_proj"].weight.T)
+    assert not matrix[:, 48:].any()
+
+
+@pytest.mark.parametrize("errors", [1.5, math.nan, math.inf])
+def test_accuracy_has_a_floor(
+    errors: float, config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_but_one(*args: object) -> list[float]:
+        return [errors] * 16 + [0.25] * (len(args[3]) - 16)  # type: ignore[arg-type]  # candidates
+
+    monkeypatch.setattr(measure_module, "_candidate_errors", bad_but_one)
+
+    content = read_json(run_until(config, "measure").path("measure") / MEASUREMENT_FILE)
+
+    accuracies = [entry["accuracy"] for entry in content["measurement"]["model.layers.0.mlp"]]
+    assert accuracies == [1e-6] * 16 + [0.75]
+
+
+def test_hopeless_sublayer_stops_the_run(
+    config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_module, "_candidate_errors", lambda *args: [0.91] * len(args[3]))
+
+    with pytest.raises(QuantizationError, match=r"`model\.layers\.0\.self_attn` .* 0\.090 only"):
+        run_until(config, "measure")
+
+
+def singular(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the module a Hessian that no damping makes regular."""
+
+    def fail(hessian: torch.Tensor, *, name: str) -> HessianFactor:
+        return factor(torch.full_like(hessian, torch.nan), name=name)
+
+    monkeypatch.setattr(module, "factor", fail)
+
+
+def test_remedy_is_recorded_and_the_run_goes_on(
+    config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    singular(measure_module, monkeypatch)
+
+    pipeline = run_until(config, "measure")
+
+    folder = StageFolder.load(pipeline.path("measure"), pipeline.refs["measure"].fingerprint)
+    expected = [
+        f"model.layers.0.{part} {capture}: identity Hessian"
+        for part in ("self_attn", "mlp")
+        for capture in ("input", "inner")
+    ]
+    assert folder is not None
+    assert folder.manifest.notes == expected
+    content = read_json(folder.path / MEASUREMENT_FILE)
+    assert content["exl2flow"]["notes"] == expected
+    entries = content["measurement"]["model.layers.0.mlp"]
+    assert entries[-1]["accuracy"] > 0.98
+
+
+def test_entry_of_exllamav2_is_read() -> None:
+    entry = {
+        "accuracy": 0.9712,
+        "total_bits": 143142912,
+        "q_proj": {
+            "group_size": {"3": 64, "2": 64},
+            "bits": [3, 2],
+            "bits_prop": [0.05, 0.95],
+            "scale_bits": 4,
+        },
+    }
+
+    result = CandidateResult.from_json(json.loads(json.dumps(entry)))
+
+    params = QuantParams(bit_widths=(3, 2), proportions=(0.05, 0.95), group_sizes=(64, 64))
+    assert (result.accuracy, result.total_bits) == (0.9712, 143142912)
+    assert result.params == {"q_proj": params}
+    assert result.to_json() == entry
+
+
+def test_source_is_not_changed(converted: Any) -> None:
+    spec = converted.spec
+    tensors = TensorFiles(spec.source_dir)
+    states = SourceModel.open(converted.config, "cpu").initial_states(torch.arange(8)[None])
+    before = states.clone()
+    sublayer = build_sublayer(spec, spec.sublayers[0], tensors, dtype=torch.float32, device="cpu")
+    with torch.inference_mode():
+        hessians, outputs = measure_module.collect_hessians(sublayer, states)
+
+    assert torch.equal(states, before)
+    assert {name: h.shape for name, h in hessians.items()} == {
+        "input": (64, 64),
+        "inner": (64, 64),
+    }
+    assert list(outputs) == [0]
