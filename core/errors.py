@@ -6,8 +6,8 @@ Exl2FlowError
 ├── CalibrationError     ─ NotEnoughRows
 ├── QuantizationError    ─ SingularHessian · NonFiniteState · ReconstructionMismatch
 ├── AllocationError      ─ BudgetUnreachable
-├── StoreError           ─ StaleCheckpoint · CorruptCheckpoint · WorkDirBusy · WriteFailed
-├── KernelError          ─ BackendUnavailable · UnsupportedShape
+├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · WriteFailed
+├── KernelError          ─ BackendUnavailable
 ├── InferenceError       ─ ContextOverflow
 ├── ValidationFailed
 ├── PreflightFailed
@@ -80,10 +80,6 @@ class StoreError(Exl2FlowError):
     """The work directory or an output file cannot be used."""
 
 
-class StaleCheckpoint(StoreError):
-    """A checkpoint was written by another schema or for other inputs."""
-
-
 class CorruptCheckpoint(StoreError):
     """A checkpoint file is damaged."""
 
@@ -102,10 +98,6 @@ class KernelError(Exl2FlowError):
 
 class BackendUnavailable(KernelError):
     """The device asked for is not usable on this machine."""
-
-
-class UnsupportedShape(KernelError):
-    """A matrix shape that the format or a kernel excludes."""
 
 
 class InferenceError(Exl2FlowError):

@@ -59,7 +59,7 @@ class TemporaryServer:
             self.url = f"http://{HOST}:{listener.getsockname()[1]}"
             handle = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "exl2flow.flows.server_process", str(handle)],
+                [sys.executable, "-P", "-m", "exl2flow.flows.server_process", str(handle)],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,

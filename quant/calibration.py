@@ -95,8 +95,9 @@ def calibration_rows(parquet: Path | None, encode: Encoder, request: RowRequest)
         made = _standard_rows(standard(), encode, request)
     else:
         made = _own_rows(parquet, encode, request)
+    level = logging.INFO if parquet is None else logging.WARNING
     for note in made.notes:
-        log.info("%s", note)
+        log.log(level, "%s", note)
     return made
 
 

@@ -61,7 +61,7 @@ class Shard:
 
 
 def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of the tensors that are stored as fp16, in model order."""
+    """Return name → shape of the tensors that are stored as fp16."""
     quantized = {p.key for s in spec.sublayers for p in s.projections} | {spec.head.key}
     return {
         name: shape
@@ -71,37 +71,15 @@ def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def output_layout(spec: ModelSpec, choice: dict[str, Candidate], head_bits: int) -> Layout:
-    """Return name → (dtype, shape) of all output tensors, in model order."""
+    """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head."""
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
     }
-    for sublayer in spec.sublayers:
-        for p in sublayer.projections:
-            layout |= quantized_layout(
-                p.key,
-                choice[sublayer.name][p.name],
-                p.in_features,
-                padded_columns(p.out_features),
-                has_bias=p.has_bias,
-            )
-    head = spec.head
-    layout |= quantized_layout(
-        head.key,
-        HEAD_PARAMS[head_bits],
-        head.in_features,
-        padded_columns(head.out_features),
-        has_bias=head.has_bias,
-    )
-    return dict(sorted(layout.items(), key=lambda item: _model_order(spec, item[0])))
-
-
-def _model_order(spec: ModelSpec, name: str) -> tuple[int, int]:
-    """Sort the embedding first, then layers by number, then the final norm and the head."""
-    parts = name.split(".")
-    numbers = [int(part) for part in parts if part.isdigit()]
-    if numbers:
-        return 1, numbers[0]
-    return (0, 0) if "embed" in name else (2, int(name.startswith(spec.head.key)))
+    stored = [(p, choice[s.name][p.name]) for s in spec.sublayers for p in s.projections]
+    for p, params in [*stored, (spec.head, HEAD_PARAMS[head_bits])]:
+        columns = padded_columns(p.out_features)
+        layout |= quantized_layout(p.key, params, p.in_features, columns, has_bias=p.has_bias)
+    return layout
 
 
 def plan_shards(layout: Layout, shard_size_mb: int) -> list[Shard]:

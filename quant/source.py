@@ -77,12 +77,13 @@ class SourceModel:
         all other rows (format section 6).
 
         Raises:
-            NonFiniteState: the embedding, or the norm that the head ends with, is NaN or infinite.
+            NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
         """
         embedding = build_embedding(self.spec, self.tensors, dtype=DTYPE, device=self.device)
         self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
-        final_norm = f"{FINAL_NORM_KEY}.weight"  # it is used last and found out now
+        final_norm = f"{FINAL_NORM_KEY}.weight"
         self._check_finite(final_norm, self.tensors.read(final_norm))
+        self.head()  # used last, found out now
         states = torch.stack([embedding(row[None])[0].cpu() for row in ids])
         noise = ids[:, 0] < 0
         if noise.any():

@@ -13,6 +13,7 @@ from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import CALIBRATION, RUNNING
 
 FILE_NAME = "measurement.json"
+MOST_BPW = 8.0  # reachable for every model; a measurement does not depend on it
 EXAMPLES = (
     "Examples:",
     "exl2flow measure ./Llama-3.2-1B --out ./measurement.json",
@@ -49,7 +50,8 @@ def measure(
     target = out / FILE_NAME if out.is_dir() else out
     if target.suffix != ".json":
         raise ConfigError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
-    config = build(source, target.with_name(f".{target.stem}.unused"), values)
+    unused = target.with_name(f".{target.stem}.unused")  # of the conversion only this part is run
+    config = build(source, unused, {**values, "bpw": MOST_BPW})
     from exl2flow.core.files import replacing  # these import torch
     from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline

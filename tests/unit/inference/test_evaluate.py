@@ -1,0 +1,146 @@
+"""Scores against a direct computation in fp64, shared passes, and refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB_SIZE, make_tiny
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference import evaluate as evaluate_module
+from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.inference.load import load_model
+
+ROWS, TOKENS = 3, 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models of one vocabulary and different weights."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_tiny("llama", root / f"seed-{seed}", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (ROWS, TOKENS))
+
+
+def log_probabilities(model: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Return fp64 (rows, t - 1, v) of all predicted positions."""
+    decoder = load_model(model, device="cpu").decoder
+    with torch.inference_mode():
+        return torch.log_softmax(decoder.forward(ids)[:, :-1].double(), dim=-1)
+
+
+def assert_same(found: Score, expected: Score) -> None:
+    """Compare scores computed from fp32 logits of chunks of different sizes."""
+    for name in Score.__slots__:
+        value = getattr(expected, name)
+        if isinstance(value, float):
+            value = pytest.approx(value, rel=1e-5, abs=1e-7)
+        assert getattr(found, name) == value, name
+
+
+def test_model_does_not_diverge_from_itself(models: list[Path], ids: torch.Tensor) -> None:
+    (score,) = evaluate([models[0]], ids, reference=models[0])
+
+    assert (score.kl_divergence, score.kl_median, score.kl_p99) == (0.0, 0.0, 0.0)
+    assert score.top1_agreement == 1.0
+    assert score.perplexity == score.reference_perplexity
+
+
+def test_perplexity_is_that_of_a_direct_computation(models: list[Path], ids: torch.Tensor) -> None:
+    (score,) = evaluate([models[0]], ids, reference=models[1])
+
+    for model, found in ((models[0], score.perplexity), (models[1], score.reference_perplexity)):
+        chosen = log_probabilities(model, ids).gather(2, ids[:, 1:, None])
+        assert found == pytest.approx(float((-chosen.mean()).exp()), rel=1e-5)
+
+
+def test_divergence_and_agreement_are_those_of_a_direct_computation(
+    models: list[Path], ids: torch.Tensor
+) -> None:
+    (score,) = evaluate([models[0]], ids, reference=models[1])
+
+    found, expected = (log_probabilities(model, ids) for model in models[:2])
+    kl = (expected.exp() * (expected - found)).sum(dim=-1).flatten().numpy()
+    agree = (expected.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
+    # differences of fp32 logarithms
+    assert score.kl_divergence == pytest.approx(kl.mean(), rel=1e-4)
+    assert score.kl_median == pytest.approx(np.median(kl), rel=1e-4)
+    assert score.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-4)
+    assert score.top1_agreement == pytest.approx(float(agree))
+
+
+def test_tokens_and_bytes_are_counted(models: list[Path], ids: torch.Tensor) -> None:
+    (score,) = evaluate([models[0]], ids)
+
+    assert score.tokens == ROWS * (TOKENS - 1)
+    assert score.bytes == (models[0] / "model.safetensors").stat().st_size
+    assert score.model == str(models[0])
+
+
+def test_without_a_reference_there_is_no_divergence(models: list[Path], ids: torch.Tensor) -> None:
+    (alone,) = evaluate([models[0]], ids)
+    (compared,) = evaluate([models[0]], ids, reference=models[1])
+
+    fields = ("reference_perplexity", "kl_divergence", "kl_median", "kl_p99", "top1_agreement")
+    assert_same(alone, replace(compared, **dict.fromkeys(fields)))
+
+
+def test_several_models_share_one_pass_of_the_reference(
+    models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    separate = [evaluate([model], ids, reference=models[2])[0] for model in models[:2]]
+    passes: list[Path] = []
+    states = evaluate_module._Streamed.states
+
+    def counted(runner: evaluate_module._Streamed, rows: torch.Tensor) -> torch.Tensor:
+        passes.append(runner.folder)
+        return states(runner, rows)
+
+    monkeypatch.setattr(evaluate_module._Streamed, "states", counted)
+
+    together = evaluate(models[:2], ids, reference=models[2])
+
+    assert sorted(passes) == models
+    for found, expected in zip(together, separate, strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("name", "size"), [("LOGIT_BYTES", 4), ("STATE_BYTES", 4)])
+def test_scores_do_not_depend_on_the_size_of_the_pieces(
+    name: str, size: int, models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = evaluate(models[:2], ids, reference=models[2])
+    steps: list[tuple[int, int]] = []
+    monkeypatch.setattr(evaluate_module, name, size * VOCAB_SIZE * 3)
+
+    found = evaluate(
+        models[:2],
+        ids,
+        reference=models[2],
+        advance=lambda done, total, detail: steps.append((done, total)),
+    )
+
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+    assert steps[-1] == (ROWS, ROWS)
+    assert len(steps) == (ROWS if name == "STATE_BYTES" else 1)
+
+
+def test_other_vocabulary_is_refused(models: list[Path], ids: torch.Tensor, tmp_path: Path) -> None:
+    other = make_tiny("llama", tmp_path, vocab_size=VOCAB_SIZE + 1)
+
+    with pytest.raises(ConfigError, match=f"has {VOCAB_SIZE + 1} tokens"):
+        evaluate([other], ids, reference=models[0])
+
+
+def test_scores_keep_the_order_of_the_models(models: list[Path], ids: torch.Tensor) -> None:
+    scores = evaluate([models[1], models[0], models[1]], ids)
+
+    assert [score.model for score in scores] == [str(models[i]) for i in (1, 0, 1)]
+    assert_same(scores[0], scores[2])

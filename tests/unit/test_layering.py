@@ -1,0 +1,322 @@
+"""Who may import whom, and where certain words may stand: every file of the package is parsed."""
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from exl2flow.model import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+BELOW: dict[str, set[str]] = {
+    "core": set(),
+    "calibration_data": set(),
+    "kernels": {"core"},
+    "model": {"core", "kernels"},
+    "quant": {"core", "kernels", "model", "calibration_data"},
+    "inference": {"core", "kernels", "model", "calibration_data"},
+}
+BELOW["tasks"] = {*BELOW}
+BELOW["flows"] = {*BELOW}
+FOLDERS = set(BELOW)
+PATHS_ONLY = {"exl2flow.calibration_data", "exl2flow.calibration_data.standard"}
+PATHS_ONLY |= {"exl2flow.calibration_data.heldout"}
+
+# library → files that may import it; the rest of the package needs torch, numpy and safetensors
+EVERYWHERE = {"torch", "numpy", "safetensors"}
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "matplotlib": ("inference/report.py",),
+    "prefect": ("flows/", "tasks/"),
+    "pyarrow": ("quant/calibration.py", "inference/text.py", "calibration_data/build.py"),
+    "pydantic": ("core/", "flows/"),
+    "pydantic_core": ("flows/",),
+    "rich": ("flows/cli/",),
+    "scipy": ("quant/allocate.py",),
+    "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
+    "tokenizers": ("model/tokenizer.py", "model/sentencepiece_model.py"),
+    "typer": ("flows/cli/",),
+    "cupy": ("kernels/cuda_ops.py", "kernels/compiler.py"),
+    "huggingface_hub": ("tasks/",),
+    "uvicorn": ("flows/server_process.py",),
+}
+LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
+RUNNING_FLOWS = {"flows/cli/convert.py", "flows/cli/measure.py"}
+PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
+WITHOUT_PREFECT = (
+    *("quant/", "inference/", "tasks/stages.py", "flows/cli/", "flows/local.py"),
+    "flows/__init__.py",
+)
+LONGEST_FILE = 400
+PURE_TABLES: tuple[str, ...] = ()
+STORED_NAMES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm", "q_perm")
+FAMILY_WORDS = {word for row in FAMILIES.values() for word in (row.architecture, row.model_type)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """A name that a file imports: `a.b.c` for both `import a.b.c` and `from a.b import c`."""
+
+    name: str
+    at_top: bool
+
+
+def package_files() -> list[str]:
+    return sorted(
+        str(path.relative_to(ROOT)) for name in FOLDERS for path in (ROOT / name).rglob("*.py")
+    )
+
+
+FILES = package_files()
+
+
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+@cache
+def imports(file: str) -> tuple[Import, ...]:
+    """Return all imports of a file; those under `if TYPE_CHECKING` do not run and do not count."""
+    tree = parsed(file)
+    unreal = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
+        for node in ast.walk(test)
+    }
+    top = {id(node) for node in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom) or id(node) in unreal:
+            continue
+        prefix = f"{'.' * node.level}{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        found += [Import(name=prefix + a.name, at_top=id(node) in top) for a in node.names]
+    return tuple(found)
+
+
+def strings(file: str) -> Iterator[str]:
+    """Yield the string constants of a file except docstrings."""
+    tree = parsed(file)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings:
+            yield node.value
+
+
+def file_of(name: str) -> str | None:
+    """Return the file of a module of ours, or of the module that holds the name."""
+    parts = name.split(".")[1:]
+    for count in (len(parts), len(parts) - 1):
+        stem = "/".join(parts[:count])
+        for candidate in (f"{stem}.py", f"{stem}/__init__.py"):
+            if candidate in FILES:
+                return candidate
+    return None
+
+
+def loaded_with(file: str) -> set[str]:
+    """Return our files that are loaded when one is imported."""
+    seen: set[str] = set()
+    open_files = [file]
+    while open_files:
+        current = open_files.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        parents = [f"{parent}/__init__.py" for parent in Path(current).parents]
+        open_files += [parent for parent in parents if parent in FILES]
+        names = [i.name for i in imports(current) if i.at_top and i.name.startswith("exl2flow.")]
+        open_files += [found for found in map(file_of, names) if found]
+    return seen
+
+
+def compared_words(tree: ast.Module) -> Iterator[str]:
+    """Yield strings in comparisons, `match` cases and arguments of `startswith` and the like."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            parts = [node]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = list(node.args) if node.func.attr in ("startswith", "endswith") else []
+        for part in parts:
+            for inner in ast.walk(part):
+                if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                    yield inner.value
+
+
+def compared_fields(tree: ast.Module) -> set[str]:
+    """Return the names of attributes that stand in comparisons."""
+    comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    inside = [inner for node in comparisons for inner in ast.walk(node)]
+    return {node.attr for node in inside if isinstance(node, ast.Attribute)}
+
+
+def called_names(tree: ast.Module) -> set[str]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+
+
+def offenders(
+    find: Callable[[str], Iterable[str]], files: Iterable[str] = FILES
+) -> dict[str, set[str]]:
+    """Return file → what is found there and should not be."""
+    found = {file: set(find(file)) for file in files}
+    return {file: words for file, words in found.items() if words}
+
+
+def test_all_folders_have_files() -> None:
+    assert {file.partition("/")[0] for file in FILES} == FOLDERS
+    assert len(FILES) > 60
+
+
+def test_imports_point_down() -> None:
+    def above(file: str) -> set[str]:
+        folder = file.partition("/")[0]
+        own = [i.name.split(".") for i in imports(file) if i.name.partition(".")[0] == "exl2flow"]
+        return {parts[1] for parts in own} - BELOW[folder] - {folder}
+
+    assert offenders(above) == {}
+
+
+def test_only_the_paths_of_calibration_data_are_used() -> None:
+    def others(file: str) -> set[str]:
+        used = {i.name for i in imports(file) if i.name.startswith("exl2flow.calibration_data")}
+        return used - PATHS_ONLY
+
+    outside = [file for file in FILES if not file.startswith("calibration_data/")]
+    assert offenders(others, outside) == {}
+
+
+def test_libraries_are_imported_where_they_belong() -> None:
+    def misplaced(file: str) -> set[str]:
+        roots = {i.name.partition(".")[0] for i in imports(file)}
+        foreign = roots - sys.stdlib_module_names - EVERYWHERE - {"exl2flow"}
+        return {root for root in foreign if not file.startswith(LIBRARIES.get(root, ("-",)))}
+
+    assert offenders(misplaced) == {}
+
+
+def test_imports_are_absolute() -> None:
+    assert offenders(lambda file: {i.name for i in imports(file) if i.name.startswith(".")}) == {}
+
+
+def test_no_folder_is_imported_under_its_bare_name() -> None:
+    assert offenders(lambda file: {i.name.partition(".")[0] for i in imports(file)} & FOLDERS) == {}
+
+
+def test_no_folder_is_loaded_under_its_bare_name() -> None:
+    loaded = {
+        name
+        for name in FOLDERS & set(sys.modules)
+        if str(ROOT / name) in getattr(sys.modules[name], "__path__", ())
+    }
+
+    assert not loaded
+
+
+def test_imports_stand_at_the_top() -> None:
+    eager = [file for file in FILES if not file.startswith(LAZY_IMPORTS)]
+
+    assert offenders(lambda file: {i.name for i in imports(file) if not i.at_top}, eager) == {}
+
+
+def test_what_needs_no_prefect_does_not_load_it() -> None:
+    def loading(file: str) -> set[str]:
+        return {
+            other
+            for other in loaded_with(file)
+            for i in imports(other)
+            if i.at_top and i.name.startswith("prefect")
+        }
+
+    entries = [file for file in FILES if file.startswith(WITHOUT_PREFECT)]
+    assert len(entries) > 30
+    assert offenders(loading, entries) == {}
+    assert loading("flows/convert.py")
+
+
+def test_only_commands_that_run_flows_load_them_later() -> None:
+    def loading(file: str) -> set[str]:
+        later = [file_of(i.name) for i in imports(file) if not i.at_top]
+        reached = {other for found in later if found for other in loaded_with(found)}
+        return {o for o in reached for i in imports(o) if i.at_top and i.name.startswith("prefect")}
+
+    commands = [file for file in FILES if file.startswith("flows/cli/")]
+    assert set(offenders(loading, commands)) <= RUNNING_FLOWS
+
+
+def test_environment_is_read_in_configuration_and_flows_only() -> None:
+    reads = {"environ", "environb", "getenv"}
+
+    def read(file: str) -> set[str]:
+        names = {node.attr for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute)}
+        return names & reads | {i.name for i in imports(file)} & {f"os.{name}" for name in reads}
+
+    outside = [f for f in FILES if f != "core/config.py" and not f.startswith("flows/")]
+    assert offenders(read, outside) == {}
+
+
+def test_stored_tensor_names_are_spelled_in_one_file() -> None:
+    spelled = offenders(
+        lambda file: {n for text in strings(file) for n in STORED_NAMES if n in text}
+    )
+
+    assert set(spelled) == {"model/exl2.py"}
+
+
+def test_no_decision_hangs_on_the_name_of_a_family() -> None:
+    def decisions(file: str) -> set[str]:
+        tree = parsed(file)
+        fields = compared_fields(tree) & {"family", "architecture", "model_type"}
+        return FAMILY_WORDS & set(compared_words(tree)) | fields
+
+    outside = [file for file in FILES if file != "model/families.py"]
+    assert offenders(decisions, outside) == {}
+
+
+def test_libraries_do_not_print() -> None:
+    libraries = [file for file in FILES if not file.startswith(PROGRAMS)]
+
+    assert offenders(lambda file: called_names(parsed(file)) & {"print"}, libraries) == {}
+
+
+def test_every_file_opens_with_what_it_owns() -> None:
+    silent = [f for f in FILES if parsed(f).body and not ast.get_docstring(parsed(f))]
+
+    assert silent == []
+
+
+def test_no_file_has_the_name_of_a_standard_module() -> None:
+    assert not {Path(file).stem for file in FILES} & sys.stdlib_module_names - {"__main__"}
+
+
+def test_no_file_is_longer_than_the_limit() -> None:
+    others = [
+        str(path.relative_to(ROOT))
+        for name in ("tests", "demo", "benchmarks")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    lengths = {f: len((ROOT / f).read_text(encoding="utf-8").splitlines()) for f in FILES + others}
+
+    too_long = {file for file, length in lengths.items() if length > LONGEST_FILE}
+
+    assert too_long <= set(PURE_TABLES)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('if spec.name == "llama": pass', {"llama"}),
+        ('if "qwen2" in names or x in ("mistral", "b"): pass', {"qwen2", "mistral", "b"}),
+        ('match x:\n    case "Qwen3ForCausalLM": pass', {"Qwen3ForCausalLM"}),
+        ('x.startswith("llama")', {"llama"}),
+        ('print("llama")', set()),
+    ],
+)
+def test_comparisons_with_words_are_found(text: str, words: set[str]) -> None:
+    assert set(compared_words(ast.parse(text))) == words

@@ -1,0 +1,138 @@
+"""What `pyproject.toml` lists is what the tree holds: an omission would only show in a wheel."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS: dict[str, Any] = PROJECT["tool"]["setuptools"]
+TOP = sorted(SETUPTOOLS["package-dir"].values())
+SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parquet files, not shipped
+NOT_PACKAGES = {"benchmarks", "build", "demo", "demo-exl2", "dist", "docs", "tests"}
+CARRIED_BY = {"pydantic_core": "pydantic", "uvicorn": "prefect"}  # a dependency's own dependency
+
+
+def normalized(requirement: str) -> str:
+    """Return the distribution's name of a requirement."""
+    return re.split(r"[\s<>=!~;\[]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("==") for line in lines if "==" in line)
+    return {normalized(name): value.split()[0] for name, _, value in pairs}
+
+
+def code_folders() -> set[str]:
+    """Return the folders below the root that hold modules of the package."""
+    return {
+        str(path.parent.relative_to(ROOT)) for top in TOP for path in (ROOT / top).rglob("*.py")
+    }
+
+
+def test_every_package_of_the_tree_is_listed() -> None:
+    expected = sorted("exl2flow." + folder.replace("/", ".") for folder in code_folders())
+
+    assert SETUPTOOLS["packages"] == expected
+
+
+def test_every_top_folder_is_mapped_and_typed() -> None:
+    assert {f"exl2flow.{folder}": folder for folder in TOP} == SETUPTOOLS["package-dir"]
+    assert [folder for folder in TOP if not (ROOT / folder / "py.typed").is_file()] == []
+    others = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and list(path.glob("*.py"))
+    }
+    assert others - NOT_PACKAGES == set(TOP)
+
+
+def test_every_package_has_an_init() -> None:
+    assert [f for f in sorted(code_folders()) if not (ROOT / f / "__init__.py").is_file()] == []
+
+
+def test_every_data_file_is_listed() -> None:
+    patterns = {
+        package: [*SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]]
+        for package in SETUPTOOLS["packages"]
+    }
+    forgotten = []
+    for top in TOP:
+        for path in (ROOT / top).rglob("*"):
+            folder = str(path.parent.relative_to(ROOT))
+            if path.suffix in (".py", ".pyc") or path.is_dir() or folder.startswith(SOURCES):
+                continue
+            listed = patterns.get("exl2flow." + folder.replace("/", "."), [])
+            if not any(path.match(pattern) for pattern in listed):
+                forgotten.append(str(path.relative_to(ROOT)))
+
+    assert forgotten == []
+
+
+def test_calibration_data_is_where_the_package_looks_for_it() -> None:
+    calibration_data = import_module("exl2flow.calibration_data")
+
+    for path in (calibration_data.standard(), calibration_data.heldout()):
+        assert path.is_file()
+        assert path.match(SETUPTOOLS["package-data"]["exl2flow.calibration_data"][0])
+
+
+def test_no_folder_shadows_an_installed_package() -> None:
+    assert not (ROOT / "exl2flow").exists()
+
+
+def test_command_is_a_function() -> None:
+    (entry,) = PROJECT["project"]["scripts"].values()
+    module, _, name = entry.partition(":")
+
+    assert callable(getattr(import_module(module), name))
+
+
+def test_installed_version_is_that_of_the_project() -> None:
+    assert version("exl2flow") == PROJECT["project"]["version"]
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+
+    missing = {normalized(requirement) for requirement in wanted} - set(pinned())
+
+    assert not missing
+    assert pinned()["torch"] == "2.13.0"
+
+
+def test_every_imported_library_is_a_dependency() -> None:
+    declared = {normalized(requirement) for requirement in PROJECT["project"]["dependencies"]}
+    imported: set[str] = set()
+    for top in TOP:
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported.add(str(node.module).partition(".")[0])
+
+    foreign = imported - sys.stdlib_module_names - {"exl2flow", "cupy"}
+
+    names = {CARRIED_BY.get(name, name).lower().replace("_", "-") for name in foreign}
+    assert names - {normalized(name) for name in declared} == set()
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "dask", "ray", "dev"])
+def test_extra_is_offered(extra: str) -> None:
+    assert PROJECT["project"]["optional-dependencies"][extra]
+
+
+def test_makefile_links_every_folder() -> None:
+    (line,) = re.findall(r"^FOLDERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+    assert sorted(line.split()) == TOP
