@@ -82,8 +82,14 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
+# How long torch's threads wait busily for each other. The default takes twice the time as soon as
+# another process, such as Prefect's server, wants a core; this costs nothing on an idle machine.
+SPIN_COUNT = "1000"
+
+
 def main() -> None:
     """Run the program and exit."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app()

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import resource
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,25 @@ def test_file_appears_only_when_whole(tmp_path: Path) -> None:
     assert not during
     assert path.read_bytes() == b"content"
     assert names(path.parent) == ["file"]
+
+
+def test_content_is_flushed_before_the_rename_and_the_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    seen: list[tuple[bool, str]] = []
+    flush = os.fsync
+
+    def spy(handle: int) -> None:
+        seen.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.read_text()))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", spy)
+
+    write_text(path, "new")
+
+    assert seen == [(False, "old"), (True, "new")]
 
 
 def test_failed_block_leaves_the_old_file_and_nothing_aside(tmp_path: Path) -> None:

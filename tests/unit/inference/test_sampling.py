@@ -75,6 +75,7 @@ def test_equal_logits_are_ordered_by_id() -> None:
     ids, _ = candidates(logits, PLAIN)
 
     assert ids.tolist() == [1, 3, 0, 2, 4]
+    assert candidates(torch.zeros(5000), PLAIN)[0].tolist() == list(range(5000))
 
 
 def test_draw_walks_through_the_cumulated_probabilities() -> None:

@@ -126,9 +126,10 @@ def test_shards_keep_order_and_limit(kibibytes: list[int], limit: int) -> None:
     assert [name for shard in shards for name in shard.layout] == list(layout)
     if limit <= 0:
         assert len(shards) == 1
-    for shard in shards:
-        size = sum(1024 * k for _, (_, k) in shard.layout.values())
-        assert limit <= 0 or size <= limit * MIB or len(shard.layout) == 1
+    sizes = [[1024 * k for _, (_, k) in shard.layout.values()] for shard in shards]
+    for index, found in enumerate(sizes):
+        assert limit <= 0 or sum(found) <= limit * MIB or len(found) == 1
+        assert index == 0 or sum(sizes[index - 1]) + found[0] > limit * MIB
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     assert [shard.name for shard in shards] == (["model.safetensors"] if count == 1 else names)
