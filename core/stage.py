@@ -19,6 +19,11 @@ from exl2flow.core.store import StageFolder, StageRef, WorkDir
 
 log = logging.getLogger(__name__)
 
+# What quantization writes and inference reads, which do not import each other
+ROWS_FILE = "rows.safetensors"  # calibration rows, int64 (rows, tokens) per mix
+KINDS_FILE = "rows.json"  # what each row is made of
+RECORD_FILE = "exl2flow.json"  # in an output folder: what made it; also marks it as ours
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:

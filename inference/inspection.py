@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from exl2flow.core.errors import SourceModelError
+from exl2flow.core.stage import RECORD_FILE
 from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.exl2 import is_quantized, tensor_names
 
-RECORD_FILE = "exl2flow.json"
 _META = torch.device("meta")
 
 

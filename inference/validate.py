@@ -16,7 +16,7 @@ from exl2flow import calibration_data
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.files import digest, read_json, read_tensors, write_json, write_text
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.inference.evaluate import Score, evaluate
 from exl2flow.inference.generate import BaseGenerator
 from exl2flow.inference.load import load_model
@@ -97,50 +97,56 @@ def validate(run: StageRun) -> None:
     """Write `report.json`, `report.md` and `report.svg` into the stage folder."""
     config, options = run.config, run.config.validate_options
     out = config.out.expanduser().resolve()
-    spec = resolve(config.source)
-    row_tokens = min(options.row_tokens, spec.max_positions)
-    ids = text_rows(
-        options.text, Tokenizer.load(config.source), rows=options.rows, row_tokens=row_tokens
+    held_out = text_rows(
+        options.text,
+        Tokenizer.load(config.source),
+        rows=options.rows,
+        row_tokens=min(options.row_tokens, resolve(config.source).max_positions),
     )
-    rows = read_tensors(run.inputs["tokenize"] / "rows.safetensors")
-    kinds = read_json(run.inputs["tokenize"] / "rows.json")["measure"]["kinds"]
-    calibration_ids = calibration_text_rows(rows["measure"], kinds)
-    total = len(ids) + len(calibration_ids) + 1
-    run.folder.manifest.total = total
-
-    def scored(rows: torch.Tensor, offset: int) -> Score:
-        return evaluate(
-            [out],
-            rows,
-            reference=config.source,
-            device=run.device,
-            advance=lambda done, _, detail: run.tick(offset + done, total, detail),
-        )[0]
-
-    score = scored(ids, 0)
-    run.stop_if_asked()
-    calibration = scored(calibration_ids, len(ids)) if len(calibration_ids) else None
-    run.stop_if_asked()
+    calibration = _calibration_rows(run.inputs["tokenize"])
+    run.folder.manifest.total = len(held_out) + len(calibration) + 1
+    score = _scored(run, held_out, done=0)
+    cross_check = _scored(run, calibration, done=len(held_out)) if len(calibration) else None
     sample = generate_sample(out, options, run.device) if options.sample_tokens else ""
-    warnings, failures = verdict(score, calibration, options)
+    warnings, failures = verdict(score, cross_check, options)
     for text in (*warnings, *failures):
         log.warning(text)
-    source_bytes = sum(path.stat().st_size for path in config.source.glob("*.safetensors"))
     report: dict[str, object] = {
         "model": str(out),
         "source": str(config.source.resolve()),
         "bpw": config.bpw,
         "head_bits": config.head_bits,
-        "source_bytes": source_bytes,
+        "source_bytes": sum(p.stat().st_size for p in config.source.glob("*.safetensors")),
         "score": asdict(score),
-        "calibration": None if calibration is None else asdict(calibration),
-        "layers": read_json(out / "exl2flow.json")["layers"],
+        "calibration": None if cross_check is None else asdict(cross_check),
+        "layers": read_json(out / RECORD_FILE)["layers"],
         "sample": sample,
         "warnings": warnings,
         "failures": failures,
     }
     _write(run, report)
+    total = run.folder.manifest.total
     run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
+
+
+def _calibration_rows(folder: Path) -> torch.Tensor:
+    """Return the rows that were measured on, as far as they hold text."""
+    kinds = read_json(folder / KINDS_FILE)["measure"]["kinds"]
+    return calibration_text_rows(read_tensors(folder / ROWS_FILE)["measure"], kinds)
+
+
+def _scored(run: StageRun, rows: torch.Tensor, *, done: int) -> Score:
+    """Score the output on rows, of which `done` others came before."""
+    config, total = run.config, run.folder.manifest.total
+    (score,) = evaluate(
+        [config.out.expanduser().resolve()],
+        rows,
+        reference=config.source,
+        device=run.device,
+        advance=lambda rows_done, _, detail: run.tick(done + rows_done, total, detail),
+    )
+    run.stop_if_asked()
+    return score
 
 
 def _write(run: StageRun, report: dict[str, object]) -> None:

@@ -25,7 +25,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, expected_tensors, resolve
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns, quantized_layout
@@ -39,7 +39,6 @@ from exl2flow.quant.quantize import (
 
 log = logging.getLogger(__name__)
 
-RECORD_FILE = "exl2flow.json"  # what made the folder; also marks it as ours
 NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
 FORMAT_METADATA = {"format": "pt"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"

@@ -9,15 +9,13 @@ import torch
 from exl2flow import calibration_data
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.model import Tokenizer, resolve
 from exl2flow.quant.calibration import RowRequest, calibration_rows
 
 log = logging.getLogger(__name__)
 
 Mix = Literal["measure", "quantize"]
-ROWS_FILE = "rows.safetensors"
-KINDS_FILE = "rows.json"  # what each row is made of
 
 
 def load_rows(folder: Path, mix: Mix) -> torch.Tensor:
