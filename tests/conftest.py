@@ -13,6 +13,8 @@ torch.set_num_threads(1)  # tensors are tiny here: a second thread costs more th
 TESTS = Path(__file__).parent
 SEED = 20240229
 
+# `python -m pytest` puts the checkout first: a library's `import kernels` would find our folder
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))  # so that every test can import `tiny`
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,15 @@ with replacing(Path(sys.argv[1])) as file:
 """
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[int]:
-    """Let this process write no file beyond 4096 bytes."""
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Let this process write no file beyond `size` bytes; pytest's own output may be one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield 4096
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(folder: Path) -> list[str]:
@@ -116,13 +119,16 @@ def test_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_the_old_file_and_says_what_to_do(
-    tmp_path: Path, file_size_limit: int
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
 
-    with pytest.raises(WriteFailed, match=r"cannot write `.*file`: File too large; free space"):
-        write_text(path, "x" * (file_size_limit + 1))
+    with (
+        pytest.raises(WriteFailed, match=r"cannot write `.*file`: File too large; free space"),
+        file_size_limit(4096),
+    ):
+        write_text(path, "x" * 4097)
 
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]

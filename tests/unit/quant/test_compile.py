@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conversions import small_config
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stage_runs import foreign_measurement, run_until, text_parquet
@@ -118,6 +118,7 @@ def test_other_shard_size_leaves_no_old_shards(large_source: Path) -> None:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(kibibytes=st.lists(st.integers(0, 3000), min_size=1, max_size=12), limit=st.integers(-1, 4))
+@example(kibibytes=[512, 512, 1024, 1, 1023, 1023, 1], limit=1)  # all fit exactly
 def test_shards_keep_order_and_limit(kibibytes: list[int], limit: int) -> None:
     layout = {f"t{i}": (torch.float16, (512, k)) for i, k in enumerate(kibibytes)}
 
@@ -225,6 +226,7 @@ def test_all_other_files_of_the_source_go_along(source: Path) -> None:
         (source / name).write_text(json.dumps({"content": name}))
     for name in ("pytorch_model.bin", "model.safetensors.index.json", ".hidden", "old.pth"):
         (source / name).write_text("not to be carried")
+    (source / RECORD_FILE).write_text("{}")
     (source / "onnx").mkdir()
     (source / "onnx" / "file.json").write_text("{}")
     config = prepared(source)
@@ -241,6 +243,7 @@ def test_all_other_files_of_the_source_go_along(source: Path) -> None:
         "tokenizer.json",
         "tokenizer.model",
     ]
+    assert read_json(config.out / RECORD_FILE)["source"] == str(source)
     for path in carried_files(source):
         assert (config.out / path.name).read_bytes() == path.read_bytes()
 

@@ -31,6 +31,10 @@ def damped(hessian: torch.Tensor, perm: torch.Tensor, times: int = 1) -> torch.T
     return ordered + times * damping * torch.eye(len(perm), dtype=torch.float64)
 
 
+def test_damping_is_that_of_the_original() -> None:
+    assert (DAMPING, LEAST_DAMPING, ATTEMPTS) == (0.12, 1e-5, 10)
+
+
 def test_sum_is_divided_by_rows_not_by_tokens() -> None:
     rows = [torch.randn(1, tokens, K) for tokens in (5, 9, 200)]
     total = HessianSum(K)
