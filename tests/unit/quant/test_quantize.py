@@ -189,6 +189,7 @@ def test_huge_head_is_rounded_to_nearest(
 ) -> None:
     moved = converted.config.model_copy(update={"work_root": tmp_path / "work"})
     shutil.copytree(converted.config.work_dir_root, tmp_path / "work")
+    assert quantize_module.FEEDBACK_LIMIT == 10**9
     monkeypatch.setattr(quantize_module, "FEEDBACK_LIMIT", 301 * 64 - 1)
     folder = (
         tmp_path / "work" / converted.path("quantize").relative_to(converted.config.work_dir_root)
