@@ -16,7 +16,7 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
-from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
+from exl2flow.model import DenseLinear, Linear, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantParams, padded_columns
 from exl2flow.quant.candidates import Candidate, candidates_for
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
@@ -93,11 +93,15 @@ def collect_hessians(
     return {capture: total.mean() for capture, total in sums.items()}, outputs
 
 
-def padded_weight(sublayer: Sublayer, name: str) -> torch.Tensor:
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Add zeros at the end of the last axis, out-features, up to the stored width."""
+    missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing))
+
+
+def padded_weight(linear: Linear) -> torch.Tensor:
     """Return a projection's matrix fp32 (k, n) with zero columns up to the stored width."""
-    weight = sublayer.linears[name].weight.T.float()  # (k, n)
-    missing = padded_columns(weight.shape[1]) - weight.shape[1]
-    return torch.nn.functional.pad(weight, (0, missing)).contiguous()
+    return padded(linear.weight.T.float()).contiguous()
 
 
 class Measuring:
@@ -190,7 +194,7 @@ def _round_variants(
     for capture, item in factors.items():
         names = [p.name for p in sublayer.spec.projections if p.capture == capture]
         keys = list(dict.fromkeys((name, c[name]) for name in names for c in candidates))
-        weights = {name: padded_weight(sublayer, name) for name in names}
+        weights = {name: padded_weight(sublayer.linears[name]) for name in names}
         jobs = [RoundingJob(weight=weights[name], params=params) for name, params in keys]
         variants |= dict(zip(keys, round_matrices(jobs, item), strict=True))
     return variants

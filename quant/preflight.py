@@ -157,14 +157,14 @@ def _check_tensors(spec: ModelSpec) -> None:
     for name, shape in expected_tensors(spec).items():
         if name not in tensors:
             lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")
-        elif not _fits(tensors.shape(name), shape, spec, name):
+        elif not _fits(tensors.shape(name), shape, spec):
             lines.append(f"`{name}` has shape {tensors.shape(name)}, the config implies {shape}")
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
         raise TensorShapeError("\n".join(shown) + "; get the model's files again, complete")
 
 
-def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec, name: str) -> bool:
+def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
     """Embedding and head may have more rows than the vocabulary."""
     if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
         return found[0] >= expected[0] and found[1] == expected[1]

@@ -31,10 +31,10 @@ from exl2flow.quant.allocate import read_choice
 from exl2flow.quant.candidates import HEAD_PARAMS, Candidate
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
 from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
-from exl2flow.quant.measure import collect_hessians
-from exl2flow.quant.source import DTYPE, SourceModel, check_states, device_of
+from exl2flow.quant.measure import collect_hessians, padded, padded_weight
+from exl2flow.quant.source import DTYPE, SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
-from exl2flow.quant.walk import walk
+from exl2flow.quant.walk import advance, walk
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def quantize_projection(
     Raises:
         ReconstructionMismatch: the packed tensors decode to something else.
     """
-    bias = None if linear.bias is None else _padded(linear.bias)
+    bias = None if linear.bias is None else padded(linear.bias)
     packed = rounded.pack(bias)
     matrix = rounded.dequantize()
     if not torch.equal(packed.dequantize(), matrix):
@@ -81,23 +81,12 @@ def quantize_projection(
             "this is a defect of exl2flow: report it with the model's name"
         )
     report = {
-        "rel_err": item.relative_error(_matrix(linear), matrix.float()),
+        "rel_err": item.relative_error(padded_weight(linear), matrix.float()),
         "bits": packed.total_bits,
         "sha256": reconstruction_digest(matrix),
         "remedy": item.remedy,
     }
     return packed, report
-
-
-def _matrix(linear: Linear) -> torch.Tensor:
-    """Return a linear's matrix fp32 (k, n), zero columns added up to the stored width."""
-    return _padded(linear.weight.T.float()).contiguous()
-
-
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Add zeros at the end of the last axis up to the stored width."""
-    missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing))
 
 
 class Quantizing:
@@ -135,7 +124,9 @@ class Quantizing:
             item = factor(hessian, name=f"{sublayer.spec.name}.{capture}")
             members = [p for p in sublayer.spec.projections if p.capture == capture]
             jobs = [
-                RoundingJob(weight=_matrix(sublayer.linears[p.name]), params=candidate[p.name])
+                RoundingJob(
+                    weight=padded_weight(sublayer.linears[p.name]), params=candidate[p.name]
+                )
                 for p in members
             ]
             for projection, rounded in zip(members, round_matrices(jobs, item), strict=True):
@@ -147,7 +138,8 @@ class Quantizing:
                 self._install(sublayer, projection, packed)
                 if item.remedy:
                     self.folder.note(f"{projection.key}: {item.remedy}")
-        errors = _advance(sublayer, states, reference)
+        advance(sublayer, states)
+        errors = [float((states[i] - y).norm() / y.norm()) for i, y in reference.items()]
         numel = sum(
             p.in_features * padded_columns(p.out_features) for p in sublayer.spec.projections
         )
@@ -171,21 +163,6 @@ class Quantizing:
         )
 
 
-def _advance(
-    sublayer: Sublayer, states: torch.Tensor, reference: Mapping[int, torch.Tensor]
-) -> list[float]:
-    """Run all rows through the sublayer in place; return ‖y - y_ref‖ / ‖y_ref‖ of the kept rows."""
-    errors = []
-    for row in range(len(states)):
-        hidden = states[row : row + 1].to(device_of(sublayer))
-        states[row] = sublayer(hidden)[0].cpu()
-        check_states(states[row], where=sublayer.spec.name, row=row)
-        if row in reference:
-            target = reference[row]
-            errors.append(float((states[row] - target).norm() / target.norm()))
-    return errors
-
-
 def quantize_head(run: StageRun, model: SourceModel, states: torch.Tensor) -> None:
     """Quantize the head on the final states and commit its file."""
     projection = model.spec.head
@@ -197,7 +174,7 @@ def quantize_head(run: StageRun, model: SourceModel, states: torch.Tensor) -> No
     if head.linear.weight.numel() > FEEDBACK_LIMIT:
         item = item.without_feedback()
     params = HEAD_PARAMS[run.config.head_bits]
-    job = RoundingJob(weight=_matrix(head.linear), params=params)
+    job = RoundingJob(weight=padded_weight(head.linear), params=params)
     packed, report = quantize_projection(
         projection, head.linear, round_matrices([job], item)[0], item
     )

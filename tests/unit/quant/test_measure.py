@@ -111,7 +111,7 @@ def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
             total = HessianSum(projection.in_features)
             for row in captured[projection.capture]:
                 total.add(row)
-            weight = padded_weight(sublayer, projection.name)
+            weight = padded_weight(sublayer.linears[projection.name])
             job = RoundingJob(weight=weight, params=candidate[projection.name])
             matrix = round_matrices([job], factor(total.mean(), name=""))[0].dequantize()
             rounded[projection.name] = matrix.float().T[: projection.out_features].contiguous()
@@ -130,7 +130,7 @@ def test_columns_are_padded_with_zeros(tmp_path: Path) -> None:
     model = SourceModel.open(small_config(source, tmp_path / "out"), "cpu")
     sublayer = model.sublayer(model.spec.sublayers[0])
 
-    matrix = padded_weight(sublayer, "k_proj")
+    matrix = padded_weight(sublayer.linears["k_proj"])
 
     assert matrix.shape == (64, 64)
     assert torch.equal(matrix[:, :48], sublayer.linears["k_proj"].weight.T)

@@ -78,7 +78,7 @@ def codes_for(
     hessians, _ = collect_hessians(sublayer, states)
     return {
         p.name: round_matrices(
-            [RoundingJob(weight=padded_weight(sublayer, p.name), params=choice[p.name])],
+            [RoundingJob(weight=padded_weight(sublayer.linears[p.name]), params=choice[p.name])],
             factor(hessians[p.capture], name=p.name),
         )[0].codes
         for p in sublayer.spec.projections
@@ -127,7 +127,7 @@ def test_report_of_a_sublayer_states_bits_errors_and_reconstructions(converted: 
     sublayer = model.sublayer(model.spec.sublayers[1])
     states, _ = quantized_states(converted, 1)
     reference = sublayer(states)
-    weights = {name: padded_weight(sublayer, name) for name in sublayer.linears}
+    weights = {name: padded_weight(linear) for name, linear in sublayer.linears.items()}
     inputs = {"input": sublayer.normed(states)}
     inputs["inner"] = sublayer.inner(inputs["input"])
     matrices = stored(converted.path("quantize"), sublayer)
@@ -266,7 +266,7 @@ def test_tensors_that_decode_to_something_else_are_refused(converted: Any) -> No
     sublayer = model.sublayer(model.spec.sublayers[0])
     item = factor(torch.eye(64), name="q")
     params = HEAD_PARAMS[4]
-    job = RoundingJob(weight=padded_weight(sublayer, "q_proj"), params=params)
+    job = RoundingJob(weight=padded_weight(sublayer.linears["q_proj"]), params=params)
     good = round_matrices([job], item)[0]
     bad = Careless(**{name: getattr(good, name) for name in RoundedMatrix.__slots__})
     linear = sublayer.linears["q_proj"]
