@@ -1,8 +1,8 @@
-"""Paths of the bundled texts: the standard calibration set and the held-out text."""
+"""Paths of the bundled texts: the standard calibration set, dialogues, the held-out text."""
 
 from pathlib import Path
 
-__all__ = ["heldout", "standard"]
+__all__ = ["chat", "heldout", "standard"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -10,6 +10,11 @@ _HERE = Path(__file__).resolve().parent
 def standard() -> Path:
     """Return the Parquet file of the standard calibration set."""
     return _HERE / "standard.parquet"
+
+
+def chat() -> Path:
+    """Return the Parquet file of the dialogues that calibration `chat` reads."""
+    return _HERE / "chat.parquet"
 
 
 def heldout() -> Path:

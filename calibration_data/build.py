@@ -2,10 +2,11 @@
 
 Run `python -m exl2flow.calibration_data.build`. A source is `text/<kind>/<name>.txt` or
 `heldout/<number>_<kind>.txt`, UTF-8; its documents are separated by lines that hold `</doc>` and
-nothing else. Within a kind the documents of all files alternate, so that a few rows see as many
-subjects, languages and formats as possible. The same sources give the same rows, and the same bytes
-with the same version of pyarrow. The sources stay in the repository; packages carry the Parquet
-files only.
+nothing else. Dialogues, of the kind `chat`, get a file of their own, so that the standard set does
+not change with them. Within a kind the documents of all files alternate, so that a few rows see as
+many subjects, languages and formats as possible. The same sources give the same rows, and the same
+bytes with the same version of pyarrow. The sources stay in the repository; packages carry the
+Parquet files only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +15,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exl2flow.calibration_data import heldout, standard
+from exl2flow.calibration_data import chat, heldout, standard
 from exl2flow.calibration_data.generate import Document, generated
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("web", "encyclopedia", "code", "stories", "multilingual", "technical")
+CHAT = "chat"
 SEPARATOR = "\n</doc>\n"
 GENERATED_SEED = 1
 GENERATED_BYTES = 36_000  # one document of each maker and a few more
@@ -56,6 +58,12 @@ def standard_documents() -> list[Document]:
     for kind in KINDS:
         documents += alternated(source for source in sources if source and source[0].kind == kind)
     return documents
+
+
+def chat_documents() -> list[Document]:
+    """Return the dialogues."""
+    sources = _sources(HERE / "text" / CHAT)
+    return alternated(read_documents(path, kind=CHAT) for path in sources)
 
 
 def heldout_documents() -> list[Document]:
@@ -115,13 +123,15 @@ def groups() -> list[tuple[str, str, Sequence[Document]]]:
     return [
         ("standard", "written", written),
         ("standard", "generated", generated_documents()),
+        ("chat", "written", chat_documents()),
         ("heldout", "written", heldout_documents()),
     ]
 
 
 def main() -> None:
-    """Write both Parquet files and the table of `PROVENANCE.md`, and print the table."""
+    """Write the Parquet files and the table of `PROVENANCE.md`, and print the table."""
     write_documents(standard_documents(), standard())
+    write_documents(chat_documents(), chat())
     write_documents(heldout_documents(), heldout())
     table = provenance_table(groups())
     page = HERE / "PROVENANCE.md"
@@ -144,7 +154,7 @@ def _languages(kind: str, stem: str, count: int) -> list[str]:
     Files of code are named by their language, or by those of their documents in order; files of
     other languages than English by its two-letter code.
     """
-    if kind == "multilingual":
+    if kind == "multilingual" or (kind == CHAT and len(stem) == 2):
         return [stem] * count
     if kind != "code":
         return ["en"] * count

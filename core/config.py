@@ -3,16 +3,40 @@
 Every default lives here and nowhere else.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from exl2flow.core.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
+ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
+Quality = Literal["fast", "standard", "best", "exllamav2"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
+TARGETS = ("bpw", "bpw_total", "target_bytes")
+DEFAULT_BPW = 4.0
+DEFAULT_HEAD_BITS = 6
+
+# What a preset changes of the defaults below, which are `standard`
+PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "fast": {
+        "sensitivity": {"rows": 8},
+        "rounding": {"rounds": 1, "sweeps": 1},
+        "calibration": {"rows": 64, "measure_rows": 8},
+    },
+    "standard": {},
+    "best": {
+        "sensitivity": {"rows": 32, "block": 0},
+        "rounding": {"rounds": 4},
+    },
+    "exllamav2": {
+        "sensitivity": {"kind": "error"},
+        "rounding": {"scale_search": "grid", "damping": 0.12, "rounds": 0},
+    },
+}
 
 
 class Options(BaseModel):
@@ -24,12 +48,45 @@ class Options(BaseModel):
 class CalibrationOptions(Options):
     """Which token rows Hessians and errors are taken from."""
 
-    file: Path | None = Field(None, description="Parquet with text columns; empty: built-in set")
+    BUILT_IN: ClassVar[tuple[str, ...]] = ("standard", "chat", "self")
+
+    text: str = Field(
+        "standard",
+        min_length=1,
+        description="standard: the built-in set; chat: a share of it as dialogues in the model's "
+        "chat template; self: a share written by the model; else a Parquet file with text columns",
+    )
+    share: float = Field(
+        0.5, gt=0, le=1, description="share of `chat` or `self` rows; the others are standard"
+    )
     rows: int = Field(115, ge=1, description="rows that quantization sees")
     row_tokens: int = Field(2048, ge=32, multiple_of=32, description="tokens per quantization row")
     measure_rows: int = Field(19, ge=1, description="rows that measurement sees")
     measure_row_tokens: int = Field(2048, ge=32, multiple_of=32, description="tokens per such row")
-    seed: int = Field(0, ge=0, description="seed of shuffled and random-token rows")
+    seed: int = Field(0, ge=0, description="seed of shuffled, random-token and self-written rows")
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
+    @property
+    def file(self) -> Path | None:
+        """The user's Parquet file, if there is one."""
+        return None if self.text in self.BUILT_IN else Path(self.text)
+
+    @property
+    def dataset(self) -> str:
+        """The text's name for records: of a file without its folder, of others in brackets."""
+        if self.file is not None:
+            return self.file.name
+        return "(default)" if self.text == "standard" else f"({self.text})"
+
+    def special_rows(self, rows: int) -> int:
+        """Return how many of `rows` rows `chat` or `self` makes; 0 for other texts."""
+        if self.text not in ("chat", "self"):
+            return 0
+        return max(1, int(rows * self.share + 0.5))
 
 
 class RopeOptions(Options):
@@ -37,6 +94,61 @@ class RopeOptions(Options):
 
     scale: float | None = Field(None, gt=0, description="divide positions by this")
     alpha: float | None = Field(None, gt=0, description="NTK factor on the rotary base")
+
+
+class SensitivityOptions(Options):
+    """What an error in a matrix is held to cost."""
+
+    kind: Literal["fisher", "error"] = Field(
+        "fisher",
+        description="fisher: nats of KL divergence, from one backward pass; error: relative error "
+        "of each sublayer's output, without gradients",
+    )
+    rows: int = Field(16, ge=1, description="calibration rows of the backward pass")
+    block: int = Field(
+        512, ge=0, description="out-features per block of the output factors; 0: one block"
+    )
+    seed: int = Field(0, ge=0, description="seed of the sampled labels")
+
+
+class RoundingOptions(Options):
+    """How matrices are rounded once their parameters are chosen."""
+
+    scale_search: ScaleSearch = Field(
+        "column",
+        description="column: every column chooses its scale code; grid: one multiplier per group",
+    )
+    damping: float = Field(0.05, gt=0, description="added to a Hessian, in mean diagonals")
+    rounds: int = Field(3, ge=0, description="rounds of scale refit and coordinate descent")
+    sweeps: int = Field(2, ge=1, description="sweeps of coordinate descent in each round")
+    output_damping: float = Field(
+        0.3, gt=0, description="added to an output factor, in mean diagonals"
+    )
+    fisher_share: float = Field(
+        0.5, ge=0, le=1, description="share of the gradient-weighted Hessian in the one rounded for"
+    )
+
+
+class TuneOptions(Options):
+    """How what stays continuous is distilled from the source after quantizing.
+
+    Rates are Adam's for a divergence of 0.25 nats at the start; they follow the root of it.
+    """
+
+    steps: int = Field(0, ge=0, description="steps of distillation; 0: none")
+    tokens: int = Field(512, ge=32, description="tokens per step")
+    norm_rate: float = Field(
+        2e-3, ge=0, description="rate of norms and biases, in units of their root mean square"
+    )
+    scale_rate: float = Field(3e-3, ge=0, description="rate of the groups' scales, relative")
+    embedding_rate: float = Field(
+        2e-3, ge=0, description="rate of the embedding, in units of its root mean square"
+    )
+    code_rate: float = Field(0, ge=0, description="rate of the codes, in code units; 0: they stay")
+    held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
+    interval: int = Field(50, ge=1, description="steps between judgements")
+    patience: int = Field(20, ge=1, description="judgements without improvement before stopping")
+    seed: int = Field(0, ge=0, description="seed of the crops that steps see")
 
 
 class AllocateOptions(Options):
@@ -66,8 +178,21 @@ class ConversionConfig(Options):
 
     source: Path = Field(description="folder with config.json, tokenizer and *.safetensors")
     out: Path = Field(description="folder that receives the converted model")
-    bpw: float = Field(4.0, ge=2, le=8, description="bits per weight of the decoder's matrices")
-    head_bits: int = Field(6, description="bits of the output head: 2, 3, 4, 5, 6 or 8")
+    quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
+    bpw: float | None = Field(
+        None, ge=2, le=8, description="bits per weight of the decoder's matrices; empty: 4"
+    )
+    bpw_total: float | None = Field(
+        None, ge=2, le=16, description="instead: bits per weight of the whole output"
+    )
+    target_bytes: int | None = Field(
+        None, gt=0, description="instead: bytes of all output files of weights"
+    )
+    head_bits: int | None = Field(
+        None,
+        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "
+        "chooses when the target is a total",
+    )
     work_root: Path | None = Field(
         None, description="folder of checkpoints; empty: `.exl2flow` beside the output"
     )
@@ -78,12 +203,33 @@ class ConversionConfig(Options):
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     calibration: CalibrationOptions = CalibrationOptions()
     rope: RopeOptions = RopeOptions()
+    sensitivity: SensitivityOptions = SensitivityOptions()
+    rounding: RoundingOptions = RoundingOptions()
+    tune: TuneOptions = TuneOptions()
     allocate: AllocateOptions = AllocateOptions()
     validate_options: ValidateOptions = ValidateOptions()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Fill what is not given from the preset, and the target."""
+        merged = {key: value for key, value in values.items() if value is not None}
+        for group, preset in PRESETS.get(str(merged.get("quality", "standard")), {}).items():
+            given = merged.get(group, {})
+            if isinstance(given, BaseModel):
+                given = given.model_dump(exclude_unset=True)
+            given = {k: v for k, v in given.items() if v is not None}
+            merged[group] = {**preset, **given}
+        if not any(target in merged for target in TARGETS):
+            merged["bpw"] = DEFAULT_BPW
+        return merged
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.head_bits not in HEAD_BITS:
+        given = [f"`{name}`" for name in TARGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; choose one target")
+        if self.head_bits is not None and self.head_bits not in HEAD_BITS:
             raise ValueError(f"`head_bits` is {self.head_bits}; choose one of {HEAD_BITS}")
         if self.out.expanduser().resolve() == self.source.expanduser().resolve():
             raise ValueError("`out` is the source folder; choose another one")
@@ -97,7 +243,22 @@ class ConversionConfig(Options):
     @property
     def run_name(self) -> str:
         """Model and bits per weight, for people."""
-        return f"{self.source.resolve().name}@{self.bpw:g}bpw"
+        return f"{self.source.resolve().name}@{self.target}"
+
+    @property
+    def target(self) -> str:
+        """The target in words, without blanks."""
+        if self.target_bytes is not None:
+            return f"{self.target_bytes}bytes"
+        if self.bpw_total is not None:
+            return f"{self.bpw_total:g}bpw-total"
+        return f"{self.bpw:g}bpw"
+
+    @property
+    def fixed_head_bits(self) -> int | None:
+        """The head's bits, None when allocation chooses them."""
+        free = self.head_bits is None and self.bpw is None
+        return None if free else self.head_bits or DEFAULT_HEAD_BITS
 
 
 def build_config(**values: object) -> ConversionConfig:

@@ -3,6 +3,7 @@
 Exl2FlowError
 ├── ConfigError
 ├── SourceModelError     ─ UnsupportedArchitecture · MissingTensor · TensorShapeError
+├── ChatTemplateError
 ├── CalibrationError     ─ NotEnoughRows
 ├── QuantizationError    ─ SingularHessian · NonFiniteState · ReconstructionMismatch
 ├── AllocationError      ─ BudgetUnreachable
@@ -42,6 +43,10 @@ class MissingTensor(SourceModelError):
 
 class TensorShapeError(SourceModelError):
     """A tensor's shape differs from what the config implies, or cannot be quantized."""
+
+
+class ChatTemplateError(Exl2FlowError):
+    """The model has no chat template, or the template cannot render what it is given."""
 
 
 class CalibrationError(Exl2FlowError):

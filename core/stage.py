@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # What quantization writes and inference reads, which do not import each other
 ROWS_FILE = "rows.safetensors"  # calibration rows, int64 (rows, tokens) per mix
 KINDS_FILE = "rows.json"  # what each row is made of
+COMPOSED = "composed"  # the tensor of rows that the source wrote itself
 RECORD_FILE = "exl2flow.json"  # in an output folder: what made it; also marks it as ours
 
 

@@ -111,15 +111,16 @@ def validate(run: StageRun) -> None:
     warnings, failures = verdict(score, cross_check, options)
     for text in (*warnings, *failures):
         log.warning(text)
+    record = read_json(out / RECORD_FILE)
     report: dict[str, object] = {
         "model": str(out),
         "source": str(config.source.resolve()),
-        "bpw": config.bpw,
-        "head_bits": config.head_bits,
+        "target": config.target,
+        "bpw": record["allocation"]["bpw"],
         "source_bytes": sum(p.stat().st_size for p in config.source.glob("*.safetensors")),
         "score": asdict(score),
         "calibration": None if cross_check is None else asdict(cross_check),
-        "layers": read_json(out / RECORD_FILE)["layers"],
+        "layers": record["layers"],
         "sample": sample,
         "warnings": warnings,
         "failures": failures,

@@ -21,8 +21,8 @@ class Group:
 class Ops(Protocol):
     """Tensor operations of the format; all tensors of a call lie on one device."""
 
-    def search_scales(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the scale codes and the maximum of one group for several matrices.
+    def search_grid(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose scale codes by each column's range, and the best maximum, for several matrices.
 
         Args:
             x: fp32 (j, r, n), current rows of the group in `j` matrices.
@@ -33,12 +33,28 @@ class Ops(Protocol):
         """
         ...
 
+    def search_columns(
+        self, x: torch.Tensor, bits: int, row_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the maximum and every column's scale code by the weighted squared error.
+
+        Args:
+            x: fp32 (j, r, n), current rows of the group in `j` matrices.
+            bits: bit width of the group.
+            row_weights: fp32 (r,), weight of each row's squared error.
+
+        Returns:
+            As `search_grid`.
+        """
+        ...
+
     def round_panel(
         self,
         rows: torch.Tensor,
         upper: torch.Tensor,
         scales: torch.Tensor,
         half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round a panel of rows in order, each row's error fed to the panel's rows below.
 
@@ -47,9 +63,35 @@ class Ops(Protocol):
             upper: fp32 (p, p), the panel's diagonal block of the upper factor of H⁻¹.
             scales: fp32 (m,), decoder scale of each column.
             half_range: fp32 (m,), 2 ** (bits - 1) of each column.
+            output: fp32 (blocks, b, b) with blocks · b = m, metric in which a row's error is
+                made small; None: the columns are independent.
 
         Returns:
             Codes uint8 (p, m), and errors over the factor's diagonal fp32 (p, m).
+        """
+        ...
+
+    def descend_panel(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Improve a panel's steps by coordinate descent on tr(O Eᵀ H E), row after row.
+
+        Args:
+            steps: fp32 (p, m), signed codes; overwritten.
+            gradient: fp32 (p, m), H E O of the panel's rows; overwritten.
+            hessian: fp32 (p, p), the panel's diagonal block of H.
+            scales: fp32 (m,), decoder scale of each column.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column.
+            output: fp32 (blocks, b, b), O; None: the identity.
+
+        Returns:
+            The change of the panel's values, fp32 (p, m).
         """
         ...
 

@@ -16,6 +16,13 @@ GRID_POINTS = 97  # multipliers tried on a group's maximum scale
 GRID_START, GRID_END = 0.70, 1.20
 GRID_EXPONENT = 3.5  # of the absolute error that a multiplier is judged by
 SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
+MAXIMA = 12  # multiples of a group's largest range that a column search tries as its maximum
+MAXIMA_START, MAXIMA_END = 0.50, 1.15
+CODE_REACH = 2  # scale codes tried on either side of the expected one
+EXPECTED_SHARE = 0.9  # of a column's range is where its best scale is expected
+CLASSES = 4  # columns of a row that descend at the same time are this far apart
+START_SWEEPS = 3  # of a row's descent when it is first rounded
+RETRIES = 2  # of changes that help one by one but not together
 EPSILON = 1e-12  # keeps an all-zero column's scale positive
 CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in its cache
 
@@ -23,10 +30,10 @@ CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in i
 class TorchOps:
     """Vectorized over columns, and over matrices that share a Hessian."""
 
-    def search_scales(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.search_scales`; `docs/format.md` section 4 has the formulas."""
+    def search_grid(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.search_grid`; `docs/format.md` section 4 has the formulas."""
         half = float(2 ** (bits - 1))
-        base = (x.abs().amax(dim=1) + EPSILON) / ((2**bits - 1) / 2)  # (j, n)
+        base = _column_ranges(x, bits)  # (j, n)
         largest = base.amax(dim=1, keepdim=True)
         levels = (SCALE_LEVELS * (base / largest).sqrt()).round().clamp(1, SCALE_LEVELS)
         steps = (levels / SCALE_LEVELS).square() * largest  # (j, n)
@@ -35,24 +42,71 @@ class TorchOps:
         best = grid[cost.argmin(dim=1)]  # argmin takes the first minimum
         return (levels - 1).to(torch.uint8), (largest[:, 0] * best).half()
 
+    def search_columns(
+        self, x: torch.Tensor, bits: int, row_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.search_columns`."""
+        found = [self._search_columns(matrix, bits, row_weights) for matrix in x]
+        codes, maxima = zip(*found, strict=True)
+        return torch.stack(codes), torch.stack(maxima)
+
+    def _search_columns(
+        self, x: torch.Tensor, bits: int, row_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Search one matrix: x fp32 (r, n) → codes uint8 (n,), maximum fp16 ()."""
+        base = _column_ranges(x, bits)  # (n,)
+        factors = torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA, device=x.device)
+        maxima = (base.amax() * factors).half()  # (MAXIMA,)
+        expected = SCALE_LEVELS * (EXPECTED_SHARE * base / maxima[:, None].float()).sqrt()
+        reach = torch.arange(-CODE_REACH, CODE_REACH + 1, device=x.device)
+        levels = expected.round()[:, None] + reach[:, None]  # (MAXIMA, reach, n)
+        codes = (levels.clamp(1, SCALE_LEVELS) - 1).to(torch.uint8)
+        scales = self.decode_scales(codes, maxima[:, None].expand(codes.shape[:2]))
+        cost = _weighted_cost(x, scales.float().flatten(0, 1), float(2 ** (bits - 1)), row_weights)
+        least, chosen = cost.view(codes.shape).min(dim=1)  # (MAXIMA, n)
+        best = least.sum(dim=1).argmin()
+        return codes[best].gather(0, chosen[best][None])[0], maxima[best]
+
     def round_panel(
         self,
         rows: torch.Tensor,
         upper: torch.Tensor,
         scales: torch.Tensor,
         half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.round_panel`."""
         low, high = -half_range, half_range - 1
         divisors = torch.where(scales > 0, scales, torch.inf)  # a scale of 0 codes the zero point
+        descent = None if output is None else _RowDescent(scales, half_range, output)
         steps, errors = torch.empty_like(rows), torch.empty_like(rows)
         for r in range(rows.shape[0]):
             step = torch.div(rows[r], divisors, out=steps[r]).round_()
             torch.clamp(step, low, high, out=step)
+            if descent is not None:
+                gradient = descent.times_output(step * scales - rows[r])
+                descent.run(step, gradient, 1.0, sweeps=START_SWEEPS)
             error = torch.sub(rows[r], (step * scales).half().float(), out=errors[r])
             error /= upper[r, r]
             rows[r + 1 :].addr_(upper[r, r + 1 :], error, alpha=-1)
         return steps.add_(half_range).to(torch.uint8), errors
+
+    def descend_panel(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.descend_panel`."""
+        before = steps.clone()
+        descent = _RowDescent(scales, half_range, output)
+        for r, curvature in enumerate(hessian.diagonal().tolist()):
+            moved = descent.run(steps[r], gradient[r], curvature, sweeps=1)  # times O
+            gradient[r + 1 :].addr_(hessian[r + 1 :, r], moved)
+        return (steps - before) * scales
 
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """See `Ops.pack`; bit `b * i` of a unit's integer begins code `i`."""
@@ -105,7 +159,7 @@ class TorchOps:
     def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
         """See `Ops.decode_scales`: RN16((code + 1)² · RN16(max / 256))."""
         unit = (max_scales.float() / 256).half().float()
-        return ((codes.float() + 1).square() * unit[:, None]).half()
+        return ((codes.float() + 1).square() * unit[..., None]).half()
 
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
@@ -120,6 +174,99 @@ class TorchOps:
 
 
 TORCH_OPS: Ops = TorchOps()
+
+
+class _RowDescent:
+    """Coordinate descent inside one row on h · e O eᵀ + 2 e · (other rows), e = steps · scales.
+
+    Every `CLASSES`-th column moves at the same time, each to its own best step. A move that makes
+    the row worse, as columns depend on each other, is tried again with the strongest changes only.
+    """
+
+    def __init__(
+        self, scales: torch.Tensor, half_range: torch.Tensor, output: torch.Tensor | None
+    ) -> None:
+        self.scales = scales
+        self.low, self.high = -half_range, half_range - 1
+        self.inverse = torch.where(scales > 0, 1 / scales, 0)
+        self.output = output  # (blocks, b, b)
+        if output is not None:
+            self.curvature = output.diagonal(dim1=1, dim2=2)  # (blocks, b)
+            self.shape = self.curvature.shape
+            self.inverse = self.inverse / self.curvature.flatten()
+
+    def times_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x O for a row (m,)."""
+        if self.output is None:
+            return x
+        return torch.bmm(x.view(self.shape)[:, None], self.output).flatten()
+
+    def run(
+        self, step: torch.Tensor, gradient: torch.Tensor, curvature: float, *, sweeps: int
+    ) -> torch.Tensor:
+        """Improve `step` (m,) and its `gradient` (m,) in place; return the change times O."""
+        before = gradient.clone()
+        for _ in range(sweeps):
+            if self.output is None:
+                self._move_all(step, gradient, curvature)
+            else:
+                for index in range(CLASSES):
+                    self._move_class(slice(index, None, CLASSES), step, gradient, curvature)
+        return (gradient - before) / curvature
+
+    def _move_all(self, step: torch.Tensor, gradient: torch.Tensor, curvature: float) -> None:
+        """Move independent columns to their best steps."""
+        best = (step - gradient * self.inverse / curvature).round_()
+        torch.clamp(best, self.low, self.high, out=best)
+        gradient += (best - step) * self.scales * curvature
+        step.copy_(best)
+
+    def _move_class(
+        self, columns: slice, step: torch.Tensor, gradient: torch.Tensor, curvature: float
+    ) -> None:
+        """Move a class of columns, of each block, if that lowers the objective."""
+        assert self.output is not None
+        wide = [x.view(self.shape)[:, columns] for x in (step, gradient, self.scales, self.inverse)]
+        old, slope, scales, inverse = wide
+        best = (old - slope * inverse / curvature).round_()
+        low, high = (x.view(self.shape)[:, columns] for x in (self.low, self.high))
+        torch.clamp(best, low, high, out=best)
+        change = (best - old) * scales  # (blocks, b / CLASSES)
+        for attempt in range(RETRIES + 1):
+            pushed = torch.bmm(change[:, None], self.output[:, columns])[:, 0]  # (blocks, b)
+            rise = curvature * (pushed[:, columns] * change).sum() + 2 * (slope * change).sum()
+            if rise < 0:
+                gradient.add_(pushed.flatten(), alpha=curvature)
+                old.copy_(torch.where(change != 0, best, old))
+                return
+            if attempt == RETRIES or not change.any():
+                return
+            gain = -change * (curvature * change * self.curvature[:, columns] + 2 * slope)
+            change = torch.where(gain >= gain.amax() * (attempt + 1) / RETRIES, change, 0)
+
+
+def _column_ranges(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the scales at which the codes just span each column; x fp32 (..., r, n) → (..., n)."""
+    return (x.abs().amax(dim=-2) + EPSILON) / ((2**bits - 1) / 2)
+
+
+def _weighted_cost(
+    x: torch.Tensor, scales: torch.Tensor, half: float, row_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ w (x - s clamp(rint(x / s)))² over the rows, fp32 (c, n), for scales (c, n)."""
+    r, n = x.shape
+    cost = torch.empty_like(scales)
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    width = max(1, CHUNK_ELEMENTS // r)
+    for begin in range(0, n, width):
+        columns = slice(begin, begin + width)
+        part = x[:, columns].contiguous()
+        rounded = torch.empty_like(part)
+        for index in range(len(scales)):
+            torch.mul(part, inverse[index, columns], out=rounded).round_().clamp_(-half, half - 1)
+            error = rounded.mul_(scales[index, columns]).sub_(part)
+            torch.mv(error.square_().t(), row_weights, out=cost[index, columns])
+    return cost
 
 
 def _grid(device: torch.device) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
 
 from exl2flow.model.attention import AttentionSublayer, KvCache, LayerCache, Projected
+from exl2flow.model.chat_template import ChatTemplate, Message
+from exl2flow.model.composition import Composition
 from exl2flow.model.decoder import (
     Decoder,
     Embedding,
@@ -32,6 +34,8 @@ __all__ = [
     "FAMILIES",
     "AttentionSpec",
     "AttentionSublayer",
+    "ChatTemplate",
+    "Composition",
     "Decoder",
     "DenseLinear",
     "Embedding",
@@ -41,6 +45,7 @@ __all__ = [
     "KvCache",
     "LayerCache",
     "Linear",
+    "Message",
     "MlpSpec",
     "MlpSublayer",
     "ModelSpec",

@@ -11,23 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from exl2flow.core.config import AllocateOptions, ConversionConfig
+from exl2flow.core.config import TARGETS, AllocateOptions, ConversionConfig
 from exl2flow.core.errors import AllocationError, BudgetUnreachable, ConfigError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.model import ModelSpec, SublayerSpec, resolve
+from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors, resolve
 from exl2flow.model.exl2 import QuantParams, padded_columns
-from exl2flow.quant.candidates import Candidate
-from exl2flow.quant.measure import MEASUREMENT_FILE, CandidateResult, candidate_bits
+from exl2flow.quant.candidates import HEAD_PARAMS
+from exl2flow.quant.layout import Choice, output_bytes
+from exl2flow.quant.measurement import (
+    MEASUREMENT_FILE,
+    CandidateResult,
+    Measurement,
+    Slots,
+    read_measurement,
+    slot_projections,
+)
 
 log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
 LEAST_ERROR = 1e-6  # of the logarithmic objective; accuracies are stored no finer
-Slots = Mapping[str, Sequence[CandidateResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +51,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The chosen candidate of every sublayer, under a budget in bits."""
+    """The chosen candidate of every slot, under a budget in bits; params: by projection key."""
 
     budget_bits: int
     used_bits: int
     numel: int
     choice: Mapping[str, CandidateResult]
+    params: Mapping[str, QuantParams]
     objective: str
     value: float
     bound: float
@@ -56,11 +65,11 @@ class Allocation:
 
     @property
     def bpw(self) -> float:
-        """Bits per weight of the decoder's matrices, overheads included."""
+        """Bits per weight of the slots' matrices, overheads included."""
         return self.used_bits / self.numel
 
     def to_json(self) -> dict[str, object]:
-        """Return the content of `allocation.json`."""
+        """Return the content of `allocation.json`, but the parameters."""
         return {
             "budget_bits": self.budget_bits,
             "used_bits": self.used_bits,
@@ -155,20 +164,24 @@ def _solve_milp(
         capacity -= 1
 
 
-def allocate_bits(slots: Slots, *, budget: int, numel: int, options: AllocateOptions) -> Allocation:
+def allocate_bits(
+    spec: ModelSpec, slots: Slots, *, budget: int, options: AllocateOptions
+) -> Allocation:
     """Choose a candidate per slot.
 
     Args:
-        slots: sublayer name → measured candidates.
+        spec: the model.
+        slots: slot → measured candidates.
         budget: bits permitted for all slots together.
-        numel: weights that the bits are spread over.
-        options: the objective.
+        options: the objective of slots whose cost in nats is not known.
 
     Raises:
         BudgetUnreachable: naming the reachable range in bits per weight.
     """
     bits = [[result.total_bits for result in results] for results in slots.values()]
     cost = [[_cost(result, options) for result in results] for results in slots.values()]
+    projections = slot_projections(spec)
+    numel = sum(_numel(p) for name in slots for p in projections[name])
     try:
         solution = solve(bits, cost, budget)
     except BudgetUnreachable as error:
@@ -182,20 +195,28 @@ def allocate_bits(slots: Slots, *, budget: int, numel: int, options: AllocateOpt
         name: results[index]
         for (name, results), index in zip(slots.items(), solution.choice, strict=True)
     }
-    objective = options.objective + (f" {options.power:g}" if options.objective == "power" else "")
     return Allocation(
         budget_bits=budget,
         used_bits=solution.bits,
         numel=numel,
         choice=choice,
-        objective=objective,
+        params=_projection_params(spec, choice),
+        objective=_objective(slots, options),
         value=solution.value,
         bound=solution.bound,
         status=solution.status,
     )
 
 
+def _objective(slots: Slots, options: AllocateOptions) -> str:
+    if all(result.nats is not None for results in slots.values() for result in results):
+        return "nats"
+    return options.objective + (f" {options.power:g}" if options.objective == "power" else "")
+
+
 def _cost(result: CandidateResult, options: AllocateOptions) -> float:
+    if result.nats is not None:
+        return result.nats
     error = max(LEAST_ERROR, 1 - result.accuracy)
     match options.objective:
         case "log":
@@ -206,96 +227,116 @@ def _cost(result: CandidateResult, options: AllocateOptions) -> float:
             return float(error**options.power)
 
 
+def _numel(projection: ProjectionSpec) -> int:
+    return projection.in_features * padded_columns(projection.out_features)
+
+
 def decoder_numel(spec: ModelSpec) -> int:
     """Return the weights of the decoder's matrices, padding included."""
-    return sum(
-        p.in_features * padded_columns(p.out_features)
-        for sublayer in spec.sublayers
-        for p in sublayer.projections
-    )
+    return sum(_numel(p) for sublayer in spec.sublayers for p in sublayer.projections)
 
 
-def read_measurement(path: Path, spec: ModelSpec) -> dict[str, list[CandidateResult]]:
-    """Read a `measurement.json`, ours or exllamav2's, for this model.
-
-    Bits are computed from the parameters; a file that states others belongs to another model.
-
-    Raises:
-        ConfigError: the file is not a measurement, or not of this model.
-    """
-    try:
-        data = read_json(path)
-        data["last_module_idx"]
-        measured = data["measurement"]
-        slots = {
-            sublayer.name: [CandidateResult.from_json(entry) for entry in measured[sublayer.name]]
-            for sublayer in spec.sublayers
-        }
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise ConfigError(
-            f"`{path}` is not a measurement of `{spec.source_dir}`: {error}; "
-            "measure again or give the file that belongs to this model"
-        ) from error
-    for sublayer in spec.sublayers:
-        _check_entries(path, sublayer, slots[sublayer.name])
-    return slots
-
-
-def _check_entries(path: Path, sublayer: SublayerSpec, results: Sequence[CandidateResult]) -> None:
-    """Ask that measured candidates can be those of a sublayer.
-
-    Raises:
-        ConfigError: naming file and sublayer.
-    """
-    if not results:
-        raise ConfigError(f"`{path}`: `{sublayer.name}` lists no candidates; measure again")
-    for result in results:
-        names = {projection.name for projection in sublayer.projections}
-        if set(result.params) != names:
-            raise ConfigError(f"`{path}`: `{sublayer.name}` lists {sorted(result.params)}")
-        if not 0 <= result.accuracy <= 1:
-            raise ConfigError(
-                f"`{path}`: `{sublayer.name}` has an accuracy of {result.accuracy}, which is not "
-                "between 0 and 1; measure again"
-            )
-        if candidate_bits(sublayer, result.params) != result.total_bits:
-            raise ConfigError(
-                f"`{path}` states {result.total_bits} bits for `{sublayer.name}`, this model "
-                f"has {candidate_bits(sublayer, result.params)}; it is of another model"
-            )
-
-
-def read_choice(folder: Path) -> dict[str, Candidate]:
-    """Return sublayer name → chosen parameters from the stage folder of `allocate`."""
-    choice = read_json(folder / ALLOCATION_FILE)["choice"]
-    return {
-        name: {k: QuantParams.from_json(v) for k, v in entry.items() if isinstance(v, dict)}
-        for name, entry in choice.items()
-    }
+def read_choice(folder: Path) -> dict[str, QuantParams]:
+    """Return projection key → chosen parameters from the stage folder of `allocate`."""
+    params = read_json(folder / ALLOCATION_FILE)["params"]
+    return {key: QuantParams.from_json(value) for key, value in params.items()}
 
 
 def allocate(run: StageRun) -> None:
-    """Write `allocation.json` for the target bits per weight into the stage folder."""
-    spec = resolve(run.config.source)
-    given = run.config.measurement
+    """Write `allocation.json` for the target into the stage folder."""
+    config = run.config
+    spec = resolve(config.source)
+    given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
-    slots = read_measurement(path, spec)
-    numel = decoder_numel(spec)
-    allocation = allocate_bits(
-        slots, budget=int(numel * run.config.bpw), numel=numel, options=run.config.allocate
-    )
+    measurement = read_measurement(path, spec)
+    if config.bpw is not None:
+        assert config.fixed_head_bits is not None
+        budget = int(decoder_numel(spec) * config.bpw)
+        allocation = allocate_bits(
+            spec, measurement.decoder, budget=budget, options=config.allocate
+        )
+        choice: Choice = {**allocation.params, spec.head.key: HEAD_PARAMS[config.fixed_head_bits]}
+    else:
+        allocation, choice = allocate_total(config, spec, measurement)
     log.info("bpw=%.4f objective=%s %s", allocation.bpw, allocation.value, allocation.status)
-    write_json(run.folder.path / ALLOCATION_FILE, allocation.to_json())
+    params = {key: value.to_json() for key, value in choice.items()}
+    content = {**allocation.to_json(), "params": params}
+    write_json(run.folder.path / ALLOCATION_FILE, content)
     run.folder.commit(ALLOCATION_FILE, digest(run.folder.path / ALLOCATION_FILE), cursor=1)
     run.tick(1, 1, f"bpw={allocation.bpw:.4f}")
 
 
+def allocate_total(
+    config: ConversionConfig, spec: ModelSpec, measurement: Measurement
+) -> tuple[Allocation, Choice]:
+    """Allot bits so that all output files of weights together keep to the target.
+
+    Raises:
+        ConfigError: the head is free but was not measured.
+        BudgetUnreachable: naming the least size.
+    """
+    slots = dict(measurement.decoder)
+    fixed: dict[str, QuantParams] = {}
+    if config.fixed_head_bits is not None:
+        fixed[spec.head.key] = HEAD_PARAMS[config.fixed_head_bits]
+    elif measurement.head:
+        slots[spec.head.key] = measurement.head
+    else:
+        raise ConfigError(
+            "the measurement knows nothing of the head, whose bits are to be chosen; give "
+            "`--head-bits`, or measure with `--sensitivity fisher`"
+        )
+    target = total_target(config, spec)
+    least = {name: min(results, key=_bits) for name, results in slots.items()}
+    choice: Choice = _projection_params(spec, least) | fixed
+    size = output_bytes(spec, choice, config.shard_size_mb)
+    overhead = size * 8 - sum(map(_bits, least.values()))  # headers grow by a few digits at most
+    if size > target:
+        raise BudgetUnreachable(
+            f"the smallest output has {size:,} bytes, the target is {target:,}; raise the target"
+        )
+    while True:
+        allocation = allocate_bits(
+            spec, slots, budget=target * 8 - overhead, options=config.allocate
+        )
+        choice = {**allocation.params, **fixed}
+        excess = output_bytes(spec, choice, config.shard_size_mb) - target
+        if excess <= 0:
+            return allocation, choice
+        overhead += 8 * excess
+
+
+def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
+    """Return the target in bytes when it is a total."""
+    if config.target_bytes is not None:
+        return config.target_bytes
+    assert config.bpw_total is not None
+    weights = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
+    return int(weights * config.bpw_total / 8)
+
+
+def _bits(result: CandidateResult) -> int:
+    return result.total_bits
+
+
+def _projection_params(
+    spec: ModelSpec, chosen: Mapping[str, CandidateResult]
+) -> dict[str, QuantParams]:
+    """Return projection key → parameters of a choice per slot."""
+    projections = slot_projections(spec)
+    return {
+        p.key: result.params[p.name] for name, result in chosen.items() for p in projections[name]
+    }
+
+
 def _options(config: ConversionConfig) -> dict[str, object]:
     return {
-        "bpw": config.bpw,
+        "target": {name: getattr(config, name) for name in TARGETS},
+        "head_bits": config.fixed_head_bits,
+        "shard_size_mb": config.shard_size_mb if config.bpw is None else None,
         "allocate": config.allocate.model_dump(),
         "measurement": digest(config.measurement) if config.measurement else None,
     }
 
 
-ALLOCATE = Stage(name="allocate", schema=1, inputs=("measure",), options=_options, run=allocate)
+ALLOCATE = Stage(name="allocate", schema=2, inputs=("measure",), options=_options, run=allocate)

@@ -6,17 +6,16 @@ Parquet file is read from its start. Text that is too short gives overlapping ro
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from exl2flow.calibration_data import standard
-from exl2flow.core.errors import CalibrationError, ConfigError, NotEnoughRows
+from exl2flow.core.errors import ConfigError, NotEnoughRows
+from exl2flow.quant.parquet import records
 from exl2flow.quant.windows import Stream, cut, overlaps, row_offsets, shuffled
 
 log = logging.getLogger(__name__)
@@ -101,13 +100,13 @@ def calibration_rows(parquet: Path | None, encode: Encoder, request: RowRequest)
     return made
 
 
-def check_parquet(path: Path) -> None:
-    """Read the first record of a user's file, before hours depend on it.
-
-    Raises:
-        CalibrationError: the file cannot be read or holds no text.
-    """
-    next(_records(path, None))
+def joined(first: CalibrationRows, second: CalibrationRows) -> CalibrationRows:
+    """Return the rows of both, those of `first` before; rows are of equal length."""
+    return CalibrationRows(
+        ids=torch.cat([first.ids, second.ids]),
+        kinds=first.kinds + second.kinds,
+        notes=first.notes + second.notes,
+    )
 
 
 def row_counts(request: RowRequest) -> dict[str, int]:
@@ -122,9 +121,21 @@ def row_counts(request: RowRequest) -> dict[str, int]:
     return counts
 
 
+def short_notes(kind: str, total: int, offsets: Sequence[int], length: int) -> list[str]:
+    """Say what was done because the `total` tokens of a kind are too few."""
+    size = f"{kind}: {total} tokens for {len(offsets)} rows of {length}"
+    notes = []
+    if total < length:
+        notes.append(f"{size}; text of other kinds follows it")
+    if overlaps(offsets, length):
+        same = "rows overlap" if len(set(offsets)) == len(offsets) else "some rows are equal"
+        notes.append(f"{size}; {same}")
+    return notes
+
+
 def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRows:
     texts: dict[str, list[str]] = {kind: [] for kind in TEXT_KINDS}
-    for kind, text in _records(path, ["kind", "text"]):
+    for kind, text in records(path, ["kind", "text"]):
         texts[kind].append(text)
     streams = {kind: _stream(kind, texts[kind], encode) for kind in TEXT_KINDS}
     generator = torch.Generator().manual_seed(request.seed)
@@ -145,7 +156,7 @@ def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> Calibrat
             stream = _long_enough(kind, streams, length)
             offsets = row_offsets(stream, count, length)
             blocks.append(cut(stream, offsets, length, bos=encode.bos_token_id))
-            notes += _short_notes(kind, len(streams[kind].ids), offsets, length)
+            notes += short_notes(kind, len(streams[kind].ids), offsets, length)
     kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
     return CalibrationRows(ids=torch.cat(blocks), kinds=kinds, notes=tuple(notes))
 
@@ -183,23 +194,11 @@ def _long_enough(kind: str, streams: Mapping[str, Stream], length: int) -> Strea
     return Stream(ids, own.starts)
 
 
-def _short_notes(kind: str, total: int, offsets: Sequence[int], length: int) -> list[str]:
-    """Say what was done because the `total` tokens of a kind are too few."""
-    size = f"{kind}: {total} tokens for {len(offsets)} rows of {length}"
-    notes = []
-    if total < length:
-        notes.append(f"{size}; text of other kinds follows it")
-    if overlaps(offsets, length):
-        same = "rows overlap" if len(set(offsets)) == len(offsets) else "some rows are equal"
-        notes.append(f"{size}; {same}")
-    return notes
-
-
 def _own_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRows:
     """Concatenate the records' tokens without BOS and EOS and cut them into rows."""
     count, length = request.rows, request.row_tokens
     ids: list[int] = []
-    for values in _records(path, None):
+    for values in records(path, None):
         ids += encode.encode(" ".join(values))
         if len(ids) >= count * length:
             break
@@ -210,48 +209,6 @@ def _own_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRo
         )
     stream = Stream(ids)
     offsets = row_offsets(stream, count, length)
-    notes = _short_notes(path.name, len(ids), offsets, length)
+    notes = short_notes(path.name, len(ids), offsets, length)
     rows = cut(stream, offsets, length, bos=None)
     return CalibrationRows(ids=rows, kinds=("text",) * count, notes=tuple(notes))
-
-
-def _records(path: Path, columns: list[str] | None) -> Iterator[list[str]]:
-    """Yield the texts of each record, nulls and blanks left out; None reads every text column."""
-    empty = True
-    try:
-        with pq.ParquetFile(path) as file:
-            names = columns or _text_columns(path, file.schema_arrow)
-            for batch in file.iter_batches(columns=names):
-                for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                    if kept := [value for value in values if value and not value.isspace()]:
-                        empty = False
-                        yield kept
-            if empty:
-                raise CalibrationError(
-                    f"`{path}` holds no text in {_listed(file.schema_arrow)}; fill its records"
-                )
-    except FileNotFoundError as error:
-        raise CalibrationError(f"no calibration file at `{path}`; check the path") from error
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise CalibrationError(
-            f"`{path}` cannot be read as Parquet ({error}); give a file with a text column, as "
-            "pandas.DataFrame.to_parquet writes it"
-        ) from error
-
-
-def _text_columns(path: Path, schema: pa.Schema) -> list[str]:
-    """Return the names of the columns that hold strings, plain or dictionary-encoded."""
-    names = []
-    for column in schema:
-        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            names.append(column.name)
-    if not names:
-        raise CalibrationError(
-            f"`{path}` has no text column, only {_listed(schema)}; add one of strings"
-        )
-    return names
-
-
-def _listed(schema: pa.Schema) -> str:
-    return ", ".join(f"`{column.name}` ({column.type})" for column in schema) or "no columns"

@@ -1,12 +1,14 @@
-"""The quantization parameters that are tried: the tables of exllamav2 (`docs/format.md` section 5).
+"""The quantization parameters that are tried.
 
-A cell reads `bits/bits@share/share gSIZE/SIZE`; one size serves all widths of the cell. A row is
-one candidate of a sublayer and sets all its projections at once.
+A cell reads `bits/bits@share/share gSIZE/SIZE`; one size serves all widths of the cell. The tables
+of sublayers are exllamav2's (`docs/format.md` section 5): a row sets all projections at once. The
+lists for single projections and for the head are this project's (`docs/concepts/quality.md`).
 """
 
 from exl2flow.core.config import HEAD_BITS
 from exl2flow.model import SublayerSpec
 from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant.measurement import Candidate
 
 ATTENTION_COLUMNS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION_TABLE = """
@@ -58,8 +60,32 @@ HEAD_TABLE = """
 8/6@0.15/0.85 g128
 8 g128
 """
-
-Candidate = dict[str, QuantParams]  # projection name → its parameters
+PROJECTION_LIST = """
+2 g64 | 2 g32
+3/2@0.1/0.9 g64 | 3/2@0.25/0.75 g64 | 3/2@0.5/0.5 g64 | 3/2@0.75/0.25 g64
+3 g128 | 3 g64 | 3 g32
+4/3@0.25/0.75 g128 | 4/3@0.5/0.5 g128 | 4/3@0.75/0.25 g128
+4/3@0.1/0.9 g32 | 4/3@0.25/0.75 g32 | 4/3@0.5/0.5 g32
+4 g128 | 4 g64 | 4 g32
+5/4@0.25/0.75 g128 | 5/4@0.5/0.5 g128 | 5/4@0.75/0.25 g128
+5/4@0.25/0.75 g32 | 5/4@0.5/0.5 g32
+5 g128 | 5 g64 | 5 g32
+6/5@0.25/0.75 g128 | 6/5@0.5/0.5 g128
+6 g128 | 6 g32
+8/6@0.5/0.5 g128
+8 g128 | 8 g32
+"""
+HEAD_LIST = """
+3 g128 | 3 g64
+4/3@0.25/0.75 g128 | 4/3@0.5/0.5 g128 | 4/3@0.75/0.25 g128
+4 g128 | 4 g64
+5/4@0.25/0.75 g128 | 5/4@0.5/0.5 g128
+5 g128 | 5 g64
+6/5@0.15/0.85 g128 | 6/5@0.5/0.5 g128
+6 g128
+8/6@0.15/0.85 g128
+8 g128
+"""
 
 
 def parse_params(text: str) -> QuantParams:
@@ -86,6 +112,14 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "attention": _parse_table(ATTENTION_COLUMNS, ATTENTION_TABLE),
     "mlp": _parse_table(MLP_COLUMNS, MLP_TABLE),
 }
+
+
+def _parse_list(text: str) -> tuple[QuantParams, ...]:
+    return tuple(parse_params(cell) for cell in text.replace("\n", "|").split("|") if cell.strip())
+
+
+PROJECTION_OPTIONS = _parse_list(PROJECTION_LIST)
+HEAD_OPTIONS = _parse_list(HEAD_LIST)
 HEAD_PARAMS: dict[int, QuantParams] = dict(
     zip(HEAD_BITS, map(parse_params, HEAD_TABLE.strip().splitlines()), strict=True)
 )

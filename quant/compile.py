@@ -8,7 +8,6 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,20 +16,25 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
-    Layout,
     digest,
     read_json,
     replacing,
-    safetensors_header,
     write_json,
     write_layout,
 )
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.core.store import versions
-from exl2flow.model import ModelSpec, TensorFiles, expected_tensors, resolve
-from exl2flow.model.exl2 import QuantizedMatrix, padded_columns, quantized_layout
+from exl2flow.model import ModelSpec, TensorFiles, resolve
+from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
-from exl2flow.quant.candidates import HEAD_PARAMS, Candidate
+from exl2flow.quant.layout import (
+    FORMAT_METADATA,
+    Shard,
+    output_layout,
+    plain_tensors,
+    plan_shards,
+    tensor_bytes,
+)
 from exl2flow.quant.quantize import (
     read_report,
     reconstruction_digest,
@@ -40,72 +44,7 @@ from exl2flow.quant.quantize import (
 log = logging.getLogger(__name__)
 
 NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
-FORMAT_METADATA = {"format": "pt"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One output file before it is written."""
-
-    name: str
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-    @property
-    def bytes(self) -> int:
-        """The size the file will have."""
-        return len(safetensors_header(self.layout, FORMAT_METADATA)) + sum(
-            map(_size, self.layout.values())
-        )
-
-
-def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of the tensors that are stored as fp16."""
-    quantized = {p.key for s in spec.sublayers for p in s.projections} | {spec.head.key}
-    return {
-        name: shape
-        for name, shape in expected_tensors(spec).items()
-        if name.rpartition(".")[0] not in quantized
-    }
-
-
-def output_layout(spec: ModelSpec, choice: dict[str, Candidate], head_bits: int) -> Layout:
-    """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head."""
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
-    }
-    stored = [(p, choice[s.name][p.name]) for s in spec.sublayers for p in s.projections]
-    for p, params in [*stored, (spec.head, HEAD_PARAMS[head_bits])]:
-        columns = padded_columns(p.out_features)
-        layout |= quantized_layout(p.key, params, p.in_features, columns, has_bias=p.has_bias)
-    return layout
-
-
-def plan_shards(layout: Layout, shard_size_mb: int) -> list[Shard]:
-    """Divide tensors, in order, into files of at most `shard_size_mb` MiB of data.
-
-    A tensor larger than the limit gets a file of its own; 0 or less means one file.
-    """
-    limit = shard_size_mb * 2**20 if shard_size_mb > 0 else None
-    parts: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    filled = 0
-    for name, entry in layout.items():
-        if limit is not None and parts[-1] and filled + _size(entry) > limit:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = entry
-        filled += _size(entry)
-    if len(parts) == 1:
-        return [Shard(name="model.safetensors", layout=parts[0])]
-    return [
-        Shard(name=f"model-{i:05d}-of-{len(parts):05d}.safetensors", layout=part)
-        for i, part in enumerate(parts, 1)
-    ]
-
-
-def _size(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    dtype, shape = entry
-    return dtype.itemsize * torch.Size(shape).numel()
 
 
 def carried_files(source: Path) -> list[Path]:
@@ -173,7 +112,7 @@ def compile_model(run: StageRun) -> None:
     check_output_folder(out, config.source)
     quantized = run.inputs["quantize"]
     choice = read_choice(run.inputs["allocate"])
-    shards = plan_shards(output_layout(spec, choice, config.head_bits), config.shard_size_mb)
+    shards = plan_shards(output_layout(spec, choice), config.shard_size_mb)
     extras = carried_files(config.source)
     run.folder.manifest.total = len(shards)
     _write_record(run, out, spec)
@@ -191,7 +130,7 @@ def compile_model(run: StageRun) -> None:
         run.stop_if_asked()
     if len(shards) > 1:
         _commit(run, _write_index(out, shards))
-    _commit(run, _write_config(run, out))
+    _commit(run, _write_config(run, out, spec))
     _compare(out, quantized, spec, tensors)
 
 
@@ -223,7 +162,7 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
         "fingerprint": run.folder.manifest.fingerprint,
         "versions": versions(),
         "options": run.config.model_dump(mode="json", exclude={"work_root", "out"}),
-        "allocation": {key: value for key, value in allocation.items() if key != "choice"},
+        "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "layers": [read_report(run.inputs["quantize"] / name) for name in result_files(spec)],
     }
     write_json(out / RECORD_FILE, record)
@@ -231,7 +170,7 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
 
 
 def _write_index(out: Path, shards: list[Shard]) -> Path:
-    sizes = [_size(entry) for shard in shards for entry in shard.layout.values()]
+    sizes = [tensor_bytes(entry) for shard in shards for entry in shard.layout.values()]
     index = {
         "metadata": {"total_size": sum(sizes)},
         "weight_map": {name: shard.name for shard in shards for name in shard.layout},
@@ -241,16 +180,17 @@ def _write_index(out: Path, shards: list[Shard]) -> Path:
     return path
 
 
-def _write_config(run: StageRun, out: Path) -> Path:
+def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
     """Write config.json with the block by which programs recognize EXL2."""
     config = run.config
     calibration = config.calibration
+    allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     content = json.loads((config.source / "config.json").read_bytes())
     content["quantization_config"] = {
         "quant_method": "exl2",
         "version": versions()["exl2flow"],
-        "bits": config.bpw,
-        "head_bits": config.head_bits,
+        "bits": config.bpw or round(allocation["bpw"], 2),
+        "head_bits": max(allocation["params"][spec.head.key]["bits"]),
         "calibration": {
             "rows": calibration.rows,
             "length": calibration.row_tokens,
@@ -301,11 +241,10 @@ def _options(config: ConversionConfig) -> dict[str, object]:
         "out": str(config.out.expanduser().resolve()),
         "source": str(config.source.resolve()),
         "shard_size_mb": config.shard_size_mb,
-        "bpw": config.bpw,
         "files": {path.name: digest(path) for path in files if path.is_file()},
     }
 
 
 COMPILE = Stage(
-    name="compile", schema=1, inputs=("allocate", "quantize"), options=_options, run=compile_model
+    name="compile", schema=2, inputs=("allocate", "quantize"), options=_options, run=compile_model
 )

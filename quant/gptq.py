@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import Group, get_ops
-from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams
+from exl2flow.model import Linear
+from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams, padded_columns
 from exl2flow.quant.hessian import HessianFactor
 
 PANEL_ROWS = ROW_MULTIPLE  # every group begins at a multiple of it
@@ -56,14 +58,36 @@ class RoundedMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingJob:
-    """One matrix to round: weight fp32 (k, n) in the order of the in-features, n padded."""
+    """One matrix to round: weight fp32 (k, n) in the order of the in-features, n padded.
+
+    output: fp32 (blocks, b, b), the metric of errors in one row; None: columns are independent.
+    """
 
     weight: torch.Tensor
     params: QuantParams
+    output: torch.Tensor | None = None
 
 
-def round_matrices(jobs: Sequence[RoundingJob], factor: HessianFactor) -> list[RoundedMatrix]:
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Add zeros at the end of the last axis, out-features, up to the stored width."""
+    missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing))
+
+
+def padded_weight(linear: Linear) -> torch.Tensor:
+    """Return a projection's matrix fp32 (k, n) with zero columns up to the stored width."""
+    return padded(linear.weight.T.float()).contiguous()
+
+
+def round_matrices(
+    jobs: Sequence[RoundingJob], factor: HessianFactor, *, search: ScaleSearch
+) -> list[RoundedMatrix]:
     """Round matrices that share a Hessian; the results are independent of their company.
+
+    Args:
+        jobs: what to round.
+        factor: of the Hessian.
+        search: how scales are chosen.
 
     Raises:
         TensorShapeError: the number of rows is not a multiple of 32.
@@ -74,18 +98,24 @@ def round_matrices(jobs: Sequence[RoundingJob], factor: HessianFactor) -> list[R
     results: list[RoundedMatrix] = []
     batch: list[RoundingJob] = []
     for job in jobs:
-        if batch and sum(j.weight.numel() for j in [*batch, job]) > BATCH_ELEMENTS:
-            results += _Batch(batch, factor).round()
+        elements = sum(j.weight.numel() for j in [*batch, job])
+        coupled = job.output is not None or (batch and batch[-1].output is not None)
+        if batch and (coupled or elements > BATCH_ELEMENTS):
+            results += _Batch(batch, factor, search).round()
             batch = []
         batch.append(job)
-    return results + _Batch(batch, factor).round() if batch else results
+    return results + _Batch(batch, factor, search).round() if batch else results
 
 
 class _Batch:
     """The columns of several jobs side by side, and the state of their rounding."""
 
-    def __init__(self, jobs: Sequence[RoundingJob], factor: HessianFactor) -> None:
+    def __init__(
+        self, jobs: Sequence[RoundingJob], factor: HessianFactor, search: ScaleSearch
+    ) -> None:
         self.factor = factor
+        self.search = search
+        self.output = jobs[0].output
         self.ops = get_ops(factor.upper.device)
         self.rows = torch.cat([job.weight for job in jobs], dim=1)[factor.perm]  # (k, m)
         k, m = self.rows.shape
@@ -113,7 +143,11 @@ class _Batch:
             end = begin + PANEL_ROWS
             self._begin_groups(begin)
             self.codes[begin:end], errors = self.ops.round_panel(
-                self.rows[begin:end], upper[begin:end, begin:end], self.scales, self.half_range
+                self.rows[begin:end],
+                upper[begin:end, begin:end],
+                self.scales,
+                self.half_range,
+                self.output,
             )
             self.rows[end:].addmm_(upper[begin:end, end:].T, errors, alpha=-1)
         return [
@@ -137,7 +171,11 @@ class _Batch:
                     alike[group.bits, group.rows, width].append((j, index))
         for (bits, rows, _), members in alike.items():
             x = torch.stack([self.rows[row : row + rows, self.columns[j]] for j, _ in members])
-            codes, maxima = self.ops.search_scales(x, bits)
+            if self.search == "grid":
+                codes, maxima = self.ops.search_grid(x, bits)
+            else:
+                diagonal = self.factor.upper.diagonal()[row : row + rows]
+                codes, maxima = self.ops.search_columns(x, bits, diagonal.reciprocal().square())
             scales = self.ops.decode_scales(codes, maxima).float()
             for place, (j, index) in enumerate(members):
                 self.scale_codes[j][index] = codes[place]

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from exl2flow.core.errors import SingularHessian
+from exl2flow.model import Sublayer
+from exl2flow.quant.source import check_states, device_of
 
 log = logging.getLogger(__name__)
 
-DAMPING = 0.12  # share of the mean diagonal
 LEAST_DAMPING = 1e-5
+LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
 ATTEMPTS = 10  # each adds the damping once more
 
 
@@ -44,38 +46,95 @@ class HessianFactor:
     """perm: int64 (k,), in-features by falling diagonal; upper: fp32 (k, k); hessian: fp32 (k, k).
 
     `hessian` keeps the order of the in-features and is not damped; the identity stands for one that
-    is not finite. `remedy` says what was done beside the ordinary damping, or is empty.
+    is not finite. `added` is the damping in absolute terms. `remedy` says what was done beside the
+    ordinary damping, or is empty.
     """
 
     perm: torch.Tensor
     upper: torch.Tensor
     hessian: torch.Tensor
+    added: float
     remedy: str = ""
+
+    def damped(self) -> torch.Tensor:
+        """Return the damped Hessian in act-order, fp32 (k, k)."""
+        ordered = self.hessian[self.perm][:, self.perm]
+        ordered.diagonal().add_(self.added)
+        return ordered
 
     def without_feedback(self) -> "HessianFactor":
         """Return a factor that rounds to nearest in the same order."""
         return replace(self, upper=torch.eye(len(self.upper), device=self.upper.device))
 
-    def relative_error(self, weight: torch.Tensor, rounded: torch.Tensor) -> float:
-        """Return ‖X(W - Q)‖ / ‖XW‖ over the calibration rows, W and Q fp32 (k, n)."""
-        difference = weight - rounded
-        error = (self.hessian @ difference).mul_(difference).sum()
-        size = (self.hessian @ weight).mul_(weight).sum()
-        return float((error / size.clamp(min=1e-30)).clamp(min=0).sqrt())
+
+def relative_error(hessian: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q fp32 (k, n)."""
+    difference = weight - rounded
+    error = (hessian @ difference).mul_(difference).sum()
+    size = (hessian @ weight).mul_(weight).sum()
+    return float((error / size.clamp(min=1e-30)).clamp(min=0).sqrt())
 
 
-def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
+def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> torch.Tensor:
+    """Return the Hessian that is rounded for, of mean diagonal 1, fp32 (k, k).
+
+    Args:
+        hessian: of the inputs.
+        weighted: of the inputs weighted by the gradients of the outputs, or None.
+        share: of `weighted` in the mean of both.
+    """
+    total = _normalized(hessian)
+    if weighted is not None and share > 0:
+        total = torch.lerp(total, _normalized(weighted.to(hessian.device)), share)
+    return total
+
+
+def _normalized(hessian: torch.Tensor) -> torch.Tensor:
+    mean = hessian.diagonal().double().mean()  # a sum in fp32 may overflow
+    return (hessian / mean.clamp(min=LEAST_MEAN)).float()
+
+
+def collect_hessians(
+    sublayer: Sublayer, states: torch.Tensor, *, keep: range | None = None
+) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+    """Run every row through the unquantized sublayer.
+
+    Args:
+        sublayer: with its own weights.
+        states: fp32 (rows, t, hidden), not changed.
+        keep: rows whose outputs are wanted; all when None.
+
+    Returns:
+        Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
+    """
+    sums: dict[str, HessianSum] = {}
+    outputs: dict[int, torch.Tensor] = {}
+    for row in range(len(states)):
+        hidden = states[row : row + 1].to(device_of(sublayer))
+        normed = sublayer.normed(hidden)
+        inner = sublayer.inner(normed)
+        for capture, x in (("input", normed), ("inner", inner)):
+            if capture not in sums:
+                sums[capture] = HessianSum(x.shape[-1], device=x.device)
+            sums[capture].add(x)
+        if keep is None or row in keep:
+            outputs[row] = sublayer.output(hidden, inner)[0].cpu()
+            check_states(outputs[row], where=sublayer.spec.name, row=row)
+    return {capture: total.mean() for capture, total in sums.items()}, outputs
+
+
+def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
     """Factor a Hessian, with remedies in place of a dead run.
 
     Args:
         hessian: fp32 (k, k).
+        damping: added to its diagonal, as a share of the mean diagonal.
         name: the projection, for the log.
     """
     perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     ordered = hessian[perm][:, perm]
     mean = float(ordered.diagonal().double().mean())  # a sum in fp32 may overflow
-    damping = max(DAMPING * mean, LEAST_DAMPING)
-    for remedy, matrix, added in _attempts(ordered, damping):
+    for remedy, matrix, added in _attempts(ordered, max(damping * mean, LEAST_DAMPING)):
         try:
             upper = _upper(matrix, added)
         except SingularHessian:
@@ -83,7 +142,7 @@ def factor(hessian: torch.Tensor, *, name: str) -> HessianFactor:
         if remedy:
             log.warning("projection=%s remedy=%s", name, remedy)
         usable = hessian if hessian.isfinite().all() else torch.eye(len(perm), device=perm.device)
-        return HessianFactor(perm=perm, upper=upper, hessian=usable, remedy=remedy)
+        return HessianFactor(perm=perm, upper=upper, hessian=usable, added=added, remedy=remedy)
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
 

@@ -21,12 +21,28 @@ from exl2flow.core.errors import (
 )
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
-from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE, padded_columns
-from exl2flow.quant.allocate import decoder_numel, read_measurement
-from exl2flow.quant.calibration import check_parquet
-from exl2flow.quant.candidates import HEAD_PARAMS, candidates_for
-from exl2flow.quant.compile import check_output_folder, plain_tensors
-from exl2flow.quant.measure import candidate_bits
+from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
+from exl2flow.quant.allocate import decoder_numel, total_target
+from exl2flow.quant.calibration_plan import (
+    calibration_in_words,
+    check_calibration,
+    composing_bytes,
+)
+from exl2flow.quant.candidates import (
+    HEAD_OPTIONS,
+    HEAD_PARAMS,
+    PROJECTION_OPTIONS,
+    candidates_for,
+)
+from exl2flow.quant.compile import check_output_folder
+from exl2flow.quant.layout import plain_tensors
+from exl2flow.quant.measurement import (
+    candidate_bits,
+    projection_bits,
+    read_measurement,
+    slot_projections,
+)
+from exl2flow.quant.parquet import check_parquet
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +62,7 @@ class Plan:
     weights: int
     device: str
     calibration: str
-    bpw: float
+    target: str
     reachable_bpw: tuple[float, float]
     output_bytes: int
     work_bytes: int
@@ -66,7 +82,7 @@ class Plan:
             ("weights", f"{self.weights / 1e6:.1f} M"),
             ("device", self.device),
             ("calibration", self.calibration),
-            ("bits per weight", f"{self.bpw:g} (reachable: {low:.2f} to {high:.2f})"),
+            ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
             ("output", f"{self.out}, about {_megabytes(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {_megabytes(self.work_bytes)}"),
             ("memory", f"about {_megabytes(self.memory_bytes)}"),
@@ -99,6 +115,7 @@ def preflight(config: ConversionConfig) -> Plan:
     plan = None
     if spec is not None:
         attempt(lambda: _check_tokenizer(spec))
+        attempt(lambda: check_calibration(config, spec, device))
         attempt(lambda: _check_shapes(spec))
         attempt(lambda: _check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
@@ -185,18 +202,24 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
         BudgetUnreachable: naming the reachable range.
     """
     numel = decoder_numel(spec)
-    low, high = _reachable(config, spec, numel)
-    if config.bpw < low:
-        raise BudgetUnreachable(
-            f"{config.bpw:g} bits per weight are out of reach: this model's candidates span "
-            f"{low:.3f} to {high:.3f}; ask for more with `--bpw`"
-        )
-    head = spec.head
-    head_bits = HEAD_PARAMS[config.head_bits].total_bits(
-        head.in_features, padded_columns(head.out_features)
-    )
+    decoder, head = _reachable(config, spec)
     plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
-    packed = int((numel * min(config.bpw, high) + head_bits) / 8)
+    low, high = decoder[0] / numel, decoder[1] / numel
+    if config.bpw is not None:
+        if config.bpw < low:
+            raise BudgetUnreachable(
+                f"{config.bpw:g} bits per weight are out of reach: this model's candidates span "
+                f"{low:.3f} to {high:.3f}; ask for more with `--bpw`"
+            )
+        packed = int((numel * min(config.bpw, high) + head[0]) / 8)
+    else:
+        target, least = total_target(config, spec), plain + (decoder[0] + head[0]) // 8
+        if target < least:
+            raise BudgetUnreachable(
+                f"a total of {target:,} bytes is out of reach: the smallest output has about "
+                f"{least:,}; raise the target"
+            )
+        packed = min(target - plain, (decoder[1] + head[1]) // 8)
     rows = config.calibration
     states = (
         max(rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens)
@@ -209,28 +232,39 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
         layers=spec.num_layers,
         weights=sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values()),
         device=str(device),
-        calibration=(
-            f"{rows.rows} rows x {rows.row_tokens} tokens, measured on "
-            f"{rows.measure_rows} x {rows.measure_row_tokens}"
-        ),
-        bpw=config.bpw,
+        calibration=calibration_in_words(config, spec),
+        target=config.target,
         reachable_bpw=(low, high),
         output_bytes=plain + packed,
         work_bytes=packed + 2 * states,
-        memory_bytes=BASE_MEMORY + states + _working_bytes(spec, rows.row_tokens),
+        memory_bytes=BASE_MEMORY
+        + max(
+            states + _working_bytes(spec, rows.row_tokens), composing_bytes(config, spec, device)
+        ),
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
     )
 
 
-def _reachable(config: ConversionConfig, spec: ModelSpec, numel: int) -> tuple[float, float]:
-    """Return the least and greatest bits per weight that the candidates allow."""
+def _reachable(
+    config: ConversionConfig, spec: ModelSpec
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the least and the most bits that the candidates allow: of the decoder, of the head."""
+    slots = slot_projections(spec)
     if config.measurement is not None:
-        slots = read_measurement(config.measurement, spec)
-        bits = [[result.total_bits for result in results] for results in slots.values()]
+        measured = read_measurement(config.measurement, spec).decoder
+        bits = [[result.total_bits for result in results] for results in measured.values()]
+    elif config.sensitivity.kind == "fisher":
+        decoder = [p for s in spec.sublayers for p in s.projections]
+        bits = [[projection_bits(p, params) for params in PROJECTION_OPTIONS] for p in decoder]
     else:
-        bits = [[candidate_bits(s, c) for c in candidates_for(s)] for s in spec.sublayers]
-    return sum(map(min, bits)) / numel, sum(map(max, bits)) / numel
+        bits = [
+            [candidate_bits(slots[s.name], c) for c in candidates_for(s)] for s in spec.sublayers
+        ]
+    fixed = config.fixed_head_bits
+    options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
+    head = [projection_bits(spec.head, params) for params in options]
+    return (sum(map(min, bits)), sum(map(max, bits))), (min(head), max(head))
 
 
 def _working_bytes(spec: ModelSpec, row_tokens: int) -> int:

@@ -8,8 +8,9 @@ digest of every reconstruction, which `compile` compares with what it wrote.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -17,7 +18,6 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import read_metadata, read_tensors, tensor_bytes, write_tensors
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.core.store import StageFolder
 from exl2flow.model import (
     Exl2Linear,
     Linear,
@@ -28,10 +28,18 @@ from exl2flow.model import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.allocate import read_choice
-from exl2flow.quant.candidates import HEAD_PARAMS, Candidate
-from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
-from exl2flow.quant.measure import collect_hessians, padded, padded_weight
+from exl2flow.quant.fisher import Factors
+from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded, padded_weight, round_matrices
+from exl2flow.quant.hessian import (
+    HessianSum,
+    collect_hessians,
+    factor,
+    mixed,
+    relative_error,
+)
+from exl2flow.quant.layout import Choice
+from exl2flow.quant.refine import Metric, refine
+from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import DTYPE, SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
 from exl2flow.quant.walk import advance, walk
@@ -65,7 +73,7 @@ def reconstruction_digest(matrix: torch.Tensor) -> str:
 
 
 def quantize_projection(
-    projection: ProjectionSpec, linear: Linear, rounded: RoundedMatrix, item: HessianFactor
+    projection: ProjectionSpec, linear: Linear, rounded: RoundedMatrix, hessian: torch.Tensor
 ) -> tuple[QuantizedMatrix, dict[str, object]]:
     """Pack a rounded matrix, check that it decodes to the same values, and report on it.
 
@@ -81,20 +89,87 @@ def quantize_projection(
             "this is a defect of exl2flow: report it with the model's name"
         )
     report = {
-        "rel_err": item.relative_error(padded_weight(linear), matrix.float()),
+        "rel_err": relative_error(hessian, padded_weight(linear), matrix.float()),
         "bits": packed.total_bits,
         "sha256": reconstruction_digest(matrix),
-        "remedy": item.remedy,
     }
     return packed, report
+
+
+class Rounding:
+    """How matrices are rounded: in the metric of Fisher factors, or by their Hessians alone."""
+
+    def __init__(self, run: StageRun, choice: Choice) -> None:
+        self.folder = run.folder
+        self.options = run.config.rounding
+        self.factors = run.inputs.get("sensitivity")
+        self.choice = choice
+
+    def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
+        """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
+        return {} if self.factors is None else read_factors(self.factors, index)
+
+    def round(
+        self,
+        projections: Sequence[ProjectionSpec],
+        linears: Mapping[str, Linear],
+        hessian: torch.Tensor,
+        factors: Mapping[str, Factors],
+        *,
+        feedback: bool = True,
+    ) -> list[RoundedMatrix]:
+        """Round the projections that read one activation.
+
+        Args:
+            projections: what to round, with the parameters chosen.
+            linears: their weights by name.
+            hessian: of what they read, fp32 (k, k).
+            factors: by name, or empty.
+            feedback: whether errors are carried to later rows; False rounds to nearest.
+        """
+        options = self.options
+        found = {name: item.to(hessian.device) for name, item in factors.items()}
+        first = projections[0]
+        weighted = found[first.name].input if found else None
+        name = f"{first.key.rpartition('.')[0]}.{first.capture}"
+        item = factor(
+            mixed(hessian, weighted, options.fisher_share), damping=options.damping, name=name
+        )
+        if item.remedy:
+            self.folder.note(f"{name}: {item.remedy}")
+        if not feedback:
+            item = item.without_feedback()
+        jobs = [
+            RoundingJob(
+                weight=padded_weight(linears[p.name]),
+                params=self.choice[p.key],
+                output=found[p.name].output.damped(options.output_damping).blocks
+                if found and options.rounds
+                else None,
+            )
+            for p in projections
+        ]
+        rounded = round_matrices(jobs, item, search=options.scale_search)
+        if not (options.rounds and feedback):
+            return rounded
+        metric = item.damped()
+        return [
+            refine(
+                matrix,
+                job.weight,
+                Metric(hessian=metric, output=job.output),
+                rounds=options.rounds,
+                sweeps=options.sweeps,
+            )
+            for matrix, job in zip(rounded, jobs, strict=True)
+        ]
 
 
 class Quantizing:
     """The work of `quantize` at a sublayer."""
 
-    def __init__(self, folder: StageFolder, choice: Mapping[str, Candidate]) -> None:
-        self.folder = folder
-        self.choice = choice
+    def __init__(self, rounding: Rounding) -> None:
+        self.rounding = rounding
 
     def file(self, sublayer: SublayerSpec) -> str:
         """See `SublayerWork`."""
@@ -116,28 +191,21 @@ class Quantizing:
         """See `SublayerWork`: round, pack, and let the states pass quantized."""
         kept = range(0, len(states), max(1, len(states) // ERROR_ROWS))
         hessians, reference = collect_hessians(sublayer, states, keep=kept)
-        candidate = self.choice[sublayer.spec.name]
+        factors = self.rounding.read_factors(sublayer.spec.index)
         tensors: dict[str, torch.Tensor] = {}
         reports: dict[str, object] = {}
         bits = 0
         for capture, hessian in hessians.items():
-            item = factor(hessian, name=f"{sublayer.spec.name}.{capture}")
             members = [p for p in sublayer.spec.projections if p.capture == capture]
-            jobs = [
-                RoundingJob(
-                    weight=padded_weight(sublayer.linears[p.name]), params=candidate[p.name]
-                )
-                for p in members
-            ]
-            for projection, rounded in zip(members, round_matrices(jobs, item), strict=True):
+            rounded = self.rounding.round(members, sublayer.linears, hessian, factors)
+            for projection, matrix in zip(members, rounded, strict=True):
                 linear = sublayer.linears[projection.name]
-                packed, report = quantize_projection(projection, linear, rounded, item)
-                reports[projection.name] = {"params": str(candidate[projection.name]), **report}
+                packed, report = quantize_projection(projection, linear, matrix, hessian)
+                params = str(self.rounding.choice[projection.key])
+                reports[projection.name] = {"params": params, **report}
                 bits += packed.total_bits
                 tensors |= packed.to_tensors(projection.key)
                 self._install(sublayer, projection, packed)
-                if item.remedy:
-                    self.folder.note(f"{projection.key}: {item.remedy}")
         advance(sublayer, states)
         errors = [float((states[i] - y).norm() / y.norm()) for i, y in reference.items()]
         numel = sum(
@@ -163,30 +231,31 @@ class Quantizing:
         )
 
 
-def quantize_head(run: StageRun, model: SourceModel, states: torch.Tensor) -> None:
+def quantize_head(
+    run: StageRun, model: SourceModel, rounding: Rounding, states: torch.Tensor
+) -> None:
     """Quantize the head on the final states and commit its file."""
     projection = model.spec.head
     head = model.head()
     total = HessianSum(projection.in_features, device=model.device)
     for row in states:
         total.add(head.final_norm(row[None].to(model.device)))
-    item = factor(total.mean(), name=projection.key)
-    if head.linear.weight.numel() > FEEDBACK_LIMIT:
-        item = item.without_feedback()
-    params = HEAD_PARAMS[run.config.head_bits]
-    job = RoundingJob(weight=padded_weight(head.linear), params=params)
-    packed, report = quantize_projection(
-        projection, head.linear, round_matrices([job], item)[0], item
+    (matrix,) = rounding.round(
+        [projection],
+        {projection.name: head.linear},
+        total.mean(),
+        rounding.read_factors("head"),
+        feedback=head.linear.weight.numel() <= FEEDBACK_LIMIT,
     )
-    if item.remedy:
-        run.folder.note(f"{projection.key}: {item.remedy}")
+    packed, report = quantize_projection(projection, head.linear, matrix, total.mean())
     numel = packed.shape[0] * packed.shape[1]
+    params = str(rounding.choice[projection.key])
     summary = {
         "name": projection.key,
         "rel_err": report["rel_err"],
         "bits": packed.total_bits,
         "bpw": packed.total_bits / numel,
-        "projections": {projection.name: {"params": str(params), **report}},
+        "projections": {projection.name: {"params": params, **report}},
     }
     sha256 = write_tensors(
         run.folder.path / HEAD_FILE,
@@ -201,20 +270,24 @@ def quantize(run: StageRun) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
-    choice = read_choice(run.inputs["allocate"])
+    rounding = Rounding(run, read_choice(run.inputs["allocate"]))
     ids = load_rows(run.inputs["tokenize"], "quantize")
     head_is_open = not run.folder.valid(HEAD_FILE)
-    states = walk(run, model, ids, Quantizing(run.folder, choice), to_end=head_is_open)
+    states = walk(run, model, ids, Quantizing(rounding), to_end=head_is_open)
     if states is not None:
-        quantize_head(run, model, states)
+        quantize_head(run, model, rounding, states)
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
-    return {"head_bits": config.head_bits, "rope": config.rope.model_dump()}
+    return {"rope": config.rope.model_dump(), "rounding": config.rounding.model_dump()}
 
 
 QUANTIZE = Stage(
-    name="quantize", schema=1, inputs=("tokenize", "allocate"), options=_options, run=quantize
+    name="quantize",
+    schema=2,
+    inputs=("tokenize", "sensitivity", "allocate"),
+    options=_options,
+    run=quantize,
 )

@@ -1,21 +1,33 @@
 """The tokenize stage: calibration text → token rows for measuring and for quantizing."""
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from exl2flow import calibration_data
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
-from exl2flow.core.stage import KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.model import Tokenizer, resolve
-from exl2flow.quant.calibration import RowRequest, calibration_rows
+from exl2flow.core.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.files import (
+    digest,
+    digest_of,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.model import ChatTemplate, Tokenizer, resolve
+from exl2flow.quant.calibration import CalibrationRows, RowRequest, calibration_rows, joined
+from exl2flow.quant.dialogues import chat_rows, dialogue_stream
 
 log = logging.getLogger(__name__)
 
 Mix = Literal["measure", "quantize"]
+Maker = Callable[[RowRequest], CalibrationRows]
 
 
 def load_rows(folder: Path, mix: Mix) -> torch.Tensor:
@@ -28,6 +40,7 @@ def tokenize(run: StageRun) -> None:
     options = run.config.calibration
     tokenizer = Tokenizer.load(run.config.source)
     spec = resolve(run.config.source)
+    special = _maker(run, tokenizer)
     sizes: dict[Mix, tuple[int, int]] = {
         "measure": (options.measure_rows, options.measure_row_tokens),
         "quantize": (options.rows, options.row_tokens),
@@ -43,7 +56,7 @@ def tokenize(run: StageRun) -> None:
             noise=spec.family.noise_rows,
             seed=options.seed,
         )
-        made = calibration_rows(options.file, tokenizer, request)
+        made = _mixed(options, tokenizer, request, special=special)
         tensors[mix] = made.ids
         kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
         for note in made.notes:
@@ -55,11 +68,55 @@ def tokenize(run: StageRun) -> None:
     run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")
 
 
+def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
+    """Return what makes the rows of `chat` or `self`; None for other texts."""
+    match run.config.calibration.text:
+        case "chat":
+            template = ChatTemplate.load(run.config.source, tokenizer)
+            return partial(chat_rows, dialogue_stream(template, tokenizer))
+        case "self":
+            return partial(composed_rows, run.inputs["compose"])
+        case _:
+            return None
+
+
+def _mixed(
+    options: CalibrationOptions, tokenizer: Tokenizer, request: RowRequest, *, special: Maker | None
+) -> CalibrationRows:
+    """Return rows of `special`, as many as the options say, followed by those of the text."""
+    count = options.special_rows(request.rows)
+    if special is None:
+        return calibration_rows(options.file, tokenizer, request)
+    made = special(replace(request, rows=count))
+    if count == request.rows:
+        return made
+    rest = replace(request, rows=request.rows - count)
+    return joined(made, calibration_rows(None, tokenizer, rest))
+
+
+def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
+    """Return the first rows that the source wrote itself, from the folder of `compose`."""
+    ids = read_tensors(folder / ROWS_FILE)[COMPOSED]  # (rows, t) of the larger mix
+    described = read_json(folder / KINDS_FILE)
+    return CalibrationRows(
+        ids=ids[: request.rows, : request.row_tokens].contiguous(),
+        kinds=tuple(described["kinds"][: request.rows]),
+        notes=tuple(described["notes"]),
+    )
+
+
 def _options(config: ConversionConfig) -> dict[str, object]:
     calibration = config.calibration
-    options = calibration.model_dump(mode="json", exclude={"file"})
+    options = calibration.model_dump(mode="json", exclude={"text", "share"})
     file = calibration.file or calibration_data.standard()
-    return {**options, "file": digest(file), "own": calibration.file is not None}
+    options |= {"file": digest(file), "own": calibration.file is not None}
+    if calibration.special_rows(1):
+        options |= {"text": calibration.text, "share": calibration.share}
+    if calibration.text == "chat":
+        template = ChatTemplate.load(config.source, Tokenizer.load(config.source))
+        options["dialogues"] = digest(calibration_data.chat())
+        options["template"] = digest_of([template.text, template.special_tokens])
+    return options
 
 
-TOKENIZE = Stage(name="tokenize", schema=1, inputs=(), options=_options, run=tokenize)
+TOKENIZE = Stage(name="tokenize", schema=1, inputs=("compose",), options=_options, run=tokenize)

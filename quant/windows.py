@@ -16,7 +16,8 @@ PIECE_TOKENS = 128  # of a shuffled row
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Tokens of one kind of text; `starts` are the positions after the BOS of each article."""
+    """Tokens of one kind of text; `starts` are where rows may begin: after the BOS of each article,
+    or at each dialogue."""
 
     ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)

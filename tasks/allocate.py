@@ -1,31 +1,35 @@
-"""What the run's page shows of bit allocation: the chosen parameters per sublayer."""
+"""What the run's page shows of bit allocation: the chosen parameters of every matrix."""
 
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import resolve
-from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
+from exl2flow.quant.measurement import projection_bits
 from exl2flow.tasks.artifacts import Artifacts, Row
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a table with a row per sublayer."""
+    """Publish a table with a row per matrix."""
     folder = pipeline.path("allocate")
     allocation = read_json(folder / ALLOCATION_FILE)
     choice = read_choice(folder)
+    spec = resolve(pipeline.config.source)
     rows: list[Row] = []
-    for sublayer in resolve(pipeline.config.source).sublayers:
-        chosen = allocation["choice"][sublayer.name]
-        numel = sum(p.in_features * padded_columns(p.out_features) for p in sublayer.projections)
+    for projection in (*(p for s in spec.sublayers for p in s.projections), spec.head):
+        params = choice[projection.key]
+        numel = projection.in_features * projection.out_features
         row: Row = {
-            "sublayer": sublayer.name,
-            "bits per weight": round(chosen["total_bits"] / numel, 4),
-            "relative error": round(1 - chosen["accuracy"], 6),
+            "matrix": projection.key,
+            "parameters": str(params),
+            "bits per weight": round(projection_bits(projection, params) / numel, 4),
         }
-        rows.append(row | {name: str(params) for name, params in choice[sublayer.name].items()})
+        chosen = allocation["choice"].get(projection.key)
+        if chosen is not None:
+            row["estimated nats"] = float(f"{chosen['nats']:.3g}")
+        rows.append(row)
     artifacts.table(
         "bit-allocation",
         rows,
-        f"{pipeline.config.run_name}: {allocation['bpw']:.4f} bits per weight used of "
-        f"{pipeline.config.bpw:g}, objective {allocation['objective']}",
+        f"{pipeline.config.run_name}: {allocation['bpw']:.4f} bits per weight, "
+        f"objective {allocation['objective']}",
     )

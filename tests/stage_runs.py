@@ -13,7 +13,7 @@ from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import ModelSpec
 from exl2flow.quant.candidates import candidates_for
-from exl2flow.quant.measure import candidate_bits
+from exl2flow.quant.measurement import candidate_bits
 from exl2flow.tasks.stages import STAGES
 
 RUN_STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
@@ -42,7 +42,7 @@ def foreign_measurement(path: Path, spec: ModelSpec) -> Path:
         numel = sum(p.in_features * p.out_features for p in sublayer.projections)
         rows = []
         for candidate in candidates_for(sublayer):
-            bits = candidate_bits(sublayer, candidate)
+            bits = candidate_bits(sublayer.projections, candidate)
             error = (0.4 + 0.1 * math.sin(sublayer.index)) * 2 ** (1 - bits / numel)
             params = {name: value.to_json() for name, value in candidate.items()}
             rows.append({"accuracy": 1 - error, "total_bits": bits, **params})

@@ -10,7 +10,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import OUT, emit_json
 from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.settings import CALIBRATION, RUNNING
+from exl2flow.flows.cli.settings import CALIBRATION, QUALITY, RUNNING
 
 FILE_NAME = "measurement.json"
 MOST_BPW = 8.0  # reachable for every model; a measurement does not depend on it
@@ -21,7 +21,7 @@ EXAMPLES = (
 )
 
 
-@with_settings(CALIBRATION, RUNNING)
+@with_settings(QUALITY, CALIBRATION, RUNNING)
 def measure(
     source: Source,
     *,

@@ -15,7 +15,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, Panel
 
 Model = TypeVar("Model", bound=BaseModel)
-Values = Mapping[str, object]  # dotted field → value, as options give it
+Values = Mapping[str, object]  # dotted field → value, of the options that are given
 
 Source = Annotated[
     Path,
@@ -43,7 +43,7 @@ def with_settings(*panels: Panel) -> Callable[[Callable[..., None]], Callable[..
         @wraps(command)
         def wrapper(**given: Any) -> None:
             values = {setting.field: given.pop(setting.name) for _, setting in settings}
-            command(values=values, **given)
+            command(values={k: v for k, v in values.items() if v is not None}, **given)
 
         wrapper.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]  # read by typer
         return wrapper
@@ -69,7 +69,7 @@ def build_validation(values: Values) -> ValidateOptions:
         ConfigError: naming the options that are out of range.
     """
     flags = {s.field.rpartition(".")[2]: s.flag for s in EVALUATION[1]}
-    return _validated(ValidateOptions, _nested(values)["validate_options"], flags)
+    return _validated(ValidateOptions, _nested(values).get("validate_options", {}), flags)
 
 
 def _nested(values: Values) -> dict[str, Any]:

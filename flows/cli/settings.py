@@ -5,7 +5,7 @@ Types, bounds and defaults are the field's, so that none of them is written twic
 
 import inspect
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 from pydantic import BaseModel
@@ -38,20 +38,21 @@ class Setting:
         return model.model_fields[last]
 
     def parameter(self, panel: str) -> inspect.Parameter:
-        """Return the command's parameter."""
+        """Return the command's parameter, None unless given: presets fill the others."""
         field = self.field_info()
+        shown = self.default or field.default
         option = typer.Option(
             self.flag,
             help=self.help,
             metavar=self.metavar,
-            show_default=self.default or field.default is not None,
+            show_default=False if shown is None else str(shown),
             rich_help_panel=panel,
         )
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[field.annotation, option],
-            default=field.default,
+            annotation=Annotated[Optional[field.annotation], option],  # noqa: UP045  # a value
+            default=None,
         )
 
 
@@ -71,13 +72,28 @@ RESULT: Panel = (
             flag="--bpw",
             field="bpw",
             metavar="BITS",
+            default="4",
             help="Average bits per weight of the decoder's matrices, scales and permutations "
             "included; 2 to 8. Embedding and head are not counted.",
+        ),
+        Setting(
+            flag="--bpw-total",
+            field="bpw_total",
+            metavar="BITS",
+            help="Instead of `--bpw`: bits per weight of the whole output, embedding and head "
+            "included. The head's bits are then chosen with all others.",
+        ),
+        Setting(
+            flag="--target-bytes",
+            field="target_bytes",
+            metavar="N",
+            help="Instead of `--bpw`: the most bytes that all output files of weights may take.",
         ),
         Setting(
             flag="--head-bits",
             field="head_bits",
             metavar="BITS",
+            default="6 with `--bpw`, else chosen",
             help="Bits of the output head: 2, 3, 4, 5, 6 or 8.",
         ),
         Setting(
@@ -102,15 +118,54 @@ RUNNING: Panel = (
         DEVICE,
     ),
 )
+QUALITY: Panel = (
+    "Quality",
+    (
+        Setting(
+            flag="--quality",
+            field="quality",
+            metavar="fast|standard|best|exllamav2",
+            help="How much work goes into a small error; the options below and those of "
+            "calibration override it. exllamav2: the algorithm of the original program.",
+        ),
+        Setting(
+            flag="--sensitivity",
+            field="sensitivity.kind",
+            metavar="fisher|error",
+            help="What bits are allotted by: fisher: the KL divergence expected of every matrix, "
+            "from one backward pass; error: the relative error of each sublayer.",
+        ),
+        Setting(
+            flag="--sensitivity-rows",
+            field="sensitivity.rows",
+            metavar="N",
+            help="Calibration rows of the backward pass.",
+        ),
+        Setting(
+            flag="--rounds",
+            field="rounding.rounds",
+            metavar="N",
+            help="Rounds of scale refit and coordinate descent after rounding; 0: none.",
+        ),
+    ),
+)
 CALIBRATION: Panel = (
     "Calibration",
     (
         Setting(
             flag="--calibration",
-            field="calibration.file",
-            metavar="FILE",
-            default="built-in set",
-            help="Parquet file with your own text in any text columns.",
+            field="calibration.text",
+            metavar="standard|chat|self|FILE",
+            help="standard: the built-in set. chat: half of the rows are dialogues in the model's "
+            "chat template. self: the model writes half of the rows. Or a Parquet file with your "
+            "own text in any text columns.",
+        ),
+        Setting(
+            flag="--calibration-share",
+            field="calibration.share",
+            metavar="X",
+            help="The share of `chat` or `self` rows, above 0, at most 1; the standard set makes "
+            "the others.",
         ),
         Setting(
             flag="--rows",
@@ -140,7 +195,7 @@ CALIBRATION: Panel = (
             flag="--seed",
             field="calibration.seed",
             metavar="N",
-            help="Seed of the shuffled and the random-token rows.",
+            help="Seed of the shuffled, the random-token and the self-written rows.",
         ),
         Setting(
             flag="--rope-scale",
@@ -275,4 +330,4 @@ EVALUATION: Panel = (
         DEVICE,
     ),
 )
-CONVERSION = (RESULT, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)
+CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)

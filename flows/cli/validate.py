@@ -57,7 +57,7 @@ def validate(
     """
     options = build_validation(values)
     with shown(plain=as_json) as progress:
-        scores = _evaluate(models, reference, options, str(values["device"]), progress)
+        scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
     if as_json:
         for score in scores:
             emit_json(asdict(score))

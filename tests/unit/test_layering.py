@@ -24,14 +24,15 @@ BELOW["tasks"] = {*BELOW}
 BELOW["flows"] = {*BELOW}
 FOLDERS = set(BELOW)
 PATHS_ONLY = {"exl2flow.calibration_data", "exl2flow.calibration_data.standard"}
-PATHS_ONLY |= {"exl2flow.calibration_data.heldout"}
+PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.heldout"}
 
 # library → files that may import it; the rest of the package needs torch, numpy and safetensors
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
+    "jinja2": ("model/chat_template.py",),
     "matplotlib": ("inference/report.py",),
     "prefect": ("flows/", "tasks/"),
-    "pyarrow": ("quant/calibration.py", "inference/text.py", "calibration_data/build.py"),
+    "pyarrow": ("quant/parquet.py", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from exl2flow.calibration_data import build, heldout, standard
+from exl2flow.calibration_data import build, chat, heldout, standard
 from exl2flow.calibration_data.generate import Document
 
 REMEDY = "run `python -m exl2flow.calibration_data.build` and commit what it wrote"
@@ -23,6 +23,10 @@ def source(folder: Path, name: str, text: str) -> Path:
 
 def test_committed_standard_set_equals_its_sources() -> None:
     assert read(standard()) == build.standard_documents(), REMEDY
+
+
+def test_committed_dialogues_equal_their_sources() -> None:
+    assert read(chat()) == build.chat_documents(), REMEDY
 
 
 def test_committed_heldout_text_equals_its_sources() -> None:
@@ -66,6 +70,14 @@ def test_code_files_may_name_the_language_of_each_document(tmp_path: Path) -> No
     assert languages == [["lua", "r"], ["html_css"] * 3]
 
 
+def test_dialogues_are_english_unless_named_by_a_language(tmp_path: Path) -> None:
+    paths = [source(tmp_path, name, "<user>\na\n") for name in ("de.txt", "code.txt")]
+
+    documents = [build.read_documents(path, kind="chat")[0] for path in paths]
+
+    assert [document.language for document in documents] == ["de", "en"]
+
+
 def test_sources_alternate_in_proportion_to_their_lengths() -> None:
     long, short = (
         [Document(kind="web", name=f"{name}{i}", language="en", text="") for i in range(count)]
@@ -87,7 +99,7 @@ def test_missing_sources_are_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_main_writes_files_and_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind in build.KINDS:
+    for kind in (*build.KINDS, build.CHAT):
         (tmp_path / "text" / kind).mkdir(parents=True)
         source(tmp_path / "text" / kind, "en.txt", "words\n")
     (tmp_path / "heldout").mkdir()
@@ -95,6 +107,7 @@ def test_main_writes_files_and_table(
     page = source(tmp_path, "PROVENANCE.md", f"before\n{build.BEGIN}old\n{build.END}after\n")
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "standard", lambda: tmp_path / "standard.parquet")
+    monkeypatch.setattr(build, "chat", lambda: tmp_path / "chat.parquet")
     monkeypatch.setattr(build, "heldout", lambda: tmp_path / "heldout.parquet")
 
     build.main()
@@ -103,3 +116,4 @@ def test_main_writes_files_and_table(
     assert page.read_text(encoding="utf-8") == f"before\n{build.BEGIN}{table}{build.END}after\n"
     assert "| heldout | written | news | 1 | 11 | en |" in table
     assert [document.text for document in read(tmp_path / "heldout.parquet")] == ["other words"]
+    assert [document.text for document in read(tmp_path / "chat.parquet")] == ["words"]

@@ -17,6 +17,7 @@ WINDOW_TOKENS = 64
 DEMO_TOKENIZER = Path(__file__).parents[3] / "demo" / "model" / "tokenizer.json"
 
 STANDARD = build.standard_documents()
+CHAT = build.chat_documents()
 HELDOUT = build.heldout_documents()
 WRITTEN = [document for source in build.written_documents() for document in source]
 
@@ -54,7 +55,7 @@ def window_hashes(tokenizer: Tokenizer, documents: list[Document]) -> npt.NDArra
 
 
 def test_no_window_of_64_tokens_is_in_both_sets(tokenizer: Tokenizer) -> None:
-    ours = window_hashes(tokenizer, STANDARD)
+    ours = window_hashes(tokenizer, STANDARD + CHAT)
     theirs = window_hashes(tokenizer, HELDOUT)
 
     assert len(ours) > 100_000
@@ -84,6 +85,7 @@ def test_there_are_enough_languages() -> None:
 
     assert len(languages("multilingual")) >= 12
     assert len({language for language in languages("code") if "_" not in language}) >= 8
+    assert len({document.language for document in CHAT}) >= 12
 
 
 def test_every_kind_has_text() -> None:
@@ -91,14 +93,14 @@ def test_every_kind_has_text() -> None:
 
 
 def test_no_document_occurs_twice() -> None:
-    texts = [document.text for document in STANDARD + HELDOUT]
+    texts = [document.text for document in STANDARD + CHAT + HELDOUT]
 
     assert len(set(texts)) == len(texts)
 
 
 @pytest.mark.parametrize("leftover", ["\r", "\ufeff", "\ufffd", "\x00", "</doc>"])
 def test_no_document_holds_leftovers(leftover: str) -> None:
-    names = [document.name for document in STANDARD + HELDOUT if leftover in document.text]
+    names = [document.name for document in STANDARD + CHAT + HELDOUT if leftover in document.text]
 
     assert names == []
 
@@ -106,7 +108,7 @@ def test_no_document_holds_leftovers(leftover: str) -> None:
 def test_no_document_is_wrapped_in_a_fence() -> None:
     wrapped = [
         document.name
-        for document in WRITTEN + HELDOUT
+        for document in WRITTEN + CHAT + HELDOUT
         if document.text.startswith("```") or document.text.count("```") % 2
     ]
 

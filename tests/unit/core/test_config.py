@@ -50,6 +50,9 @@ def test_other_head_bits_are_refused_by_name(bits: int) -> None:
         ("bpw", 8.01),
         ("bpw", float("nan")),
         ("device", "tpu"),
+        ("calibration.text", ""),
+        ("calibration.share", 0),
+        ("calibration.share", 1.01),
         ("calibration.rows", 0),
         ("calibration.row_tokens", 100),
         ("calibration.measure_rows", 0),
@@ -118,11 +121,51 @@ def test_json_round_trip_keeps_every_option() -> None:
         out="out",
         bpw=3.5,
         rope={"alpha": 2.0},
-        calibration={"rows": 7, "file": "mine.parquet"},
+        calibration={"rows": 7, "text": "mine.parquet"},
         allocate={"objective": "log"},
     )
 
     assert ConversionConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_calibration_text_is_a_name_or_a_file() -> None:
+    named = [CalibrationOptions(text=text) for text in CalibrationOptions.BUILT_IN]
+    files = [
+        CalibrationOptions(text=text) for text in ("mine.parquet", Path("b.parquet"), "./chat")
+    ]
+
+    assert [options.file for options in named] == [None] * 3
+    assert [options.file for options in files] == [
+        Path("mine.parquet"),
+        Path("b.parquet"),
+        Path("chat"),
+    ]
+
+
+def test_records_name_the_text_without_its_folder() -> None:
+    texts = ("standard", "chat", "self", "/home/me/mine.parquet")
+
+    names = [CalibrationOptions(text=text).dataset for text in texts]
+
+    assert names == ["(default)", "(chat)", "(self)", "mine.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("text", "share", "rows", "special"),
+    [
+        ("standard", 0.5, 115, 0),
+        ("mine.parquet", 1.0, 115, 0),
+        ("chat", 0.5, 115, 58),
+        ("self", 0.5, 19, 10),
+        ("self", 0.01, 19, 1),
+        ("chat", 1.0, 7, 7),
+        ("chat", 0.5, 1, 1),
+    ],
+)
+def test_share_of_special_rows_is_rounded_and_at_least_one(
+    text: str, share: float, rows: int, special: int
+) -> None:
+    assert CalibrationOptions(text=text, share=share).special_rows(rows) == special
 
 
 @pytest.mark.parametrize("options", [ConversionConfig, *GROUPS])

@@ -128,7 +128,7 @@ def config(tmp_path: Path) -> ConversionConfig:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXT * 10))
     calibration = {
-        "file": text_parquet(tmp_path / "text.parquet"),
+        "text": text_parquet(tmp_path / "text.parquet"),
         "rows": 1,
         "row_tokens": 32,
         "measure_rows": 2,

@@ -32,7 +32,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     root = tmp_path_factory.mktemp("converted")
     source = make_tiny("llama", root / "model")
     calibration = {
-        "file": text_parquet(root / "text.parquet"),
+        "text": text_parquet(root / "text.parquet"),
         "rows": 5,
         "row_tokens": 96,
         "measure_rows": 3,

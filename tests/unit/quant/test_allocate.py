@@ -337,7 +337,7 @@ def test_bits_of_a_sublayer_count_padding_and_biases(tmp_path: Path) -> None:
 def test_stage_stores_choice_status_and_bound(measurement: Path, tmp_path: Path) -> None:
     source = tmp_path / "model"
     calibration = {
-        "file": text_parquet(tmp_path / "text.parquet"),
+        "text": text_parquet(tmp_path / "text.parquet"),
         "rows": 1,
         "row_tokens": 32,
         "measure_rows": 1,

@@ -41,7 +41,7 @@ def prepared(source: Path, **values: object) -> ConversionConfig:
     """Return a conversion that need not measure."""
     root = source.parent
     calibration = {
-        "file": text_parquet(root / "text.parquet"),
+        "text": text_parquet(root / "text.parquet"),
         "rows": 2,
         "row_tokens": 32,
         "measure_rows": 1,

@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> ConversionConfig:
     """One layer, few and short rows."""
     source = make_tiny("llama", tmp_path / "model", num_hidden_layers=1)
     calibration = {
-        "file": text_parquet(tmp_path / "text.parquet"),
+        "text": text_parquet(tmp_path / "text.parquet"),
         "rows": 1,
         "row_tokens": 32,
         "measure_rows": 1,

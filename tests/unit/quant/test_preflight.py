@@ -104,7 +104,7 @@ def test_all_problems_are_in_one_list(source: Path, tmp_path: Path) -> None:
         source,
         bpw=2.0,
         work_root=tmp_path / "file" / "work",
-        calibration={"file": tmp_path / "nowhere.parquet"},
+        calibration={"text": tmp_path / "nowhere.parquet"},
         validate_options={"text": tmp_path / "nowhere.txt"},
     )
 

@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> ConversionConfig:
     """A conversion of one layer that need not measure."""
     source = make_tiny("qwen2", tmp_path / "model", num_hidden_layers=1)
     calibration = {
-        "file": text_parquet(tmp_path / "text.parquet"),
+        "text": text_parquet(tmp_path / "text.parquet"),
         "rows": 2,
         "row_tokens": 32,
         "measure_rows": 1,

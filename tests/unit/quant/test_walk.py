@@ -14,6 +14,7 @@ from exl2flow.core.errors import Interrupted
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageFolder
+from exl2flow.quant.quantize import QUANTIZE
 from exl2flow.quant.source import SourceModel
 from exl2flow.tasks.stages import STAGES
 
@@ -23,6 +24,7 @@ ALL = list(range(2 * LAYERS))
 LONG = ["measure", "quantize"]
 DAMAGES = [delete, truncate, alter]
 STOP_AFTER = 4
+UP_TO_QUANTIZE = STAGES[: STAGES.index(QUANTIZE) + 1]
 
 
 class Crash(Exception):
@@ -49,7 +51,7 @@ def interrupt() -> None:
 
 def pipeline_in(config: ConversionConfig, work_root: Path) -> Pipeline:
     moved = config.model_copy(update={"work_root": work_root})
-    return Pipeline(moved, STAGES[:4], device="cpu")
+    return Pipeline(moved, UP_TO_QUANTIZE, device="cpu")
 
 
 def run_all(pipeline: Pipeline, progress: Progress = silent) -> None:
@@ -244,7 +246,7 @@ def test_the_result_of_other_options_is_not_taken_for_the_own(
     undisturbed: Pipeline, tmp_path: Path
 ) -> None:
     config = undisturbed.config.model_copy(update={"head_bits": 4, "work_root": tmp_path})
-    other = Pipeline(config, STAGES[:4], device="cpu")
+    other = Pipeline(config, UP_TO_QUANTIZE, device="cpu")
 
     shutil.copytree(undisturbed.path("quantize"), other.path("quantize"))
 

@@ -1,0 +1,231 @@
+"""The compose stage: the source model writes calibration rows itself, from BOS on.
+
+The whole model is in memory (fp32 on the CPU, fp16 on CUDA): a row needs as many passes as it has
+tokens, so that reading the weights in each of them is out of the question. Overrides of the rotary
+embedding do not apply: what is wanted is what the source writes.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import InferenceError
+from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.inference.load import LoadedModel, load_model
+from exl2flow.model import Composition, Tokenizer, resolve
+
+log = logging.getLogger(__name__)
+
+TEMPERATURES = (0.7, 0.85, 1.0)  # of rows 0, 1, 2, 0, …
+LOOK_EVERY = 64  # tokens between two looks at signals …
+TELL_EVERY = 512  # … and between two reports; a multiple of it
+
+
+def compose(run: StageRun) -> None:
+    """Write `rows` and what each is, a commit after every few rows.
+
+    Raises:
+        InferenceError: the model's logits are not finite.
+    """
+    folder = run.folder
+    model = load_model(run.config.source, device=run.device)
+    plan = Composition.of(model.spec, run.config.calibration)
+    count = folder.manifest.total = plan.rows
+    starts = range(0, count, plan.at_once)
+    batches = [range(start, min(start + plan.at_once, count)) for start in starts]
+    run.tick(sum(len(rows) for rows in batches if folder.valid(_file(rows))), count)
+    for rows in batches:
+        if folder.valid(_file(rows)):
+            continue
+        begun = time.monotonic()
+        ids = write_rows(
+            model,
+            rows,
+            tokens=plan.tokens,
+            seed=run.config.calibration.seed,
+            look=partial(_look, run, rows),
+        )
+        sha256 = write_tensors(folder.path / _file(rows), {COMPOSED: ids})
+        folder.commit(_file(rows), sha256, cursor=rows.stop)
+        speed = ids.numel() / (time.monotonic() - begun)
+        run.tick(rows.stop, count, f"rows {rows.start}-{rows.stop - 1} tokens/s={speed:.0f}")
+        run.stop_if_asked()
+    _conclude(run, batches)
+
+
+def _look(run: StageRun, rows: range, position: int) -> None:
+    """Leave if asked; say now and then how far some rows are."""
+    run.stop_if_asked()
+    if position and position % TELL_EVERY == 0:
+        detail = f"rows {rows.start}-{rows.stop - 1} token {position}"
+        run.tick(rows.start, run.folder.manifest.total, detail)
+
+
+def _file(rows: range) -> str:
+    return f"rows-{rows.start:05d}.safetensors"
+
+
+def _conclude(run: StageRun, batches: Sequence[range]) -> None:
+    """Write all rows into one file, and what they are."""
+    folder = run.folder
+    ids = torch.cat([read_tensors(folder.path / _file(rows))[COMPOSED] for rows in batches])
+    kinds = [f"self T={TEMPERATURES[row % len(TEMPERATURES)]:g}" for row in range(len(ids))]
+    note = (
+        f"self: {len(ids)} rows of {ids.shape[1]} tokens written by the model, "
+        f"{distinct_share(ids):.0%} of their 8-token runs distinct"
+    )
+    folder.note(note)
+    write_json(folder.path / KINDS_FILE, {"kinds": kinds, "notes": [note]})
+    folder.commit(KINDS_FILE, digest(folder.path / KINDS_FILE))
+    folder.commit(ROWS_FILE, write_tensors(folder.path / ROWS_FILE, {COMPOSED: ids}))
+
+
+def distinct_share(ids: torch.Tensor, *, run: int = 8) -> float:
+    """Return how many of all runs of `run` tokens in ids (rows, t) differ from one another."""
+    runs = ids.unfold(1, run, 1).reshape(-1, run).tolist()
+    return len(set(map(tuple, runs))) / len(runs)
+
+
+@torch.inference_mode()
+def write_rows(
+    model: LoadedModel, rows: range, *, tokens: int, seed: int, look: Callable[[int], None]
+) -> torch.Tensor:
+    """Let the model write rows side by side.
+
+    Every row has draws of its own, so that which rows are written together does not matter beyond
+    the rounding of sums. After an end-of-text token a new text begins with BOS, if the model has
+    one; so it does, with nothing before it, where the model has no more positions.
+
+    Args:
+        model: the model.
+        rows: which rows; their numbers choose temperatures and draws.
+        tokens: length of a row.
+        seed: of the draws.
+        look: called with the position every few tokens; may raise to leave.
+
+    Returns:
+        int64 (rows, tokens).
+
+    Raises:
+        InferenceError: the logits are not finite.
+    """
+    decoder, spec = model.decoder, model.spec
+    dtype, device = decoder.embedding.weight.dtype, decoder.embedding.weight.device
+    span = min(tokens, spec.max_positions)
+    cache = ContiguousCache(spec, batch=len(rows), max_tokens=span, dtype=dtype, device=device)
+    chance = _Chance.of(model.tokenizer, rows, tokens=tokens, texts=-(-tokens // span), seed=seed)
+    chance = chance.to(device)
+    below = min(spec.vocab_size, model.tokenizer.vocab_size)
+    ids = torch.empty((len(rows), tokens), dtype=torch.int64, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)  # asked once: asking waits for the GPU
+    token = chance.openings[:, 0]
+    for position in range(tokens):
+        if position % span == 0:
+            cache.truncate(0)
+            token = chance.openings[:, position // span]
+        ids[:, position] = token
+        logits = decoder.forward(token[:, None], cache)[:, 0, :below]  # (b, v)
+        finite &= logits.isfinite().all()
+        token = chance.following(token, logits, position)
+        if position % LOOK_EVERY == 0:
+            look(position)
+    if not finite:
+        raise InferenceError(
+            f"the logits of `{spec.source_dir}` are not finite while it writes calibration rows; "
+            "check its files, or use another calibration than `self`"
+        )
+    return ids.cpu()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chance:
+    """What decides the next tokens of rows beside the model's logits.
+
+    heats: temperatures (b,); draws: fp64 (b, tokens) in [0, 1); openings: the first token of each
+    text, int64 (b, texts); ends: tokens after which `bos` must follow, int64 (e,).
+    """
+
+    heats: torch.Tensor
+    draws: torch.Tensor
+    openings: torch.Tensor
+    ends: torch.Tensor
+    bos: int
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, rows: range, *, tokens: int, texts: int, seed: int
+    ) -> "_Chance":
+        """Draw for each row by its number and the seed."""
+        bos, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
+        choice = plausible_openings(tokenizer) if bos is None else [bos]
+        openings = []
+        for row in rows:
+            opening = random.Random(f"{seed}/{row}/opening")
+            openings.append([choice[int(opening.random() * len(choice))] for _ in range(texts)])
+        sources = [random.Random(f"{seed}/{row}") for row in rows]
+        draws = [[source.random() for _ in range(tokens)] for source in sources]
+        return cls(
+            heats=torch.tensor([TEMPERATURES[row % len(TEMPERATURES)] for row in rows]),
+            draws=torch.tensor(draws, dtype=torch.float64),
+            openings=torch.tensor(openings),
+            ends=torch.tensor([] if bos is None or bos in ends else ends, dtype=torch.int64),
+            bos=bos or 0,
+        )
+
+    def to(self, device: torch.device) -> "_Chance":
+        """Return the same on a device."""
+        names = ("heats", "draws", "openings", "ends")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def following(self, token: torch.Tensor, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """Return the tokens int64 (b,) after those at a position; logits are (b, v)."""
+        drawn = draw_tokens(logits, self.heats, self.draws[:, position])
+        return torch.where(torch.isin(token, self.ends), self.bos, drawn)
+
+
+def draw_tokens(logits: torch.Tensor, heats: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Draw a token per row from softmax(logits / temperature), by the inverse of its distribution.
+
+    Args:
+        logits: (b, v).
+        heats: temperatures (b,).
+        draws: fp64 (b,), uniform in [0, 1).
+
+    Returns:
+        int64 (b,).
+    """
+    probabilities = torch.softmax(logits.double() / heats[:, None], dim=-1)
+    sums = probabilities.cumsum(dim=-1)
+    found = torch.searchsorted(sums, (draws * sums[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=logits.shape[-1] - 1)
+
+
+def plausible_openings(tokenizer: Tokenizer) -> list[int]:
+    """Return tokens that a text may begin with: capitalized words, else all tokens."""
+    texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.vocab_size))
+    found = [token for token, text in texts if len(text) > 1 and text.isalpha() and text.istitle()]
+    return found or list(range(tokenizer.vocab_size))
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    calibration = config.calibration
+    plan = Composition.of(resolve(config.source), calibration)
+    return {"rows": plan.rows, "tokens": plan.tokens, "seed": calibration.seed}
+
+
+COMPOSE = Stage(
+    name="compose",
+    schema=1,
+    inputs=(),
+    options=_options,
+    run=compose,
+    enabled=lambda config: config.calibration.text == "self",
+)

@@ -1,0 +1,203 @@
+"""A model's own chat template: messages to the text that the model was trained to read.
+
+Templates are Jinja programs of the model's authors. They run in a sandbox, with the names that
+transformers gives them, so that both render the same text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from exl2flow.core.errors import ChatTemplateError
+from exl2flow.model.fields import Fields
+from exl2flow.model.tokenizer import Tokenizer
+
+Role = Literal["system", "user", "assistant"]
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+DEFAULT_NAME = "default"  # of several templates in one file
+# what a template's own code can raise: its authors' refusals, and their mistakes
+FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError),
+    *(ArithmeticError, RecursionError),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+class ChatTemplate:
+    """A model's compiled template; `special_tokens` maps `bos_token` and the like to their text."""
+
+    def __init__(self, text: str, *, special_tokens: Mapping[str, str], origin: Path) -> None:
+        """Compile a template.
+
+        Args:
+            text: the Jinja source.
+            special_tokens: variables of the template.
+            origin: the file it is from, for messages.
+
+        Raises:
+            ChatTemplateError: it is not Jinja.
+        """
+        self.text = text
+        self.special_tokens = dict(special_tokens)
+        self.origin = origin
+        try:
+            self._template = _environment().from_string(text)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(
+                f"the chat template in `{origin}` is not valid Jinja ({error}); fetch it again"
+            ) from error
+
+    @classmethod
+    def load(cls, model_dir: Path, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Read the template of a model folder: `chat_template.jinja`, else `tokenizer_config.json`.
+
+        Args:
+            model_dir: the model's folder.
+            tokenizer: its tokenizer, for special tokens that no file spells.
+
+        Raises:
+            ChatTemplateError: neither holds a template, or it is not Jinja.
+        """
+        path, text = _find(model_dir)
+        return cls(text, special_tokens=_special_tokens(model_dir, tokenizer), origin=path)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        now: datetime | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the text of a conversation, BOS and the like as the template writes them.
+
+        Args:
+            messages: the turns in order.
+            add_generation_prompt: end with what begins the assistant's next turn.
+            now: the date for templates that ask for it; the present when None.
+            variables: further names of this template, such as `enable_thinking`.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, or fails.
+        """
+        moment = now or datetime.now()
+        try:
+            return self._template.render(
+                messages=[asdict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                strftime_now=moment.strftime,
+                **{**self.special_tokens, **(variables or {})},
+            )
+        except FAILURES as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ChatTemplateError(
+                f"the chat template in `{self.origin}` cannot render turns of {roles}: {error}; "
+                "give it the roles and the order of turns that it is made for"
+            ) from error
+
+
+def _find(model_dir: Path) -> tuple[Path, str]:
+    """Return the file that holds the template, and the template."""
+    path = model_dir / TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return path, path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ChatTemplateError(
+                f"cannot read `{path}` as UTF-8 text: {error}; fetch it again"
+            ) from error
+    path = model_dir / CONFIG_FILE
+    if path.is_file():
+        text = _default(Fields.load(path))
+        if text is not None:
+            return path, text
+    raise ChatTemplateError(
+        f"`{model_dir}` has no chat template, neither `{TEMPLATE_FILE}` nor `chat_template` in "
+        f"`{CONFIG_FILE}`; use another calibration than `chat`, or put the template of a model "
+        f"with the same prompt format there as `{TEMPLATE_FILE}`"
+    )
+
+
+def _default(fields: Fields) -> str | None:
+    """Return the template in `tokenizer_config.json`; of several, the one named `default`."""
+    value: object = fields.values.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        if DEFAULT_NAME not in named:
+            raise ChatTemplateError(
+                f"`{fields.path}` has chat templates named {', '.join(map(str, named))}, but no "
+                f"`{DEFAULT_NAME}`; put the one to use beside it as `{TEMPLATE_FILE}`"
+            )
+        value = named[DEFAULT_NAME]
+    if value is not None and not isinstance(value, str):
+        raise ChatTemplateError(
+            f"`chat_template` in `{fields.path}` is neither text nor a list; fetch the file again"
+        )
+    return value
+
+
+def _special_tokens(model_dir: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return name → text of `bos_token`, `eos_token` and others that the folder's files give."""
+    found: dict[str, str] = {}
+    roles = (("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id))
+    for name, token_id in roles:
+        spelled = None if token_id is None else tokenizer.backend.id_to_token(token_id)
+        if spelled is not None:
+            found[name] = spelled
+    for file in ("special_tokens_map.json", CONFIG_FILE):
+        path = model_dir / file
+        values = Fields.load(path).values if path.is_file() else {}
+        for name, value in values.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+    return found
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant says; it changes nothing in the text."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Return the block's body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _to_json(value: object, **options: Any) -> str:
+    """Return JSON without the escapes for HTML that Jinja's own filter makes."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

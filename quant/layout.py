@@ -1,0 +1,84 @@
+"""The tensors and files of a converted model, known to the byte before anything is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from exl2flow.core.files import Layout, safetensors_header
+from exl2flow.model import ModelSpec, expected_tensors
+from exl2flow.model.exl2 import QuantParams, padded_columns, quantized_layout
+
+FORMAT_METADATA = {"format": "pt"}
+Choice = Mapping[str, QuantParams]  # key of every projection, the head's among them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One output file before it is written."""
+
+    name: str
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def bytes(self) -> int:
+        """The size the file will have."""
+        return len(safetensors_header(self.layout, FORMAT_METADATA)) + sum(
+            map(tensor_bytes, self.layout.values())
+        )
+
+
+def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of the tensors that are stored as fp16."""
+    quantized = {p.key for s in spec.sublayers for p in s.projections} | {spec.head.key}
+    return {
+        name: shape
+        for name, shape in expected_tensors(spec).items()
+        if name.rpartition(".")[0] not in quantized
+    }
+
+
+def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
+    """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head."""
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
+    }
+    for p in (*(p for s in spec.sublayers for p in s.projections), spec.head):
+        columns = padded_columns(p.out_features)
+        layout |= quantized_layout(
+            p.key, choice[p.key], p.in_features, columns, has_bias=p.has_bias
+        )
+    return layout
+
+
+def plan_shards(layout: Layout, shard_size_mb: int) -> list[Shard]:
+    """Divide tensors, in order, into files of at most `shard_size_mb` MiB of data.
+
+    A tensor larger than the limit gets a file of its own; 0 or less means one file.
+    """
+    limit = shard_size_mb * 2**20 if shard_size_mb > 0 else None
+    parts: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, entry in layout.items():
+        if limit is not None and parts[-1] and filled + tensor_bytes(entry) > limit:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = entry
+        filled += tensor_bytes(entry)
+    if len(parts) == 1:
+        return [Shard(name="model.safetensors", layout=parts[0])]
+    return [
+        Shard(name=f"model-{i:05d}-of-{len(parts):05d}.safetensors", layout=part)
+        for i, part in enumerate(parts, 1)
+    ]
+
+
+def tensor_bytes(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    """Return the size of a tensor of this dtype and shape."""
+    dtype, shape = entry
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def output_bytes(spec: ModelSpec, choice: Choice, shard_size_mb: int) -> int:
+    """Return the size of all output files of weights together."""
+    return sum(s.bytes for s in plan_shards(output_layout(spec, choice), shard_size_mb))

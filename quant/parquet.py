@@ -1,0 +1,64 @@
+"""Calibration text in Parquet files: the bundled ones, and a user's own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from exl2flow.core.errors import CalibrationError
+
+
+def check_parquet(path: Path) -> None:
+    """Read the first record of a user's file, before hours depend on it.
+
+    Raises:
+        CalibrationError: the file cannot be read or holds no text.
+    """
+    next(records(path, None))
+
+
+def records(path: Path, columns: list[str] | None) -> Iterator[list[str]]:
+    """Yield the texts of each record, nulls and blanks left out; None reads every text column.
+
+    Raises:
+        CalibrationError: the file cannot be read or holds no text.
+    """
+    empty = True
+    try:
+        with pq.ParquetFile(path) as file:
+            names = columns or _text_columns(path, file.schema_arrow)
+            for batch in file.iter_batches(columns=names):
+                for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                    if kept := [value for value in values if value and not value.isspace()]:
+                        empty = False
+                        yield kept
+            if empty:
+                raise CalibrationError(
+                    f"`{path}` holds no text in {_listed(file.schema_arrow)}; fill its records"
+                )
+    except FileNotFoundError as error:
+        raise CalibrationError(f"no calibration file at `{path}`; check the path") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise CalibrationError(
+            f"`{path}` cannot be read as Parquet ({error}); give a file with a text column, as "
+            "pandas.DataFrame.to_parquet writes it"
+        ) from error
+
+
+def _text_columns(path: Path, schema: pa.Schema) -> list[str]:
+    """Return the names of the columns that hold strings, plain or dictionary-encoded."""
+    names = []
+    for column in schema:
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            names.append(column.name)
+    if not names:
+        raise CalibrationError(
+            f"`{path}` has no text column, only {_listed(schema)}; add one of strings"
+        )
+    return names
+
+
+def _listed(schema: pa.Schema) -> str:
+    return ", ".join(f"`{column.name}` ({column.type})" for column in schema) or "no columns"

@@ -1,0 +1,276 @@
+"""The sensitivity stage: one backward pass of the source gives the Fisher factors of every matrix.
+
+Sublayers are walked backward one at a time. States entering them are made by a forward walk that
+leaves every √L-th on disk and makes those between anew, so memory holds one sublayer, its states
+and their gradients, at any depth.
+"""
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from exl2flow.core.config import ConversionConfig, SensitivityOptions
+from exl2flow.core.errors import CalibrationError
+from exl2flow.core.files import read_json, read_tensors, write_tensors
+from exl2flow.core.stage import KINDS_FILE, Stage, StageRun
+from exl2flow.model import ModelSpec, ProjectionSpec, SublayerSpec
+from exl2flow.model.rope import rope_table
+from exl2flow.quant.backward import LOGIT_ELEMENTS, Sums, head_backward, sublayer_backward
+from exl2flow.quant.fisher import Factors, FactorSum, factor_bytes, read_file, write_factors
+from exl2flow.quant.source import DTYPE, SourceModel
+from exl2flow.quant.tokens import load_rows
+from exl2flow.quant.walk import advance
+
+log = logging.getLogger(__name__)
+
+HEAD_FILE = "factors/head.safetensors"
+STATES_DIR = "inputs"  # in the stage folder while it runs
+MEANINGLESS = ("random", "noise")  # kinds of rows whose gradients say nothing of text
+HEAD_BLOCK = 1024  # most out-features per block of the head, whose columns are very many
+
+
+def factor_file(index: int) -> str:
+    """Return the name of a sublayer's factors inside the stage folder."""
+    return f"factors/{index:04d}.safetensors"
+
+
+def factor_files(spec: ModelSpec) -> list[str]:
+    """Return the files of a finished stage, in model order."""
+    return [*(factor_file(sublayer.index) for sublayer in spec.sublayers), HEAD_FILE]
+
+
+def read_factors(folder: Path, index: int | Literal["head"]) -> dict[str, Factors]:
+    """Return projection → factors of a sublayer or of the head (`lm_head`), on the CPU.
+
+    Args:
+        folder: of the finished stage.
+        index: of the sublayer.
+
+    Raises:
+        CorruptCheckpoint: a file is missing or damaged.
+    """
+    return read_file(folder / (HEAD_FILE if index == "head" else factor_file(index)))
+
+
+def text_rows(folder: Path, count: int) -> torch.Tensor:
+    """Return `count` rows of text, or all there are, evenly spread over the quantizing mix.
+
+    Args:
+        folder: of `tokenize`.
+        count: rows wanted.
+
+    Returns:
+        int64 (rows, t); rows of random tokens and of noise are left out.
+
+    Raises:
+        CalibrationError: the mix has no text.
+    """
+    ids = load_rows(folder, "quantize")
+    kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
+    suited = [
+        row
+        for row, kind in enumerate(kinds)
+        if kind not in MEANINGLESS and bool((ids[row] >= 0).all())
+    ]
+    if not suited:
+        raise CalibrationError(
+            f"none of the {len(kinds)} calibration rows is text, which gradients need; ask for "
+            "more rows, or set the sensitivity's kind to `error`"
+        )
+    count = min(count, len(suited))
+    return ids[[suited[place * len(suited) // count] for place in range(count)]]
+
+
+def head_block(block: int) -> int:
+    """Return the most out-features per block of the head; nothing else limits a single block."""
+    return min(block or HEAD_BLOCK, HEAD_BLOCK)
+
+
+def states_between(count: int) -> int:
+    """Return how many sublayers lie between stored states: √count, rounded up."""
+    return math.ceil(math.sqrt(count))
+
+
+def disk_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
+    """Forecast the disk that the stage takes at most; the factors stay, the states go."""
+    factors = sum(factor_bytes(s.projections, block=options.block) for s in spec.sublayers)
+    factors += factor_bytes((spec.head,), block=head_block(options.block))
+    files = 2 * states_between(len(spec.sublayers)) + 2  # and gradients, the last two times
+    return factors + files * options.rows * row_tokens * spec.hidden_size * DTYPE.itemsize
+
+
+def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
+    """Forecast the memory that the stage takes: states, gradients, one sublayer and its sums."""
+    states = options.rows * row_tokens * spec.hidden_size
+    score = spec.attention.num_heads * row_tokens**2
+    largest = max(
+        sum(
+            p.in_features * p.out_features + p.in_features**2 + p.out_features * 2 * row_tokens
+            for p in s.projections
+        )
+        + factor_bytes(s.projections, block=options.block) // 2
+        for s in spec.sublayers
+    )
+    head = spec.hidden_size * spec.vocab_size
+    head += factor_bytes((spec.head,), block=head_block(options.block)) // 2 + 4 * LOGIT_ELEMENTS
+    return (3 * states + max(largest + 4 * score, head)) * DTYPE.itemsize
+
+
+class InputStates:
+    """The states entering each sublayer, those on disk that cost most to make again."""
+
+    def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
+        self.run = run
+        self.model = model
+        self.ids = ids
+        self.order = model.spec.sublayers
+        self.every = states_between(len(self.order))
+
+    def at(self, index: int) -> torch.Tensor:
+        """Return the states fp32 (rows, t, hidden) entering sublayer `index`, or the head's.
+
+        Those between the last ones on disk and these are put on disk if the way back needs them.
+        """
+        folder = self.run.folder
+        start, states = self._nearest(index)
+        dense_from = (index - 1) // self.every * self.every
+        for spec in self.order[start:index]:
+            advance(self.model.sublayer(spec), states)
+            after = spec.index + 1
+            if after >= dense_from or after % self.every == 0:
+                name = self._name(after)
+                folder.commit(name, write_tensors(folder.path / name, {"states": states}))
+            total = folder.manifest.total
+            self.run.tick(folder.manifest.cursor, total, f"forward {spec.name}")
+            self.run.stop_if_asked()
+        return states
+
+    def drop(self, from_index: int = 0) -> None:
+        """Delete the states entering sublayers from an index on; the way back is past them."""
+        folder = self.run.folder
+        names = [self._name(i) for i in range(from_index, len(self.order) + 1)]
+        gone = [name for name in names if name in folder.manifest.files]
+        for name in gone:
+            (folder.path / name).unlink(missing_ok=True)
+            del folder.manifest.files[name]
+        if gone:
+            folder.save()
+
+    def _nearest(self, index: int) -> tuple[int, torch.Tensor]:
+        folder = self.run.folder
+        for at in range(index, 0, -1):
+            if folder.valid(self._name(at)):
+                return at, read_tensors(folder.path / self._name(at))["states"]
+        return 0, self.model.initial_states(self.ids)
+
+    def _name(self, index: int) -> str:
+        return f"{STATES_DIR}/{index:04d}.safetensors"
+
+
+Projections = tuple[ProjectionSpec, ...]
+
+
+class _WayBack:
+    """The walk from the head to the first sublayer that lacks its factors."""
+
+    def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
+        self.run = run
+        self.model = model
+        self.options = run.config.sensitivity
+        self.inputs = InputStates(run, model, ids)
+        self.tokens = ids.numel()
+        self.order = model.spec.sublayers
+
+    def walk(self) -> None:
+        """Commit every missing file and leave nothing else behind."""
+        folder = self.run.folder
+        is_open = [not folder.valid(name) for name in factor_files(self.model.spec)]
+        if any(is_open):
+            last = len(self.order) - is_open[::-1].index(True)
+            for spec in reversed(self.order[is_open.index(True) : self._begin(last, is_open)]):
+                self._sublayer(spec)
+        self.inputs.drop()
+
+    def _begin(self, last_open: int, is_open: list[bool]) -> int:
+        """Take the gradients from which the walk goes on, and return how many sublayers precede."""
+        folder = self.run.folder
+        folder.manifest.cursor = is_open.count(False)
+        self.run.tick(folder.manifest.cursor, folder.manifest.total)
+        saved = folder.load_states()
+        if saved is not None and saved[0] > last_open:
+            start, self.gradient = saved
+            return start
+        self._head()
+        return len(self.order)
+
+    def _head(self) -> None:
+        begun = time.monotonic()
+        block = head_block(self.options.block)
+        projections = (self.model.spec.head,)
+        sums = self._sums(HEAD_FILE, projections, block=block)
+        states = self.inputs.at(len(self.order))
+        self.gradient = head_backward(
+            self.model.head(), states, seed=self.options.seed, sums=sums.get(projections[0].name)
+        )
+        self._finish(len(self.order), HEAD_FILE, projections, sums)
+        log.info("%s elapsed=%.1fs", projections[0].name, time.monotonic() - begun)
+
+    def _sublayer(self, spec: SublayerSpec) -> None:
+        begun = time.monotonic()
+        name = factor_file(spec.index)
+        sums = self._sums(name, spec.projections, block=self.options.block)
+        states = self.inputs.at(spec.index)
+        sublayer_backward(self.model.sublayer(spec), states, self.gradient, sums)
+        self._finish(spec.index, name, spec.projections, sums)
+        log.info("%s elapsed=%.1fs", spec.name, time.monotonic() - begun)
+
+    def _sums(self, name: str, projections: Projections, *, block: int) -> Sums:
+        """Return empty sums of projections, or none if their file is there."""
+        if self.run.folder.valid(name):
+            return {}
+        device = self.model.device
+        return {
+            p.name: FactorSum(p.in_features, p.out_features, block=block, device=device)
+            for p in projections
+        }
+
+    def _finish(self, index: int, name: str, projections: Projections, sums: Sums) -> None:
+        """Commit factors and gradients, and drop the states that no resume needs."""
+        folder = self.run.folder
+        if sums:
+            sha256 = write_factors(folder.path / name, projections, sums, self.tokens)
+            folder.commit(name, sha256, cursor=folder.manifest.cursor + 1)
+            self.run.tick(folder.manifest.cursor, folder.manifest.total, projections[0].key)
+        folder.save_states(self.gradient, index, force=self.run.stop.signum is not None)
+        if folder.manifest.states is not None:
+            self.inputs.drop(max(index, folder.manifest.states.index))
+        self.run.stop_if_asked()
+
+
+@torch.no_grad()
+def sensitivity(run: StageRun) -> None:
+    """Write the factors of every sublayer and of the head into the stage folder."""
+    rope_table.cache_clear()  # tables made in inference mode cannot take part in gradients
+    model = SourceModel.open(run.config, run.device)
+    run.folder.manifest.total = len(model.spec.sublayers) + 1
+    ids = text_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
+    _WayBack(run, model, ids).walk()
+    run.tick(run.folder.manifest.total, run.folder.manifest.total)
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {**config.sensitivity.model_dump(), "rope": config.rope.model_dump()}
+
+
+SENSITIVITY = Stage(
+    name="sensitivity",
+    schema=1,
+    inputs=("tokenize",),
+    options=_options,
+    run=sensitivity,
+    enabled=lambda config: config.sensitivity.kind == "fisher",
+)

@@ -1,0 +1,246 @@
+"""Quantized linear maps and norms with all that stays continuous as parameters.
+
+Their forward pass is what the written file decodes to: every parameter is rounded as it is stored
+and gradients pass the rounding unchanged. A group's maximum scale is its factor `exp(p)` times the
+one it began with, so that rates are relative. Scaling a group is scaling its in-features, hence the
+gradient of `p` needs no gradient of the matrix.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from exl2flow.core.config import TuneOptions
+from exl2flow.core.errors import NonFiniteState
+from exl2flow.kernels import get_ops
+from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.model.norms import RmsNorm
+
+
+class _Rounded(torch.autograd.Function):
+    """The nearest fp16 number as fp32; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Round."""
+        return x.half().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Pass the gradient."""
+        return grad
+
+
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` fp32 as it reads after being stored as fp16, differentiable."""
+    rounded: torch.Tensor = _Rounded.apply(x)  # type: ignore[no-untyped-call]  # torch's own
+    return rounded
+
+
+class _Product(torch.autograd.Function):
+    """y = x Q; gradients for x, for the logarithms of the groups' factors, and for the codes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        factors: torch.Tensor,
+        codes: torch.Tensor | None,
+        matrix: torch.Tensor,
+        steps: torch.Tensor,
+        members: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply x (b, t, k) by the decoded matrix (k, n)."""
+        ctx.save_for_backward(x, matrix, members, *([] if codes is None else [steps]))
+        return x @ matrix
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; that of a factor sums x · dL/dx over its group's features."""
+        x, matrix, members, *steps = ctx.saved_tensors
+        towards = grad @ matrix.T
+        features = (x * towards).flatten(0, -2).sum(0)  # (k,)
+        factors = functional.pad(features, (0, 1))[members].sum(1)
+        codes = None
+        if ctx.needs_input_grad[2]:
+            codes = (x.flatten(0, -2).T @ grad.flatten(0, -2)).mul_(*steps)
+        return towards, factors, codes, None, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A tensor to train, fp32; `rate` is its learning rate in its own units.
+
+    `is_code` tells that it is rounded to integers, so that rates know nothing of the error's size.
+    """
+
+    value: torch.Tensor
+    rate: float
+    is_code: bool = False
+
+
+class TunedLinear:
+    """A quantized linear map whose maximum scales, bias and codes can be trained.
+
+    Tensors of one entry per in-feature are in the order of the in-features, not of the file.
+    """
+
+    def __init__(
+        self,
+        matrix: QuantizedMatrix,
+        options: TuneOptions,
+        *,
+        out_features: int,
+        device: torch.device,
+    ) -> None:
+        """Take a stored matrix apart; of its columns the first `out_features` are used."""
+        self.matrix = matrix
+        self.out_features = out_features
+        self.device = device
+        ops = get_ops("cpu")
+        groups = matrix.groups
+        place = matrix.inverse_perm.long()
+        sizes = torch.tensor([group.rows for group in groups])
+        half = torch.tensor([2 ** (group.bits - 1) for group in groups])
+        rows = torch.repeat_interleave(torch.arange(len(groups)), sizes)[place]  # (k,) groups
+        codes = ops.unpack(matrix.packed, groups)[place, :out_features].to(torch.int16)
+        self.group = rows.to(device)
+        self.half = half[rows].to(device, torch.float32)[:, None]  # (k, 1)
+        self.codes = (codes - half[rows][:, None]).to(torch.int8).to(device)  # (k, n) signed
+        scales = ops.unpack_scales(matrix.scale_codes)[:, :out_features]
+        self.scale_codes = scales.contiguous().to(device)
+        self.members = _members(place, sizes).to(device)
+        self.maxima = matrix.max_scales.float().to(device)
+        self.factors = leaf(torch.zeros(len(groups)), device)
+        self.codes_moved = (
+            leaf(torch.zeros(self.codes.shape), device) if options.code_rate else None
+        )
+        bias = matrix.bias
+        self.start_bias = None if bias is None else leaf(bias[:out_features].float(), device)
+        self.options = options
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """What is trained."""
+        options = self.options
+        made = [Parameter(value=self.factors, rate=options.scale_rate)]
+        if self.start_bias is not None:
+            made.append(sized(self.start_bias, options.norm_rate))
+        if self.codes_moved is not None:
+            made.append(Parameter(value=self.codes_moved, rate=options.code_rate, is_code=True))
+        return made
+
+    @property
+    def max_scales(self) -> torch.Tensor:
+        """The groups' maxima as they are stored, fp16 (g,)."""
+        return (self.maxima * self.factors.detach().exp()).half()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias as it is stored, (n,)."""
+        return None if self.start_bias is None else stored(self.start_bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The decoded weight (n, k), without gradients."""
+        return self.decode()[0].T
+
+    @torch.no_grad()
+    def signed_codes(self) -> torch.Tensor:
+        """Return the codes less their zero point, (k, n)."""
+        if self.codes_moved is None:
+            return self.codes
+        moved = (self.codes + self.codes_moved).round_()
+        return torch.minimum(torch.maximum(moved, -self.half), self.half - 1)
+
+    @torch.no_grad()
+    def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrix and its scales by the format's law, fp32 (k, n) each."""
+        ops = get_ops(self.device)
+        scales = ops.decode_scales(self.scale_codes, self.max_scales).float()
+        steps = scales[self.group]  # (k, n)
+        return (self.signed_codes() * steps).half().float(), steps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        matrix, steps = self.decode()
+        y: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]  # torch's own
+            x, self.factors, self.codes_moved, matrix, steps, self.members
+        )
+        bias = self.bias
+        return y if bias is None else y + bias
+
+    @torch.no_grad()
+    def export(self) -> QuantizedMatrix:
+        """Return the matrix as it is now stored, on the CPU."""
+        made = replace(self.matrix, max_scales=self.max_scales.cpu())
+        if self.start_bias is not None and made.bias is not None:
+            bias = made.bias.clone()
+            bias[: self.out_features] = self.start_bias.half().cpu()
+            made = replace(made, bias=bias)
+        if self.codes_moved is not None:
+            ops = get_ops("cpu")
+            order = torch.argsort(self.matrix.inverse_perm)
+            codes = ops.unpack(made.packed, made.groups)
+            now = (self.signed_codes() + self.half).to(torch.uint8).cpu()
+            codes[:, : self.out_features] = now[order]
+            made = replace(made, packed=ops.pack(codes, made.groups))
+        return made
+
+
+class TunedNorm:
+    """An RMS norm whose weight is trained."""
+
+    def __init__(self, norm: RmsNorm, options: TuneOptions, *, name: str) -> None:
+        """Take the source's norm; `name` is its key, for errors."""
+        self.value = leaf(fits_half(norm.weight, name), norm.weight.device)
+        self.eps = norm.eps
+        self.parameter = sized(self.value, options.norm_rate)
+
+    def current(self) -> RmsNorm:
+        """Return the norm with the weight as it is stored."""
+        return RmsNorm(weight=stored(self.value), eps=self.eps)
+
+
+def fits_half(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a weight rounded to fp16, as fp32.
+
+    Raises:
+        NonFiniteState: it is too large.
+    """
+    rounded = weight.half().float()
+    if not rounded.isfinite().all():
+        raise NonFiniteState(
+            f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
+            "converted without clamping it"
+        )
+    return rounded
+
+
+def leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor to train."""
+    return value.detach().clone().to(device).requires_grad_()
+
+
+def sized(value: torch.Tensor, rate: float) -> Parameter:
+    """Return a parameter whose rate is relative to the root mean square of its values."""
+    size = float(value.detach().square().mean().sqrt())
+    return Parameter(value=value, rate=rate * size)
+
+
+def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Return each group's in-features, int64 (g, rows), filled with k where a group is short.
+
+    Args:
+        place: int64 (k,), row in the file of each in-feature.
+        sizes: int64 (g,), rows of each group in the file.
+    """
+    order = torch.argsort(place)  # in-feature of each row
+    members = torch.full((len(sizes), int(sizes.max())), len(place))
+    begin = 0
+    for index, rows in enumerate(sizes.tolist()):
+        members[index, :rows] = order[begin : begin + rows]
+        begin += rows
+    return members
