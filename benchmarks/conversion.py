@@ -18,11 +18,16 @@ from pathlib import Path
 
 import torch
 
-STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
+STAGES = (
+    "tokenize", "sensitivity", "measure", "allocate", "quantize", "tune", "compile", "validate",
+)  # fmt: skip
 
 
-def convert(model: Path, root: Path, bpw: float, options: list[str]) -> dict[str, float]:
-    """Convert once; return seconds by stage, the total and the peak resident memory in MB."""
+def convert(model: Path, root: Path, bpw: float, options: list[str]) -> dict[str, float | None]:
+    """Convert once; return seconds by stage, the total and the peak resident memory in MB.
+
+    The seconds of a stage that was finished before are None.
+    """
     out = root / f"{bpw:g}bpw"
     command = [sys.executable, "-m", "exl2flow.flows.cli", "convert", str(model)]
     command += ["--out", str(out), "--bpw", str(bpw), "--work-root", str(root / "work")]
@@ -31,11 +36,14 @@ def convert(model: Path, root: Path, bpw: float, options: list[str]) -> dict[str
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         sys.exit(f"the conversion failed with status {status}")
-    result = {"total": time.monotonic() - begun, "peak MB": usage.ru_maxrss / 1024}
+    result: dict[str, float | None] = {"total": time.monotonic() - begun}
+    result["peak MB"] = usage.ru_maxrss / 1024
     for path in (root / "work").glob("*/*/*/manifest.json"):
         manifest = json.loads(path.read_bytes())
         if path.stat().st_mtime >= begun_wall:
             result[manifest["stage"]] = manifest["seconds"]
+        else:
+            result.setdefault(manifest["stage"], None)
     return result
 
 
@@ -55,7 +63,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for bpw in arguments.bpw:
             found = convert(arguments.model, Path(folder), bpw, options)
-            cells = [f"{found[name]:.1f}" if name in found else "cached" for name in columns]
+            times = [found.get(name, 0.0) for name in columns]  # 0: the stage is not used
+            cells = ["cached" if seconds is None else f"{seconds:.1f}" for seconds in times]
             print(f"| {bpw:g} | " + " | ".join(cells) + " |", flush=True)
 
 

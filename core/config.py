@@ -31,6 +31,8 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "best": {
         "sensitivity": {"rows": 32, "block": 0},
         "rounding": {"rounds": 4},
+        "allocate": {"rounds": 1},
+        "tune": {"steps": 400},
     },
     "exllamav2": {
         "sensitivity": {"kind": "error"},
@@ -124,6 +126,12 @@ class RoundingOptions(Options):
     output_damping: float = Field(
         0.3, gt=0, description="added to an output factor, in mean diagonals"
     )
+    correction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="how far matrices make up for the errors before them, where that helps",
+    )
     fisher_share: float = Field(
         0.5, ge=0, le=1, description="share of the gradient-weighted Hessian in the one rounded for"
     )
@@ -158,6 +166,9 @@ class AllocateOptions(Options):
         "power", description="log: sum of ln error; sum: of error; power: of error ** power"
     )
     power: float = Field(2.0, gt=0, le=8, description="exponent of the objective `power`")
+    rounds: int = Field(
+        0, ge=0, description="further rounds, in which whole allocations are tried and corrected"
+    )
 
 
 class ValidateOptions(Options):
@@ -211,15 +222,17 @@ class ConversionConfig(Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _apply_preset(cls, values: Any) -> Any:
         """Fill what is not given from the preset, and the target."""
+        if not isinstance(values, Mapping):
+            return values
         merged = {key: value for key, value in values.items() if value is not None}
         for group, preset in PRESETS.get(str(merged.get("quality", "standard")), {}).items():
             given = merged.get(group, {})
             if isinstance(given, BaseModel):
                 given = given.model_dump(exclude_unset=True)
-            given = {k: v for k, v in given.items() if v is not None}
-            merged[group] = {**preset, **given}
+            if isinstance(given, Mapping):  # what is not is refused with all other problems
+                merged[group] = {**preset, **{k: v for k, v in given.items() if v is not None}}
         if not any(target in merged for target in TARGETS):
             merged["bpw"] = DEFAULT_BPW
         return merged
@@ -261,14 +274,28 @@ class ConversionConfig(Options):
         return None if free else self.head_bits or DEFAULT_HEAD_BITS
 
 
+class RefinementConfig(ConversionConfig):
+    """One refinement: an EXL2 folder in, the same with other codes and scales out.
+
+    `source` is the reference; what allots bits has no effect.
+    """
+
+    model: Path = Field(description="folder of the EXL2 model")
+    held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
+
+    @property
+    def target(self) -> str:
+        """What is refined, without a folder."""
+        return f"refined:{self.model.resolve().name}"
+
+
 def build_config(**values: object) -> ConversionConfig:
     """Build a `ConversionConfig`, turning validation errors into one `ConfigError`."""
     try:
         return ConversionConfig.model_validate(values)
     except ValidationError as error:
         problems = [
-            ".".join(str(part) for part in item["loc"])
-            + ": "
+            (".".join(map(str, item["loc"])) + ": " if item["loc"] else "")
             + item["msg"].removeprefix("Value error, ")
             for item in error.errors()
         ]

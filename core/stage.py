@@ -24,6 +24,7 @@ ROWS_FILE = "rows.safetensors"  # calibration rows, int64 (rows, tokens) per mix
 KINDS_FILE = "rows.json"  # what each row is made of
 COMPOSED = "composed"  # the tensor of rows that the source wrote itself
 RECORD_FILE = "exl2flow.json"  # in an output folder: what made it; also marks it as ours
+SCORE_FILE = "exl2flow-score.json"  # beside it: what validation found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

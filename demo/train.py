@@ -1,7 +1,8 @@
 """Make the demo model: a byte-level BPE tokenizer and a small Llama, trained from scratch.
 
 The text is the generator's corpus and, as a smaller share, the calibration prose of this
-repository. The number of steps is fixed, so a run depends on the seed only.
+repository. The number of steps is fixed, so a run depends on the seed and the shape only. `demo` is
+the shape that is shipped; `deep` serves to try on other proportions what was found on it.
 """
 
 import argparse
@@ -37,28 +38,47 @@ LONG_ROW_EVERY = 4  # steps of the cosine phase that see the last positions too
 WARM_UP = 150
 PEAK_RATE, LAST_RATE = 2.5e-3, 1e-4
 CHARACTERS_PER_TOKEN = 4.6
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.02,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float16",
+SHAPES: dict[str, dict[str, int]] = {
+    "demo": {
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    # Three queries share one key and are wider together than the hidden state; no dimension but
+    # the vocabulary is a multiple of 128, all are of 32
+    "deep": {
+        "hidden_size": 192,
+        "intermediate_size": 416,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+    },
 }
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """Return the content of `config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        **SHAPES[shape],
+        "hidden_act": "silu",
+        "max_position_embeddings": LONG_ROW_TOKENS,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float16",
+    }
 
 
 def prose_pieces(characters: int = 1600) -> list[str]:
@@ -170,7 +190,9 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int) -> None:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def save(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, config: dict[str, Any], folder: Path
+) -> None:
     """Write the model in the Hugging Face layout, weights as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.half().cpu().contiguous() for name, value in model.named_parameters()}
@@ -182,12 +204,12 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         "eos_token": EOS,
         "add_bos_token": True,
         "add_eos_token": False,
-        "model_max_length": CONFIG["max_position_embeddings"],
+        "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
     generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
     files = {
-        "config.json": CONFIG,
+        "config.json": config,
         "tokenizer_config.json": tokenizer_config,
         "generation_config.json": generation_config,
     }
@@ -198,10 +220,13 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 def main() -> None:
     """Make the tokenizer, train, and save the model."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--output", type=Path, default=HERE / "model")
+    parser.add_argument("--output", type=Path, help="default for `demo`: the shipped folder")
     parser.add_argument("--device", default="cpu", help="cpu (2 threads) or cuda")
     arguments = parser.parse_args()
+    if arguments.output is None and arguments.shape != "demo":
+        parser.error(f"`--shape {arguments.shape}` is not shipped; give `--output`")
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
     prose = prose_pieces()
@@ -209,10 +234,11 @@ def main() -> None:
     corpus = take(max(5_000_000, int(tokens * CHARACTERS_PER_TOKEN)), SEED)
     tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
     stream = make_stream(tokenizer, corpus, prose, tokens, random.Random(SEED))
-    model = LlamaForCausalLM(LlamaConfig.from_dict(CONFIG))
+    config = config_of(arguments.shape)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config))
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
     train(model.to(arguments.device), stream, arguments.steps)
-    save(model, tokenizer, arguments.output)
+    save(model, tokenizer, config, arguments.output or HERE / "model")
 
 
 if __name__ == "__main__":

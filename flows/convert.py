@@ -17,7 +17,7 @@ from exl2flow.tasks.stages import STAGES
     persist_result=False,
 )
 def convert(config: ConversionConfig) -> Conversion:
-    """Tokenize, measure, allocate, quantize, compile and validate; finished stages are cached.
+    """Run all stages that the configuration has, in order; finished ones are cached.
 
     Raises:
         PreflightFailed: before any work.

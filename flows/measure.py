@@ -21,7 +21,7 @@ from exl2flow.tasks.stages import MEASURE_STAGES
     persist_result=False,
 )
 def measure(config: ConversionConfig) -> Path:
-    """Tokenize and measure, and return the path of `measurement.json`.
+    """Run the stages up to `measure`, and return the path of `measurement.json`.
 
     Raises:
         ConfigError: the configuration already names a measurement.

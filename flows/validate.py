@@ -13,7 +13,7 @@ from exl2flow.inference.evaluate import Score
 from exl2flow.inference.validate import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
-from exl2flow.tasks.compare import sample_text, score_models
+from exl2flow.tasks.compare import comparison_page, sample_text, score_models
 
 
 class Comparison(Options):
@@ -43,7 +43,8 @@ def validate(config: Comparison) -> list[Score]:
         scores = score_models(config.models, config.reference, options, device=device)
         samples = [sample_text(model, options, device=device) for model in config.models]
         artifacts = Artifacts((config.reference or config.models[0]).resolve().name)
-        artifacts.markdown("validation", _page(scores, samples), config.run_name)
+        page = comparison_page(scores, samples)
+        artifacts.markdown("validation", page, config.run_name)
         _judge(scores, options)
         return scores
 
@@ -56,20 +57,3 @@ def _judge(scores: Sequence[Score], options: ValidateOptions) -> None:
     ]
     if failures:
         raise ValidationFailed("\n".join(failures))
-
-
-def _page(scores: Sequence[Score], samples: Sequence[str]) -> str:
-    """Return scores and samples as Markdown."""
-    lines = [
-        "| model | perplexity | source's | KL divergence | top-1 agreement | bytes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for score in scores:
-        numbers = (score.reference_perplexity, score.kl_divergence, score.top1_agreement)
-        shown = " | ".join("" if number is None else f"{number:.5f}" for number in numbers)
-        lines.append(f"| {score.model} | {score.perplexity:.4f} | {shown} | {score.bytes:,} |")
-    for score, sample in zip(scores, samples, strict=True):
-        if sample:
-            quoted = "\n".join(f"> {line}" for line in sample.splitlines())
-            lines += ["", f"## {score.model}", "", quoted]
-    return "\n".join(lines) + "\n"

@@ -1,10 +1,9 @@
 """What an EXL2 folder holds, from its tensor names and headers; any program may have written it.
 
-Only headers and group tables are read, so a large model takes no longer than a small one. Errors
-are known when the folder has the record that `compile` writes.
+Only headers and group tables are read, so a large model takes no longer than a small one. Errors,
+what they cost, and the divergence are known when the folder has the records that we write.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 from exl2flow.core.errors import SourceModelError
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.inference.costs import total_nats
+from exl2flow.inference.record import Record, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.exl2 import is_quantized, tensor_names
 
@@ -22,7 +22,10 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixContents:
-    """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits."""
+    """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits.
+
+    params: as they were chosen; nats: what the error costs alone. None if unknown.
+    """
 
     key: str
     shape: tuple[int, int]
@@ -30,12 +33,19 @@ class MatrixContents:
     rows: dict[int, int]
     groups: int
     group_sizes: tuple[int, ...]
+    params: str | None
+    nats: float | None
     rel_err: float | None
 
     @property
     def numel(self) -> int:
         """Weights, padding included."""
         return self.shape[0] * self.shape[1]
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return self.bits / self.numel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,11 @@ class PartContents:
         return self.bits / self.numel
 
     @property
+    def nats(self) -> float | None:
+        """The sum of what the matrices' errors cost alone."""
+        return total_nats(self.matrices)
+
+    @property
     def groups(self) -> int:
         """Groups of all matrices."""
         return sum(matrix.groups for matrix in self.matrices)
@@ -85,10 +100,9 @@ class PartContents:
             "groups": self.groups,
             "group_sizes": self.group_sizes,
             "bytes": self.bits // 8,
+            "nats": self.nats,
             "rel_err": self.rel_err,
-            "matrices": [
-                {**asdict(matrix), "bpw": matrix.bits / matrix.numel} for matrix in self.matrices
-            ],
+            "matrices": [{**asdict(matrix), "bpw": matrix.bpw} for matrix in self.matrices],
         }
 
 
@@ -103,12 +117,22 @@ class ModelContents:
     others: tuple[PartContents, ...]
     plain_bytes: int
     file_bytes: int
-    is_ours: bool
+    record: Record | None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether exl2flow wrote the model."""
+        return self.record is not None
 
     @property
     def parts(self) -> tuple[PartContents, ...]:
         """All quantized parts, layers first."""
         return (*self.layers, *self.others)
+
+    @property
+    def matrices(self) -> tuple[MatrixContents, ...]:
+        """All quantized matrices, in model order."""
+        return tuple(matrix for part in self.parts for matrix in part.matrices)
 
     @property
     def bpw(self) -> float:
@@ -118,12 +142,19 @@ class ModelContents:
 
     def to_json(self) -> dict[str, object]:
         """Return everything as JSON."""
+        record = self.record
         return {
             "model": str(self.folder),
             "architecture": self.architecture,
             "quantization_config": self.declared,
             "written_by_exl2flow": self.is_ours,
             "bpw": self.bpw,
+            "series": record and record.series,
+            "allocated_kl": record and record.allocated_kl,
+            "predicted_kl": record and record.predicted_kl,
+            "is_tuned": record and record.is_tuned,
+            "score": record and record.score,
+            "calibration": record and record.calibration,
             "weights": sum(p.numel for p in self.parts),
             "quantized_bytes": sum(p.bits for p in self.parts) // 8,
             "plain_bytes": self.plain_bytes,
@@ -150,8 +181,8 @@ def inspect_model(folder: Path) -> ModelContents:
         raise SourceModelError(
             f"`{folder}` holds no EXL2 matrices; convert it first with `exl2flow convert`"
         )
-    record = _read(folder / RECORD_FILE)
-    reports = {str(layer.get("name")): layer for layer in record.get("layers", ())}
+    record = read_record(folder)
+    reports = record.reports if record else {}
     members: dict[str, list[str]] = {}
     for key in quantized:
         members.setdefault(_part_name(key), []).append(key)
@@ -159,7 +190,7 @@ def inspect_model(folder: Path) -> ModelContents:
         _part(name, members[name], tensors, reports.get(name, {}))
         for name in sorted(members, key=_walk_order)
     ]
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     stored = sum(tensors.nbytes(name) for name in tensors.names)
     return ModelContents(
         folder=folder,
@@ -169,17 +200,8 @@ def inspect_model(folder: Path) -> ModelContents:
         others=tuple(part for part in parts if _layer_index(part.name) is None),
         plain_bytes=stored - sum(part.bits for part in parts) // 8,
         file_bytes=sum(path.stat().st_size for path in tensors.files),
-        is_ours=bool(record),
+        record=record,
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an absent or foreign file only leaves columns empty."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _part(
@@ -190,11 +212,11 @@ def _part(
     matrices = []
     for key in keys:
         known = projections.get(key.rpartition(".")[2], {})
-        matrices.append(_matrix(key, _outline(key, tensors), known.get("rel_err")))
+        matrices.append(_matrix(key, _outline(key, tensors), known))
     return PartContents(name=name, matrices=tuple(matrices), rel_err=report.get("rel_err"))
 
 
-def _matrix(key: str, matrix: QuantizedMatrix, rel_err: float | None) -> MatrixContents:
+def _matrix(key: str, matrix: QuantizedMatrix, known: Mapping[str, Any]) -> MatrixContents:
     rows: dict[int, int] = {}
     for group in matrix.groups:
         rows[group.bits] = rows.get(group.bits, 0) + group.rows
@@ -205,7 +227,9 @@ def _matrix(key: str, matrix: QuantizedMatrix, rel_err: float | None) -> MatrixC
         rows=rows,
         groups=len(matrix.groups),
         group_sizes=tuple(sorted({group.rows for group in matrix.groups})),
-        rel_err=rel_err,
+        params=known.get("params"),
+        nats=known.get("nats"),
+        rel_err=known.get("rel_err"),
     )
 
 

@@ -1,12 +1,13 @@
 """The validate stage: compare the converted model with its source, on text and by a sample.
 
 Two texts: held-out rows (the verdict) and the calibration rows (a cross-check). The stage completes
-whatever it finds, so that a failed verdict is cached like any other; `check_verdict` raises.
+whatever it finds, so that a failed verdict is cached like any other; `check_verdict` raises. The
+score on held-out rows goes into the output, too, where `exl2flow inspect` finds it.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from exl2flow import calibration_data
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.files import digest, read_json, read_tensors, write_json, write_text
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.inference.evaluate import Score, evaluate
 from exl2flow.inference.generate import BaseGenerator
 from exl2flow.inference.load import load_model
-from exl2flow.inference.report import render_markdown, render_plot
+from exl2flow.inference.plots import render_plot
+from exl2flow.inference.report import render_markdown
 from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.inference.text import text_rows
 from exl2flow.model import Tokenizer, resolve
@@ -94,7 +96,7 @@ def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
 
 
 def validate(run: StageRun) -> None:
-    """Write `report.json`, `report.md` and `report.svg` into the stage folder."""
+    """Write the report in its three forms into the stage folder, and the score into the output."""
     config, options = run.config, run.config.validate_options
     out = config.out.expanduser().resolve()
     held_out = text_rows(
@@ -117,6 +119,9 @@ def validate(run: StageRun) -> None:
         "source": str(config.source.resolve()),
         "target": config.target,
         "bpw": record["allocation"]["bpw"],
+        "predicted_kl": record.get("predicted_kl"),
+        "tuning": record.get("tuning"),
+        "calibration_rows": record.get("calibration"),
         "source_bytes": sum(p.stat().st_size for p in config.source.glob("*.safetensors")),
         "score": asdict(score),
         "calibration": None if cross_check is None else asdict(cross_check),
@@ -126,6 +131,7 @@ def validate(run: StageRun) -> None:
         "failures": failures,
     }
     _write(run, report)
+    _write_scores(run, record["fingerprint"], {"score": score, "calibration": cross_check})
     total = run.folder.manifest.total
     run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
 
@@ -160,6 +166,17 @@ def _write(run: StageRun, report: dict[str, object]) -> None:
         run.folder.commit(name, digest(folder / name), cursor=run.folder.manifest.total)
 
 
+def _write_scores(run: StageRun, fingerprint: str, scores: Mapping[str, Score | None]) -> None:
+    """Write what was found into the output, with the fingerprint of the files that it holds for."""
+    content: dict[str, object] = {"fingerprint": fingerprint}
+    for name, score in scores.items():
+        found = {} if score is None else asdict(score)
+        content[name] = {key: value for key, value in found.items() if key != "model"} or None
+    path = run.config.out.expanduser().resolve() / SCORE_FILE
+    write_json(path, content)
+    run.folder.commit(str(path), digest(path))
+
+
 def _options(config: ConversionConfig) -> dict[str, object]:
     options = config.validate_options
     text = options.text or calibration_data.heldout()
@@ -167,5 +184,5 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 VALIDATE = Stage(
-    name="validate", schema=1, inputs=("tokenize", "compile"), options=_options, run=validate
+    name="validate", schema=2, inputs=("tokenize", "compile"), options=_options, run=validate
 )

@@ -186,20 +186,29 @@ class _RowDescent:
     def __init__(
         self, scales: torch.Tensor, half_range: torch.Tensor, output: torch.Tensor | None
     ) -> None:
-        self.scales = scales
-        self.low, self.high = -half_range, half_range - 1
+        self.scales, self.low, self.high = scales, -half_range, half_range - 1
         self.inverse = torch.where(scales > 0, 1 / scales, 0)
         self.output = output  # (blocks, b, b)
-        if output is not None:
-            self.curvature = output.diagonal(dim1=1, dim2=2)  # (blocks, b)
-            self.shape = self.curvature.shape
-            self.inverse = self.inverse / self.curvature.flatten()
+        if output is None:
+            return
+        self.shape = output.shape[:2]
+        diagonal = output.diagonal(dim1=1, dim2=2).reshape(-1)
+        self.inverse = self.inverse / diagonal
+        columns = (self.scales, self.inverse, self.low, self.high, diagonal)
+        self.classes = [  # each (blocks, b / CLASSES), then the rows of O (blocks, b / CLASSES, b)
+            (*(self._part(x, index).contiguous() for x in columns), output[:, index::CLASSES])
+            for index in range(CLASSES)
+        ]
+
+    def _part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the columns (m,) of a class, a view (blocks, b / CLASSES)."""
+        return x.view(self.shape)[:, index::CLASSES]
 
     def times_output(self, x: torch.Tensor) -> torch.Tensor:
         """Return x O for a row (m,)."""
         if self.output is None:
             return x
-        return torch.bmm(x.view(self.shape)[:, None], self.output).flatten()
+        return _block_product(x.view(self.shape), self.output).view(-1)
 
     def run(
         self, step: torch.Tensor, gradient: torch.Tensor, curvature: float, *, sweeps: int
@@ -211,43 +220,48 @@ class _RowDescent:
                 self._move_all(step, gradient, curvature)
             else:
                 for index in range(CLASSES):
-                    self._move_class(slice(index, None, CLASSES), step, gradient, curvature)
+                    self._move_class(index, step, gradient, curvature)
         return (gradient - before) / curvature
 
     def _move_all(self, step: torch.Tensor, gradient: torch.Tensor, curvature: float) -> None:
         """Move independent columns to their best steps."""
-        best = (step - gradient * self.inverse / curvature).round_()
+        best = torch.addcmul(step, gradient, self.inverse, value=-1 / curvature).round_()
         torch.clamp(best, self.low, self.high, out=best)
-        gradient += (best - step) * self.scales * curvature
+        gradient.addcmul_(best - step, self.scales, value=curvature)
         step.copy_(best)
 
     def _move_class(
-        self, columns: slice, step: torch.Tensor, gradient: torch.Tensor, curvature: float
+        self, index: int, step: torch.Tensor, gradient: torch.Tensor, curvature: float
     ) -> None:
-        """Move a class of columns, of each block, if that lowers the objective."""
-        assert self.output is not None
-        wide = [x.view(self.shape)[:, columns] for x in (step, gradient, self.scales, self.inverse)]
-        old, slope, scales, inverse = wide
-        best = (old - slope * inverse / curvature).round_()
-        low, high = (x.view(self.shape)[:, columns] for x in (self.low, self.high))
+        """Move a class of columns if that lowers the objective."""
+        scales, inverse, low, high, diagonal, output = self.classes[index]
+        old, slope = self._part(step, index), self._part(gradient, index)
+        best = torch.addcmul(old, slope, inverse, value=-1 / curvature).round_()
         torch.clamp(best, low, high, out=best)
-        change = (best - old) * scales  # (blocks, b / CLASSES)
+        change = (best - old).mul_(scales)
         for attempt in range(RETRIES + 1):
-            pushed = torch.bmm(change[:, None], self.output[:, columns])[:, 0]  # (blocks, b)
-            rise = curvature * (pushed[:, columns] * change).sum() + 2 * (slope * change).sum()
-            if rise < 0:
-                gradient.add_(pushed.flatten(), alpha=curvature)
-                old.copy_(torch.where(change != 0, best, old))
+            pushed = _block_product(change, output).view(-1)
+            rise = torch.add(slope, self._part(pushed, index), alpha=curvature / 2).mul_(change)
+            if float(rise.sum()) < 0:
+                gradient.add_(pushed, alpha=curvature)
+                old.copy_(torch.where(change != 0, best, old) if attempt else best)
                 return
             if attempt == RETRIES or not change.any():
                 return
-            gain = -change * (curvature * change * self.curvature[:, columns] + 2 * slope)
+            gain = -change * (curvature * change * diagonal + 2 * slope)
             change = torch.where(gain >= gain.amax() * (attempt + 1) / RETRIES, change, 0)
+
+
+def _block_product(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return x B per block: x (blocks, a), B (blocks, a, b) → (blocks, b)."""
+    if len(x) == 1:
+        return torch.mv(blocks[0].t(), x[0]).unsqueeze(0)
+    return torch.bmm(x.unsqueeze(1), blocks).squeeze(1)
 
 
 def _column_ranges(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the scales at which the codes just span each column; x fp32 (..., r, n) → (..., n)."""
-    return (x.abs().amax(dim=-2) + EPSILON) / ((2**bits - 1) / 2)
+    return (x.abs().amax(dim=-2) + EPSILON) / ((2.0**bits - 1) / 2)
 
 
 def _weighted_cost(

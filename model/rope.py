@@ -39,6 +39,7 @@ class RopeTable:
 
 
 @lru_cache(maxsize=4)  # the layers of one forward pass ask for the same table
+@torch.inference_mode(False)  # gradients too may pass a table, whoever asked for it first
 def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> RopeTable:
     """Return the table of positions `start` to `start + count`; not to be written to."""
     frequencies = inverse_frequencies(rope, start + count)

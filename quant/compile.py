@@ -6,9 +6,12 @@ every matrix is read back and its reconstruction compared with what was quantize
 
 import json
 import logging
+import math
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +25,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
-from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
@@ -40,6 +43,7 @@ from exl2flow.quant.quantize import (
     reconstruction_digest,
     result_files,
 )
+from exl2flow.quant.tune import TUNING_FILE
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ def carried_files(source: Path) -> list[Path]:
         if path.is_file()
         and not path.name.startswith(".")
         and not path.name.endswith(NOT_CARRIED)
-        and path.name not in ("config.json", RECORD_FILE)
+        and path.name not in ("config.json", RECORD_FILE, SCORE_FILE)
     )
 
 
@@ -110,7 +114,7 @@ def compile_model(run: StageRun) -> None:
     spec = resolve(config.source)
     out = config.out.expanduser().resolve()
     check_output_folder(out, config.source)
-    quantized = run.inputs["quantize"]
+    quantized = _quantized(run)
     choice = read_choice(run.inputs["allocate"])
     shards = plan_shards(output_layout(spec, choice), config.shard_size_mb)
     extras = carried_files(config.source)
@@ -134,6 +138,11 @@ def compile_model(run: StageRun) -> None:
     _compare(out, quantized, spec, tensors)
 
 
+def _quantized(run: StageRun) -> Path:
+    """Return the folder of quantized tensors: tuned if they were."""
+    return run.inputs.get("tune", run.inputs["quantize"])
+
+
 def _commit(run: StageRun, path: Path) -> None:
     run.folder.commit(str(path), digest(path))
 
@@ -155,18 +164,44 @@ def _remove_others(out: Path, names: set[str]) -> None:
 
 
 def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
-    """Write what made the folder: source, options, allocation, errors."""
+    """Write what made the folder: source, options, rows, allocation, errors, what they cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
+    layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
     record = {
         "source": str(run.config.source.resolve()),
         "fingerprint": run.folder.manifest.fingerprint,
         "versions": versions(),
         "options": run.config.model_dump(mode="json", exclude={"work_root", "out"}),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
-        "layers": [read_report(run.inputs["quantize"] / name) for name in result_files(spec)],
+        "calibration": _calibration(run),
+        "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
+        "predicted_kl": predicted_kl(layers),
+        "layers": layers,
     }
     write_json(out / RECORD_FILE, record)
     _commit(run, out / RECORD_FILE)
+
+
+def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the sum in nats of what the errors of all matrices cost, None where one is unknown.
+
+    Args:
+        layers: reports of all sublayers and of the head. Of tuned matrices they tell what was
+            before.
+    """
+    costs = [item.get("nats") for layer in layers for item in layer["projections"].values()]
+    known = [cost for cost in costs if cost is not None]
+    return math.fsum(known) if known and len(known) == len(costs) else None
+
+
+def _calibration(run: StageRun) -> dict[str, object]:
+    """Return the text's name, and by mix how many rows of each kind it gave, with notes on them."""
+    described = read_json(run.inputs["tokenize"] / KINDS_FILE)
+    mixes = {
+        mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
+        for mix, rows in described.items()
+    }
+    return {"dataset": run.config.calibration.dataset, **mixes}
 
 
 def _write_index(out: Path, shards: list[Shard]) -> Path:
@@ -190,11 +225,11 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
         "quant_method": "exl2",
         "version": versions()["exl2flow"],
         "bits": config.bpw or round(allocation["bpw"], 2),
-        "head_bits": max(allocation["params"][spec.head.key]["bits"]),
+        "head_bits": min(allocation["params"][spec.head.key]["bits"]),
         "calibration": {
             "rows": calibration.rows,
             "length": calibration.row_tokens,
-            "dataset": calibration.file.name if calibration.file else "(default)",
+            "dataset": calibration.dataset,
         },
     }
     write_json(out / "config.json", content)
@@ -246,5 +281,9 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 COMPILE = Stage(
-    name="compile", schema=2, inputs=("allocate", "quantize"), options=_options, run=compile_model
+    name="compile",
+    schema=3,
+    inputs=("tokenize", "allocate", "quantize", "tune"),
+    options=_options,
+    run=compile_model,
 )

@@ -14,9 +14,10 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
-from exl2flow.model import Head, ProjectionSpec, Sublayer, SublayerSpec
+from exl2flow.model import DenseLinear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
+from exl2flow.quant.divergence import divergence
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.hessian import (
@@ -30,17 +31,18 @@ from exl2flow.quant.hessian import (
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel, device_of
-from exl2flow.quant.walk import walk
+from exl2flow.quant.walk import advance, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
-LOGIT_POSITIONS = 256  # logits exist for that many positions at a time
 HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
 REFERENCE = parse_params("3 g128")  # where the gain of rounding in the outputs' metric is measured
 
 
 class Estimating:
     """The work of `measure` at a sublayer when there are Fisher factors."""
+
+    copies = 1
 
     def __init__(self, folder: StageFolder, factors: Path, options: RoundingOptions) -> None:
         self.folder = folder
@@ -51,8 +53,9 @@ class Estimating:
         """See `SublayerWork`."""
         return f"sublayers/{sublayer.index:04d}.json"
 
-    def restore(self, sublayer: Sublayer, path: Path) -> None:
-        """See `SublayerWork`: reference states need no results."""
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """See `SublayerWork`: states of the source need no results."""
+        advance(sublayer, states)
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -93,7 +96,7 @@ class Estimating:
         )
         if item.remedy:
             self.folder.note(f"{projection.key}: {item.remedy}")
-        rounded = self._rounded(weight, PROJECTION_OPTIONS, item)
+        rounded = self.rounded(weight, PROJECTION_OPTIONS, item)
         gain = self._gain(weight, item, factors)
         results = [
             CandidateResult(
@@ -112,7 +115,7 @@ class Estimating:
             )
         return results
 
-    def _rounded(
+    def rounded(
         self,
         weight: torch.Tensor,
         options: tuple[QuantParams, ...],
@@ -130,10 +133,16 @@ class Estimating:
             return 1.0
         output = factors.output.damped(self.options.output_damping).blocks
         costs = [
-            estimate(self._rounded(weight, (REFERENCE,), item, metric)[REFERENCE] - weight, factors)
+            estimate(self.rounded(weight, (REFERENCE,), item, metric)[REFERENCE] - weight, factors)
             for metric in (output, None)
         ]
         return min(1.0, costs[0] / costs[1]) if costs[1] > 0 else 1.0
+
+
+def estimate_options(options: RoundingOptions) -> dict[str, object]:
+    """Return what of the options changes an estimate."""
+    used = {"scale_search", "damping", "fisher_share", "output_damping"}
+    return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
 
 
 def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dict[str, object]:
@@ -174,28 +183,19 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])
     results = []
     for params in HEAD_OPTIONS:
-        matrix = work._rounded(weight, (params,), item)[params]
+        matrix = work.rounded(weight, (params,), item)[params]
+        found = DenseLinear(
+            matrix.T.contiguous(), head.linear.bias, out_features=len(head.linear.weight)
+        )
         results.append(
             CandidateResult(
                 accuracy=max(0.0, 1 - relative_error(hessian, weight, matrix)),
                 total_bits=projection_bits(projection, params),
                 params={projection.name: params},
-                nats=_divergence(head, inputs, matrix),
+                nats=divergence(head.linear, inputs, found, inputs),
             )
         )
     return results
-
-
-def _divergence(head: Head, inputs: torch.Tensor, matrix: torch.Tensor) -> float:
-    """Return the KL divergence in nats per token of a head with `matrix` (k, n) in its place."""
-    vocabulary = len(head.linear.weight)
-    total = 0.0
-    for x in torch.split(inputs, LOGIT_POSITIONS):
-        expected = torch.log_softmax(head.linear(x), dim=-1)
-        logits = torch.nn.functional.linear(x, matrix.T[:vocabulary], head.linear.bias)
-        found = torch.log_softmax(logits, dim=-1)
-        total += float((expected.exp() * (expected - found)).sum())
-    return max(0.0, total / len(inputs))
 
 
 def _write(path: Path, results: Mapping[str, list[CandidateResult]]) -> str:

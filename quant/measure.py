@@ -18,7 +18,7 @@ from exl2flow.core.store import StageFolder, versions
 from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import candidates_for
-from exl2flow.quant.estimate import estimate_slots
+from exl2flow.quant.estimate import estimate_options, estimate_slots
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, mixed
 from exl2flow.quant.measurement import (
@@ -29,7 +29,7 @@ from exl2flow.quant.measurement import (
 )
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
-from exl2flow.quant.walk import walk
+from exl2flow.quant.walk import advance, walk
 
 LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
@@ -37,6 +37,8 @@ HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot 
 
 class Measuring:
     """The work of `measure` at a sublayer: the error of its output under every candidate."""
+
+    copies = 1
 
     def __init__(self, folder: StageFolder, options: RoundingOptions) -> None:
         self.folder = folder
@@ -46,8 +48,9 @@ class Measuring:
         """See `SublayerWork`."""
         return f"sublayers/{sublayer.index:04d}.json"
 
-    def restore(self, sublayer: Sublayer, path: Path) -> None:
-        """See `SublayerWork`: reference states need no results."""
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """See `SublayerWork`: states of the source need no results."""
+        advance(sublayer, states)
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -178,8 +181,10 @@ def measure(run: StageRun) -> None:
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
-    rounding = config.rounding.model_dump(include={"scale_search", "damping", "fisher_share"})
-    return {"rope": config.rope.model_dump(), "rounding": rounding}
+    options: dict[str, object] = {"rope": config.rope.model_dump()}
+    if config.sensitivity.kind == "fisher":
+        return options | {"rounding": estimate_options(config.rounding)}
+    return options | {"rounding": config.rounding.model_dump(include={"scale_search", "damping"})}
 
 
 MEASURE = Stage(

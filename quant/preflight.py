@@ -22,7 +22,8 @@ from exl2flow.core.errors import (
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
-from exl2flow.quant.allocate import decoder_numel, total_target
+from exl2flow.quant import sensitivity
+from exl2flow.quant.allocate import check_measured, decoder_numel, total_target
 from exl2flow.quant.calibration_plan import (
     calibration_in_words,
     check_calibration,
@@ -43,6 +44,7 @@ from exl2flow.quant.measurement import (
     slot_projections,
 )
 from exl2flow.quant.parquet import check_parquet
+from exl2flow.quant.tune import tune_memory
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ def preflight(config: ConversionConfig) -> Plan:
         try:
             return check()
         except Exl2FlowError as error:
-            problems.extend(str(error).splitlines())
+            problems.extend(line for line in str(error).splitlines() if line not in problems)
         except OSError as error:
             problems.append(f"cannot read `{error.filename}`: {error.strerror}")
         return None
@@ -119,6 +121,7 @@ def preflight(config: ConversionConfig) -> Plan:
         attempt(lambda: _check_shapes(spec))
         attempt(lambda: _check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
+        attempt(lambda: _check_measurement(config, spec))
         plan = attempt(lambda: _plan(config, spec, device))
     if plan is not None:
         attempt(lambda: _check_disk(plan))
@@ -188,8 +191,33 @@ def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) ->
     return tuple(found) == expected
 
 
+def _check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Ask that what is to be allotted will have been measured."""
+    in_nats = with_head = config.sensitivity.kind == "fisher"
+    if config.measurement is not None:
+        given = read_measurement(config.measurement, spec)
+        costs = [result.nats for results in given.decoder.values() for result in results]
+        in_nats, with_head = in_nats and None not in costs, bool(given.head)
+    check_measured(config, in_nats=in_nats, with_head=with_head)
+
+
 def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Warn of rows that are too long for the model.
+
+    Raises:
+        NotEnoughRows: no row can be set aside to judge.
+    """
     calibration = config.calibration
+    judging = [
+        name
+        for name, needed in (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
+        if needed
+    ]
+    if judging and calibration.rows < 2:
+        raise NotEnoughRows(
+            f"{' and '.join(judging)} set rows of text aside to judge by, and there is one row; "
+            "ask for more with `--rows`, or for another `--quality`"
+        )
     longest = max(calibration.row_tokens, calibration.measure_row_tokens)
     if longest > spec.max_positions:
         log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
@@ -220,12 +248,6 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
                 f"{least:,}; raise the target"
             )
         packed = min(target - plain, (decoder[1] + head[1]) // 8)
-    rows = config.calibration
-    states = (
-        max(rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens)
-        * spec.hidden_size
-        * STATE_BYTES
-    )
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -236,11 +258,8 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
         target=config.target,
         reachable_bpw=(low, high),
         output_bytes=plain + packed,
-        work_bytes=packed + 2 * states,
-        memory_bytes=BASE_MEMORY
-        + max(
-            states + _working_bytes(spec, rows.row_tokens), composing_bytes(config, spec, device)
-        ),
+        work_bytes=packed + _checkpoint_bytes(config, spec),
+        memory_bytes=BASE_MEMORY + _memory_bytes(config, spec, device),
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
     )
@@ -265,6 +284,38 @@ def _reachable(
     options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
     head = [projection_bits(spec.head, params) for params in options]
     return (sum(map(min, bits)), sum(map(max, bits))), (min(head), max(head))
+
+
+def _state_bytes(config: ConversionConfig, spec: ModelSpec) -> int:
+    """Forecast the states of all rows, in the stage that has most of them."""
+    rows = config.calibration
+    copies = 2 if config.rounding.correction else 1
+    positions = max(
+        copies * rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens
+    )
+    return positions * spec.hidden_size * STATE_BYTES
+
+
+def _checkpoint_bytes(config: ConversionConfig, spec: ModelSpec) -> int:
+    """Forecast what lies in the work directory beside the packed matrices."""
+    size = 2 * _state_bytes(config, spec)
+    if config.sensitivity.kind == "fisher":
+        size += sensitivity.disk_bytes(spec, config.sensitivity, config.calibration.row_tokens)
+    return size
+
+
+def _memory_bytes(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> int:
+    """Forecast the main memory of the stage that takes most of it."""
+    row_tokens = config.calibration.row_tokens
+    needs = [
+        _state_bytes(config, spec) + _working_bytes(spec, row_tokens),
+        composing_bytes(config, spec, device),
+    ]
+    if config.sensitivity.kind == "fisher":
+        needs.append(sensitivity.memory_bytes(spec, config.sensitivity, row_tokens))
+    if config.tune.steps and (device is None or device.type == "cpu"):
+        needs.append(tune_memory(spec, config.tune))
+    return max(needs)
 
 
 def _working_bytes(spec: ModelSpec, row_tokens: int) -> int:

@@ -19,6 +19,7 @@ from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import read_metadata, read_tensors, tensor_bytes, write_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.model import (
+    DenseLinear,
     Exl2Linear,
     Linear,
     ModelSpec,
@@ -28,7 +29,8 @@ from exl2flow.model import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.allocate import read_choice
-from exl2flow.quant.fisher import Factors
+from exl2flow.quant.correction import corrected_linears, cross_products, output_error
+from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded, padded_weight, round_matrices
 from exl2flow.quant.hessian import (
     HessianSum,
@@ -73,9 +75,20 @@ def reconstruction_digest(matrix: torch.Tensor) -> str:
 
 
 def quantize_projection(
-    projection: ProjectionSpec, linear: Linear, rounded: RoundedMatrix, hessian: torch.Tensor
+    projection: ProjectionSpec,
+    linear: Linear,
+    rounded: RoundedMatrix,
+    hessian: torch.Tensor,
+    factors: Factors | None = None,
 ) -> tuple[QuantizedMatrix, dict[str, object]]:
     """Pack a rounded matrix, check that it decodes to the same values, and report on it.
+
+    Args:
+        projection: what the matrix belongs to.
+        linear: the weights before rounding.
+        rounded: what became of them.
+        hessian: of what the projection reads, fp32 (k, k).
+        factors: price the error; without them `nats` is None.
 
     Raises:
         ReconstructionMismatch: the packed tensors decode to something else.
@@ -88,9 +101,13 @@ def quantize_projection(
             f"the packed tensors of `{projection.key}` do not decode to the rounded matrix; "
             "this is a defect of exl2flow: report it with the model's name"
         )
-    report = {
-        "rel_err": relative_error(hessian, padded_weight(linear), matrix.float()),
+    weight = padded_weight(linear)
+    error = matrix.float() - weight
+    report: dict[str, object] = {
+        "rel_err": relative_error(hessian, weight, matrix.float()),
+        "nats": None if factors is None else estimate(error, factors.to(error.device)),
         "bits": packed.total_bits,
+        "bpw": packed.total_bits / matrix.numel(),
         "sha256": reconstruction_digest(matrix),
     }
     return packed, report
@@ -131,7 +148,8 @@ class Rounding:
         found = {name: item.to(hessian.device) for name, item in factors.items()}
         first = projections[0]
         weighted = found[first.name].input if found else None
-        name = f"{first.key.rpartition('.')[0]}.{first.capture}"
+        sublayer = first.key.rpartition(".")[0]
+        name = f"{sublayer}.{first.capture}" if sublayer else first.key
         item = factor(
             mixed(hessian, weighted, options.fisher_share), damping=options.damping, name=name
         )
@@ -170,6 +188,7 @@ class Quantizing:
 
     def __init__(self, rounding: Rounding) -> None:
         self.rounding = rounding
+        self.copies = 2 if rounding.options.correction else 1
 
     def file(self, sublayer: SublayerSpec) -> str:
         """See `SublayerWork`."""
@@ -180,34 +199,44 @@ class Quantizing:
         report = read_report(path)
         return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
 
-    def restore(self, sublayer: Sublayer, path: Path) -> None:
-        """See `SublayerWork`: install the matrices of an earlier run."""
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """See `SublayerWork`: let states pass the matrices of an earlier run."""
+        quantized = states[: len(states) // self.copies]
+        advance(sublayer, states[len(quantized) :])  # the source's, if they are there
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
             self._install(sublayer, projection, matrix)
+        advance(sublayer, quantized)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
         """See `SublayerWork`: round, pack, and let the states pass quantized."""
-        kept = range(0, len(states), max(1, len(states) // ERROR_ROWS))
-        hessians, reference = collect_hessians(sublayer, states, keep=kept)
+        quantized = states[: len(states) // self.copies]
+        kept = range(0, len(quantized), max(1, len(quantized) // ERROR_ROWS))
+        hessians, reference = collect_hessians(sublayer, quantized, keep=kept)
         factors = self.rounding.read_factors(sublayer.spec.index)
+        source = dict(sublayer.linears)
+        rounded = self._round(sublayer, source, hessians, factors)
+        if self.copies > 1:
+            rounded = self._correct(sublayer, states, hessians, factors, rounded)
         tensors: dict[str, torch.Tensor] = {}
         reports: dict[str, object] = {}
         bits = 0
-        for capture, hessian in hessians.items():
-            members = [p for p in sublayer.spec.projections if p.capture == capture]
-            rounded = self.rounding.round(members, sublayer.linears, hessian, factors)
-            for projection, matrix in zip(members, rounded, strict=True):
-                linear = sublayer.linears[projection.name]
-                packed, report = quantize_projection(projection, linear, matrix, hessian)
-                params = str(self.rounding.choice[projection.key])
-                reports[projection.name] = {"params": params, **report}
-                bits += packed.total_bits
-                tensors |= packed.to_tensors(projection.key)
-                self._install(sublayer, projection, packed)
-        advance(sublayer, states)
-        errors = [float((states[i] - y).norm() / y.norm()) for i, y in reference.items()]
+        for projection in sublayer.spec.projections:
+            packed, report = quantize_projection(
+                projection,
+                source[projection.name],
+                rounded[projection.name],
+                hessians[projection.capture],
+                factors.get(projection.name),
+            )
+            params = str(self.rounding.choice[projection.key])
+            reports[projection.name] = {"params": params, **report}
+            bits += packed.total_bits
+            tensors |= packed.to_tensors(projection.key)
+            self._install(sublayer, projection, packed)
+        advance(sublayer, quantized)
+        errors = [float((quantized[i] - y).norm() / y.norm()) for i, y in reference.items()]
         numel = sum(
             p.in_features * padded_columns(p.out_features) for p in sublayer.spec.projections
         )
@@ -219,6 +248,56 @@ class Quantizing:
             "projections": reports,
         }
         return write_tensors(path, tensors, metadata={"report": json.dumps(report)})
+
+    def _round(
+        self,
+        sublayer: Sublayer,
+        linears: Mapping[str, Linear],
+        hessians: Mapping[str, torch.Tensor],
+        factors: Mapping[str, Factors],
+    ) -> dict[str, RoundedMatrix]:
+        """Return projection → rounded matrix, those that read one activation together."""
+        rounded: dict[str, RoundedMatrix] = {}
+        for capture, hessian in hessians.items():
+            members = [p for p in sublayer.spec.projections if p.capture == capture]
+            found = self.rounding.round(members, linears, hessian, factors)
+            rounded |= {p.name: matrix for p, matrix in zip(members, found, strict=True)}
+        return rounded
+
+    def _correct(
+        self,
+        sublayer: Sublayer,
+        states: torch.Tensor,
+        hessians: Mapping[str, torch.Tensor],
+        factors: Mapping[str, Factors],
+        plain: dict[str, RoundedMatrix],
+    ) -> dict[str, RoundedMatrix]:
+        """Round for corrected targets and keep that where outputs come nearer to the source's.
+
+        The second half of the states is the source's; it moves past the sublayer here.
+        """
+        options = self.rounding.options
+        quantized, source = states.chunk(2)
+        targets = corrected_linears(
+            sublayer,
+            hessians,
+            cross_products(sublayer, quantized, source),
+            strength=options.correction,
+            damping=options.damping,
+        )
+        advance(sublayer, source)
+        own = dict(sublayer.linears)
+        step = max(1, len(quantized) // ERROR_ROWS)
+        found = {}
+        for rounded in (plain, self._round(sublayer, targets, hessians, factors)):
+            for name, matrix in rounded.items():
+                weight = matrix.dequantize().T.float()
+                n = len(own[name].weight)
+                sublayer.linears[name] = DenseLinear(weight, own[name].bias, out_features=n)
+            error = output_error(sublayer, quantized[::step], source[::step])
+            found[error] = rounded
+        sublayer.linears.update(own)
+        return found[min(found)]
 
     def _install(
         self, sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix
@@ -240,14 +319,17 @@ def quantize_head(
     total = HessianSum(projection.in_features, device=model.device)
     for row in states:
         total.add(head.final_norm(row[None].to(model.device)))
+    factors = rounding.read_factors("head")
     (matrix,) = rounding.round(
         [projection],
         {projection.name: head.linear},
         total.mean(),
-        rounding.read_factors("head"),
+        factors,
         feedback=head.linear.weight.numel() <= FEEDBACK_LIMIT,
     )
-    packed, report = quantize_projection(projection, head.linear, matrix, total.mean())
+    packed, report = quantize_projection(
+        projection, head.linear, matrix, total.mean(), factors.get(projection.name)
+    )
     numel = packed.shape[0] * packed.shape[1]
     params = str(rounding.choice[projection.key])
     summary = {
@@ -275,7 +357,8 @@ def quantize(run: StageRun) -> None:
     head_is_open = not run.folder.valid(HEAD_FILE)
     states = walk(run, model, ids, Quantizing(rounding), to_end=head_is_open)
     if states is not None:
-        quantize_head(run, model, rounding, states)
+        quantized = states[: len(ids)]
+        quantize_head(run, model, rounding, quantized)
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 
@@ -286,7 +369,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 QUANTIZE = Stage(
     name="quantize",
-    schema=2,
+    schema=3,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,

@@ -15,21 +15,19 @@ import torch
 
 from exl2flow.core.config import ConversionConfig, SensitivityOptions
 from exl2flow.core.errors import CalibrationError
-from exl2flow.core.files import read_json, read_tensors, write_tensors
-from exl2flow.core.stage import KINDS_FILE, Stage, StageRun
+from exl2flow.core.files import read_tensors, write_tensors
+from exl2flow.core.stage import Stage, StageRun
 from exl2flow.model import ModelSpec, ProjectionSpec, SublayerSpec
-from exl2flow.model.rope import rope_table
 from exl2flow.quant.backward import LOGIT_ELEMENTS, Sums, head_backward, sublayer_backward
 from exl2flow.quant.fisher import Factors, FactorSum, factor_bytes, read_file, write_factors
 from exl2flow.quant.source import DTYPE, SourceModel
-from exl2flow.quant.tokens import load_rows
+from exl2flow.quant.tokens import text_rows
 from exl2flow.quant.walk import advance
 
 log = logging.getLogger(__name__)
 
 HEAD_FILE = "factors/head.safetensors"
 STATES_DIR = "inputs"  # in the stage folder while it runs
-MEANINGLESS = ("random", "noise")  # kinds of rows whose gradients say nothing of text
 HEAD_BLOCK = 1024  # most out-features per block of the head, whose columns are very many
 
 
@@ -56,7 +54,7 @@ def read_factors(folder: Path, index: int | Literal["head"]) -> dict[str, Factor
     return read_file(folder / (HEAD_FILE if index == "head" else factor_file(index)))
 
 
-def text_rows(folder: Path, count: int) -> torch.Tensor:
+def spread_rows(folder: Path, count: int) -> torch.Tensor:
     """Return `count` rows of text, or all there are, evenly spread over the quantizing mix.
 
     Args:
@@ -69,16 +67,10 @@ def text_rows(folder: Path, count: int) -> torch.Tensor:
     Raises:
         CalibrationError: the mix has no text.
     """
-    ids = load_rows(folder, "quantize")
-    kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
-    suited = [
-        row
-        for row, kind in enumerate(kinds)
-        if kind not in MEANINGLESS and bool((ids[row] >= 0).all())
-    ]
+    ids, suited = text_rows(folder)
     if not suited:
         raise CalibrationError(
-            f"none of the {len(kinds)} calibration rows is text, which gradients need; ask for "
+            f"none of the {len(ids)} calibration rows is text, which gradients need; ask for "
             "more rows, or set the sensitivity's kind to `error`"
         )
     count = min(count, len(suited))
@@ -116,7 +108,8 @@ def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) 
         for s in spec.sublayers
     )
     head = spec.hidden_size * spec.vocab_size
-    head += factor_bytes((spec.head,), block=head_block(options.block)) // 2 + 4 * LOGIT_ELEMENTS
+    head += factor_bytes((spec.head,), block=head_block(options.block)) // 2
+    head += 4 * min(LOGIT_ELEMENTS, row_tokens * spec.vocab_size)
     return (3 * states + max(largest + 4 * score, head)) * DTYPE.itemsize
 
 
@@ -254,10 +247,9 @@ class _WayBack:
 @torch.no_grad()
 def sensitivity(run: StageRun) -> None:
     """Write the factors of every sublayer and of the head into the stage folder."""
-    rope_table.cache_clear()  # tables made in inference mode cannot take part in gradients
     model = SourceModel.open(run.config, run.device)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
-    ids = text_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
+    ids = spread_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
     _WayBack(run, model, ids).walk()
     run.tick(run.folder.manifest.total, run.folder.manifest.total)
 

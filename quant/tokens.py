@@ -11,6 +11,7 @@ import torch
 
 from exl2flow import calibration_data
 from exl2flow.core.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.errors import NotEnoughRows
 from exl2flow.core.files import (
     digest,
     digest_of,
@@ -23,6 +24,9 @@ from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.model import ChatTemplate, Tokenizer, resolve
 from exl2flow.quant.calibration import CalibrationRows, RowRequest, calibration_rows, joined
 from exl2flow.quant.dialogues import chat_rows, dialogue_stream
+
+SHARED_TOKENS = 32  # a run as long as this, found in two rows, is taken for shared text
+NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +82,56 @@ def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
             return partial(composed_rows, run.inputs["compose"])
         case _:
             return None
+
+
+def text_rows(folder: Path) -> tuple[torch.Tensor, list[int]]:
+    """Return the quantizing rows int64 (rows, t), and which of them hold text."""
+    ids = load_rows(folder, "quantize")
+    kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
+    return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
+
+
+def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide the text among the quantizing rows of `tokenize`.
+
+    Args:
+        folder: stage folder of `tokenize`.
+        held_out: rows to set aside; fewer if that would be more than half.
+
+    Returns:
+        Rows to train on and rows that judge, int64 (rows, t); the latter spread over all kinds,
+        the former those that share no text with them.
+
+    Raises:
+        NotEnoughRows: there are fewer than two rows of text.
+    """
+    ids, text = text_rows(folder)
+    if len(text) < 2:
+        raise NotEnoughRows(
+            f"judging needs two rows of text, the calibration rows have {len(text)}; raise `--rows`"
+        )
+    count = min(held_out, len(text) // 2)
+    places = {(2 * i + 1) * len(text) // (2 * count) for i in range(count)}
+    judges = [row for place, row in enumerate(text) if place in places]
+    others = [row for place, row in enumerate(text) if place not in places]
+    return rows_apart(ids[others], ids[judges]), ids[judges]
+
+
+def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
+    """Return the training rows that share no text with a held-out one; all, if every one does.
+
+    Rows of a text that is too short overlap, and what was trained on cannot judge.
+    """
+    known = {piece for row in held_out for piece in _pieces(row, step=1)}
+    apart = [known.isdisjoint(_pieces(row, step=SHARED_TOKENS)) for row in training]
+    return training[torch.tensor(apart)] if any(apart) else training
+
+
+def _pieces(row: torch.Tensor, *, step: int) -> set[tuple[int, ...]]:
+    """Return the runs of `SHARED_TOKENS` tokens that begin at every `step`-th place of a row."""
+    tokens = row.tolist()
+    last = max(0, len(tokens) - SHARED_TOKENS)
+    return {tuple(tokens[i : i + SHARED_TOKENS]) for i in range(0, last + 1, step)}
 
 
 def _mixed(

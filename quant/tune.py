@@ -15,12 +15,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.config import ConversionConfig, TuneOptions
-from exl2flow.core.errors import NotEnoughRows, ReconstructionMismatch
-from exl2flow.core.files import digest, read_json, read_tensors, write_json, write_tensors
-from exl2flow.core.stage import KINDS_FILE, Stage, StageRun
+from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import STATES_INTERVAL_SECONDS
 from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
-from exl2flow.model.rope import rope_table
 from exl2flow.quant.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.quantize import (
     HEAD_FILE,
@@ -30,7 +29,7 @@ from exl2flow.quant.quantize import (
     sublayer_file,
 )
 from exl2flow.quant.source import SourceModel
-from exl2flow.quant.tokens import load_rows
+from exl2flow.quant.tokens import split_rows
 from exl2flow.quant.trainable import TunedLinear
 from exl2flow.quant.tuned_model import TunedModel
 
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 PLAIN_FILE = "sublayers/plain.safetensors"  # norms and embedding, fp16, under the source's names
 TUNING_FILE = "tuning.json"  # the judgements
-NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
 
 def tuned_files(spec: ModelSpec) -> list[str]:
@@ -49,33 +47,6 @@ def tuned_files(spec: ModelSpec) -> list[str]:
 def tuned_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return norms and embedding fp16 by the source's names, from the stage folder of `tune`."""
     return read_tensors(folder / PLAIN_FILE)
-
-
-def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide the text among the quantizing rows of `tokenize`.
-
-    Args:
-        folder: stage folder of `tokenize`.
-        held_out: rows to set aside; fewer if that would be more than half.
-
-    Returns:
-        Rows to train on and rows that judge, int64 (rows, t); the latter spread over all kinds.
-
-    Raises:
-        NotEnoughRows: there are fewer than two rows of text.
-    """
-    ids = load_rows(folder, "quantize")
-    kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
-    text = [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
-    if len(text) < 2:
-        raise NotEnoughRows(
-            f"tuning needs two rows of text, the calibration rows have {len(text)}; raise `--rows`"
-        )
-    count = min(held_out, len(text) // 2)
-    places = {(2 * i + 1) * len(text) // (2 * count) for i in range(count)}
-    judges = [row for place, row in enumerate(text) if place in places]
-    others = [row for place, row in enumerate(text) if place not in places]
-    return ids[others], ids[judges]
 
 
 def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
@@ -109,7 +80,6 @@ def tune(run: StageRun) -> None:
     spec = resolve(run.config.source)
     run.folder.manifest.total = run.config.tune.steps
     if not all(map(run.folder.valid, [*tuned_files(spec), TUNING_FILE])):
-        rope_table.cache_clear()  # tables made in inference mode cannot be differentiated
         source = SourceModel.open(run.config, run.device)
         model = TunedModel(source, run.inputs["quantize"], run.config.tune)
         training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
@@ -147,7 +117,7 @@ def distill(run: StageRun, work: Distillation) -> None:
             run.folder.save_states(work.state(), work.step, force=True)
             last = time.monotonic()
         if is_judged:
-            log.info("step=%d %s elapsed=%.1fs", work.step, work.summary, last - begun)
+            log.info("step=%d %s elapsed=%.1fs", work.step, work.summary, time.monotonic() - begun)
             run.tick(work.step, run.folder.manifest.total, work.summary)
         run.stop_if_asked()
 

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 class SublayerWork(Protocol):
     """What a walk does at each sublayer."""
 
+    copies: int  # how often the states of all rows run side by side
+
     def file(self, sublayer: SublayerSpec) -> str:
         """Return the name of the sublayer's result inside the stage folder."""
         ...
@@ -32,8 +34,8 @@ class SublayerWork(Protocol):
         """
         ...
 
-    def restore(self, sublayer: Sublayer, path: Path) -> None:
-        """Put committed results into the sublayer before states are run through it."""
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """Move `states` past the sublayer in place by committed results."""
         ...
 
     def describe(self, path: Path) -> str:
@@ -75,15 +77,14 @@ def walk(
     if saved is not None and saved[0] <= first_open:
         start, states = saved
     else:
-        start, states = 0, model.initial_states(ids)
+        start, states = 0, model.initial_states(ids).repeat(work.copies, 1, 1)
     run.tick(sum(finished), folder.manifest.total)
     for spec in order[start:stop]:
         begun = time.monotonic()
         path = folder.path / work.file(spec)
         sublayer = model.sublayer(spec)
         if finished[spec.index]:
-            work.restore(sublayer, path)
-            advance(sublayer, states)
+            work.replay(sublayer, states, path)
         else:
             sha256 = work.compute(sublayer, states, path)
             finished[spec.index] = True

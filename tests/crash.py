@@ -23,9 +23,11 @@ WARM = Path(__file__).with_name("warm.py")
 PIPE_BYTES = 1 << 20  # more than a conversion prints, so that nobody has to read along
 PATIENCE_SECONDS = 60.0
 POLL_SECONDS = 0.002
-LAYERS = 6
-STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
-MANIFEST, RECORD = "manifest.json", "exl2flow.json"
+LAYERS = 4
+STAGES = ("tokenize", "sensitivity", "measure", "allocate", "quantize", "compile", "validate")
+LONG_STAGES = ("sensitivity", "measure", "quantize")
+MANIFEST = "manifest.json"
+RECORDS = ("exl2flow.json", "exl2flow-score.json")  # of the output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +158,11 @@ class Conversion:
     def arguments(self) -> list[str]:
         """The command line; rows are few and short, so that a sublayer takes some 100 ms."""
         small = "--rows 3 --row-tokens 64 --measure-rows 2 --measure-row-tokens 64"
-        fast = "--validate-rows 1 --validate-row-tokens 64 --sample-tokens 2"
+        short = "--validate-rows 1 --validate-row-tokens 64 --sample-tokens 2 --quality fast"
         return [
             *("convert", str(self.source), "--out", str(self.out), "--no-prefect"),
             *("--work-root", str(self.work_root), "--shard-size-mb", "1", "--head-bits", "8"),
-            *(*small.split(), *fast.split(), *self.options),
+            *(*small.split(), *short.split(), *self.options),
         ]
 
     def start(self, conditions: Conditions = NORMAL) -> Run:
@@ -189,10 +191,20 @@ class Conversion:
             return manifest
         return {"status": "absent", "cursor": 0, "files": {}}
 
+    def finish_stage(self, stage: str) -> None:
+        """Resume until a stage is complete, and leave the others as they are."""
+        self.kill_when(lambda: self.manifest(stage)["status"] == "complete", NORMAL)
+
     def kill(self, stage: str, *, cursor: int, conditions: Conditions, delay: float = 0.0) -> None:
         """Start or resume, and SIGKILL as soon as a stage has `cursor` results, or a bit later."""
+        self.kill_when(lambda: self.manifest(stage)["cursor"] >= cursor, conditions, delay)
+
+    def kill_when(
+        self, happened: Callable[[], bool], conditions: Conditions, delay: float = 0.0
+    ) -> None:
+        """Start or resume, and SIGKILL as soon as something holds, or a bit later."""
         run = self.start(conditions)
-        run.until(lambda: self.manifest(stage)["cursor"] >= cursor)
+        run.until(happened)
         time.sleep(delay)
         run.send(signal.SIGKILL)
         assert run.wait().code == -signal.SIGKILL
@@ -209,29 +221,28 @@ class Conversion:
     def finished(self, stage: str) -> dict[str, tuple[int, int]]:
         """Return the identity of each sublayer or shard that a long stage has committed."""
         folder = self.stage(stage)
-        names = self.manifest(stage)["files"]
         return {
             name: identity(folder / name)
-            for name in names
-            if "sublayers/" in name or name.endswith(".safetensors")
+            for name in self.manifest(stage)["files"]
+            if ("sublayers/" in name or name.endswith(".safetensors"))
+            and not name.startswith("inputs/")  # states that are dropped in the end
         }
+
+    def made_by(self, stage: str) -> dict[str, str]:
+        """Return the digests of a stage's files, but its manifest."""
+        return {n: d for n, d in contents(self.stage(stage)).items() if n != MANIFEST}
 
     def results(self) -> dict[str, object]:
         """Return all that must not depend on how a finished conversion came about.
 
-        Digests of files, by stage; the output's record file without the fingerprint, which covers
-        the output's path.
+        Digests of files, by stage; the output's records without the fingerprint, which covers the
+        output's path.
         """
-        out = contents(self.out)
-        del out[RECORD]
-        record = json.loads((self.out / RECORD).read_bytes())
-        measure, quantize = self.stage("measure"), self.stage("quantize")
-        return {
-            "measure": {n: d for n, d in contents(measure).items() if n != MANIFEST},
-            "quantize": {n: d for n, d in contents(quantize).items() if n != MANIFEST},
-            "out": out,
-            "record": {**record, "fingerprint": None},
-        }
+        stages = {name: self.made_by(name) for name in LONG_STAGES}
+        out: dict[str, object] = {**contents(self.out)}
+        for name in RECORDS:
+            out[name] = {**json.loads((self.out / name).read_bytes()), "fingerprint": None}
+        return {**stages, "out": out}
 
 
 def assert_refused(ended: Ended, *words: str) -> None:

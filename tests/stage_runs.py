@@ -16,8 +16,6 @@ from exl2flow.quant.candidates import candidates_for
 from exl2flow.quant.measurement import candidate_bits
 from exl2flow.tasks.stages import STAGES
 
-RUN_STAGES = ("tokenize", "measure", "allocate", "quantize", "compile", "validate")
-
 
 def text_parquet(path: Path) -> Path:
     """Write a calibration file that is tokenized in no time."""
@@ -29,7 +27,8 @@ def text_parquet(path: Path) -> Path:
 def run_until(config: ConversionConfig, last: str) -> Pipeline:
     """Run the stages of a conversion up to one of them."""
     pipeline = Pipeline(config, STAGES, device="cpu")
-    for name in RUN_STAGES[: RUN_STAGES.index(last) + 1]:
+    names = [stage.name for stage in STAGES]
+    for name in names[: names.index(last) + 1]:
         if name in pipeline.stages:
             pipeline.run(name, progress=silent)
     return pipeline

@@ -63,8 +63,9 @@ def convert(
 ) -> None:
     """Convert a Hugging Face model into an EXL2 model.
 
-    Stages: tokenize, measure, allocate, quantize, compile, validate. Each is resumable and its
-    result is kept under the work root.
+    Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; with some
+    options also compose before tokenize and tune after quantize. Each is resumable and its result
+    is kept under the work root.
     """
     begun = time.monotonic()
     config = build(source, out, values)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, validate
+from exl2flow.flows.cli import convert, generate, inspection, measure, refine, validate
 from exl2flow.flows.cli.console import OUT, logging_to_stderr
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
@@ -69,6 +69,7 @@ def options(
 for _name, _command, _examples in (
     ("convert", convert.convert, convert.EXAMPLES),
     ("measure", measure.measure, measure.EXAMPLES),
+    ("refine", refine.refine, refine.EXAMPLES),
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),
     ("validate", validate.validate, validate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),

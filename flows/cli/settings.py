@@ -124,9 +124,9 @@ QUALITY: Panel = (
         Setting(
             flag="--quality",
             field="quality",
-            metavar="fast|standard|best|exllamav2",
-            help="How much work goes into a small error; the options below and those of "
-            "calibration override it. exllamav2: the algorithm of the original program.",
+            metavar="PRESET",
+            help="How much work goes into a small error: fast, standard or best; exllamav2: the "
+            "algorithm of the original program. Options that are given override the preset.",
         ),
         Setting(
             flag="--sensitivity",

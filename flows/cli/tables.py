@@ -1,7 +1,7 @@
 """Plans, reports and model contents as tables for people."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -9,9 +9,14 @@ from rich.panel import Panel
 from rich.table import Table
 
 from exl2flow.flows.cli.console import OUT, show
-from exl2flow.flows.cli.wording import clock, number, percent, printable, short, size
+from exl2flow.flows.cli.wording import brief, clock, number, percent, printable, short, size
+
+if TYPE_CHECKING:
+    from exl2flow.inference.comparison import Compared
+    from exl2flow.inference.costs import PricedMatrix
 
 CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
+MOST_COSTLY = 6  # matrices that are listed by what their errors cost
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
@@ -43,11 +48,23 @@ def score_table(report: Mapping[str, Any]) -> Table:
             number(calibration["perplexity"]),
         )
     table.add_row("KL divergence, mean (nats)", "", number(score["kl_divergence"], 5))
+    for what, value in _other_divergences(report):
+        table.add_row(f"KL divergence, {what}", "", number(value, 5))
     table.add_row("KL divergence, median", "", number(score["kl_median"], 5))
     table.add_row("KL divergence, 99th percentile", "", number(score["kl_p99"], 5))
     table.add_row("top-1 agreement", "", percent(score["top1_agreement"]))
     table.add_row("weights on disk", size(report["source_bytes"]), size(score["bytes"]))
     return table
+
+
+def _other_divergences(report: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return what else is known of the divergence; the estimate is for the calibration text."""
+    calibration = report["calibration"]
+    found = {
+        "mean on calibration tokens": calibration and calibration["kl_divergence"],
+        "estimated, sum over matrices": report.get("predicted_kl"),
+    }
+    return [(what, value) for what, value in found.items() if value is not None]
 
 
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
@@ -59,10 +76,42 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def cost_table(items: Sequence["PricedMatrix"]) -> Table | None:
+    """Return the matrices that cost most under a title on their share; None if it is unknown."""
+    from exl2flow.inference.costs import concentration, dominant, share, total_nats
+
+    total = total_nats(items)
+    if not total:
+        return None
+    costly = dominant(items, MOST_COSTLY)
+    title = f"Where the divergence comes from: {concentration(items)}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    names = [short(item.key) for item in costly]
+    table.add_column("matrix", no_wrap=True, min_width=max(map(len, names)))
+    table.add_column("parameters", justify="right", overflow="fold")
+    for column in ("bpw", "nats", "share", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, item in zip(names, costly, strict=True):
+        table.add_row(
+            name,
+            item.params or "",
+            number(item.bpw, 3),
+            brief(item.nats),
+            percent(share(item, total), 1),
+            number(item.rel_err),
+        )
+    return table
+
+
 def print_report(report: Mapping[str, Any], seconds: float) -> None:
     """Print the outcome of a conversion."""
+    from exl2flow.inference.costs import matrix_costs
+
     show(score_table(report))
     show(layer_table(report["layers"]))
+    costly = cost_table(matrix_costs(report["layers"]))
+    if costly is not None:
+        show(costly)
     if report["sample"]:
         show(Panel(escape(printable(report["sample"])), title="sample of the result", expand=False))
     for text in report["warnings"]:
@@ -72,22 +121,25 @@ def print_report(report: Mapping[str, Any], seconds: float) -> None:
     OUT.print(f"time    {clock(seconds)}", markup=False)
 
 
-def comparison_table(scores: Sequence[Mapping[str, Any]]) -> Table:
-    """Return one line per validated model."""
+def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Compared"]) -> Table:
+    """Return one line per validated model; `models` are the same ones, with what they hold."""
     first = scores[0]
     title = f"{first['tokens']:,} tokens"
     if first["reference_perplexity"] is not None:
         title += f", perplexity of the reference {number(first['reference_perplexity'])}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("model", overflow="fold")
-    for name in ("perplexity", "KL mean", "median", "p99", "top-1", "size"):
+    for name in ("bpw", "size", "perplexity", "KL mean", "estimated", "KL p99", "top-1"):
         table.add_column(name, justify="right", no_wrap=True)
-    for score in scores:
+    for score, model in zip(scores, models, strict=True):
         table.add_row(
-            escape(score["model"]),
-            number(score["perplexity"]),
-            *(number(score[key], 5) for key in ("kl_divergence", "kl_median", "kl_p99")),
-            percent(score["top1_agreement"]),
+            escape(model.label),
+            number(model.bpw, 3),
             size(score["bytes"]),
+            number(score["perplexity"]),
+            number(score["kl_divergence"], 5),
+            number(model.predicted_kl, 5),
+            number(score["kl_p99"], 5),
+            percent(score["top1_agreement"]),
         )
     return table

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl2flow.core.config import ValidateOptions
-from exl2flow.core.errors import ValidationFailed
+from exl2flow.core.errors import ConfigError, ValidationFailed
 from exl2flow.core.progress import Progress, Tick
-from exl2flow.flows.cli.console import emit_json, say, show
+from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import EVALUATION
 from exl2flow.flows.cli.tables import comparison_table
 
 if TYPE_CHECKING:
+    from exl2flow.inference.comparison import Compared
     from exl2flow.inference.evaluate import Score
 
 EXAMPLES = (
     "Examples:",
     "exl2flow validate ./3bpw ./4bpw --reference ./Llama-3.2-1B",
     "exl2flow validate ./4bpw --reference ./Llama-3.2-1B --text novel.txt --rows 32 --json",
+    "exl2flow validate ./?bpw --reference ./Llama-3.2-1B --plot kl.svg",
 )
 
 
@@ -44,6 +46,15 @@ def validate(
             show_default="none",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE.svg",
+            help="Draw KL divergence against bits per weight and against bytes.",
+            show_default=False,
+        ),
+    ] = None,
     values: Values,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per model, each on one line.")
@@ -53,17 +64,53 @@ def validate(
 
     Several models share one pass of the reference. KL divergence is the mean over all positions
     of the sum of p_ref ln(p_ref / p), in nats; top-1 agreement is the share of positions at which
-    both find the same token likeliest.
+    both find the same token likeliest. Of models that differ in nothing but their bits, a larger
+    one that diverges more is warned of.
     """
     options = build_validation(values)
+    _check_plot(plot, reference)
     with shown(plain=as_json) as progress:
         scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
+    from exl2flow.inference.comparison import compared
+
+    found = compared(scores)
     if as_json:
-        for score in scores:
-            emit_json(asdict(score))
+        for score, model in zip(scores, found, strict=True):
+            emit_json({**asdict(score), **model.to_json()})
     else:
-        show(comparison_table([asdict(score) for score in scores]))
+        show(comparison_table([asdict(score) for score in scores], found))
+    _compare(found, plot, quiet=as_json)
     _judge(scores, options)
+
+
+def _check_plot(plot: Path | None, reference: Path | None) -> None:
+    """Refuse, before the work, a plot that could not be drawn or written.
+
+    Raises:
+        ConfigError: saying what is missing.
+    """
+    if plot is None:
+        return
+    if reference is None:
+        raise ConfigError("`--plot` shows divergences; name the source with `--reference`")
+    if plot.suffix != ".svg" or not plot.absolute().parent.is_dir():
+        raise ConfigError(f"`--plot {plot}` is not a name ending in `.svg` in an existing folder")
+
+
+def _compare(models: Sequence["Compared"], plot: Path | None, *, quiet: bool) -> None:
+    """Say whether divergences fall as bytes rise, and draw them."""
+    from exl2flow.core.files import write_text
+    from exl2flow.inference.comparison import check_bitrates
+    from exl2flow.inference.plots import render_comparison
+
+    sound, warnings = check_bitrates(models)
+    if sound and not quiet:
+        OUT.print(sound, markup=False, soft_wrap=True)
+    for text in warnings:
+        say(f"warning: {text}", style="yellow")
+    if plot is not None:
+        write_text(plot, render_comparison(models))
+        say(f"plot    {plot}")
 
 
 def _evaluate(

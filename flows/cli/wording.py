@@ -21,9 +21,14 @@ def number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def percent(share: float | None) -> str:
+def brief(value: float | None) -> str:
+    """Return the first two digits of a number that may be very small, or a dash."""
+    return "–" if value is None else f"{value:#.2g}"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
     """Return a share of 1 in percent, or a dash for one that is unknown."""
-    return "–" if share is None else f"{100 * share:.2f} %"
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def short(text: str) -> str:

@@ -23,6 +23,8 @@ def shared(undisturbed: Conversion, tmp_path_factory: pytest.TempPathFactory) ->
     "name",
     [
         "tokenize/rows.safetensors",
+        "sensitivity/factors/0003.safetensors",
+        "sensitivity/factors/head.safetensors",
         "measure/sublayers/0003.json",
         "measure/measurement.json",
         "allocate/allocation.json",

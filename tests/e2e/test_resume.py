@@ -8,10 +8,15 @@ import pytest
 from crash import LAYERS, STAGES, Conditions, Conversion
 from traces import contents, identities, leftovers
 
-# SIGKILLs come when so many results are committed; the stages have 12, 13 and 4.
-KILLS = {"measure": (1, 5, 10), "quantize": (2, 6, 11), "compile": (1, 2, 3)}
+# SIGKILLs come when so many results are committed; the stages have 9, 9, 9 and 4.
+KILLS = {
+    "sensitivity": (1, 3, 5, 7),
+    "measure": (1, 4, 7),
+    "quantize": (2, 5, 7),
+    "compile": (1, 2, 3),
+}
 FLUSH_SECONDS = 0.03  # keeps a process long enough in every phase of a commit
-DELAYS = (0.0, 0.025, 0.05)  # after the manifest shows a result; a commit flushes four times
+DELAYS = (0.0, 0.025, 0.05, 0.01)  # after the manifest shows a result; a commit flushes four times
 REPLAYED = Conditions(flush_seconds=FLUSH_SECONDS)  # states every 20 s: never in time here
 FROM_STATES = Conditions(flush_seconds=FLUSH_SECONDS, states_seconds=0.0)
 
@@ -23,7 +28,7 @@ def is_inside(manifest: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("conditions", [REPLAYED, FROM_STATES], ids=["replayed", "from states"])
-def test_nine_kills_leave_no_trace_in_the_result(
+def test_thirteen_kills_leave_no_trace_in_the_result(
     undisturbed: Conversion, conditions: Conditions, tmp_path: Path
 ) -> None:
     conversion = Conversion.inside(tmp_path, undisturbed.source)
@@ -32,7 +37,7 @@ def test_nine_kills_leave_no_trace_in_the_result(
     kept = []
 
     for stage, cursors in KILLS.items():
-        for cursor, delay in zip(cursors, DELAYS, strict=True):
+        for cursor, delay in zip(cursors, DELAYS, strict=False):
             if stage == "compile":  # shards follow each other fast
                 slower = replace(conditions, flush_seconds=2 * FLUSH_SECONDS)
                 conversion.kill(stage, cursor=cursor, conditions=slower)
@@ -44,8 +49,8 @@ def test_nine_kills_leave_no_trace_in_the_result(
             kept.append((stage, conversion.finished(stage)))
     conversion.finish(conditions)
 
-    assert inside == dict.fromkeys(KILLS, 3)
-    assert (with_states >= 4) == (conditions is FROM_STATES)  # of 6: an early kill may forestall
+    assert inside == {stage: len(cursors) for stage, cursors in KILLS.items()}
+    assert (with_states >= 7) == (conditions is FROM_STATES)  # of 10: an early kill may forestall
     assert conversion.results() == undisturbed.results()
     for stage, files in kept:
         assert files
@@ -68,6 +73,27 @@ def test_a_kill_after_every_single_result_ends_in_the_same_bytes(
     assert conversion.results() == undisturbed.results()
 
 
+def test_a_kill_on_the_way_forward_leaves_no_trace_either(
+    undisturbed: Conversion, tmp_path: Path
+) -> None:
+    """The backward pass begins with a walk forward, which leaves states on disk."""
+    conversion = undisturbed.after("tokenize", tmp_path)
+    states = 0
+
+    for count in (1, 2, 3):
+        conversion.kill_when(
+            lambda wanted=count: len(conversion.manifest("sensitivity")["files"]) >= wanted,
+            REPLAYED,
+        )
+        left = conversion.manifest("sensitivity")
+        assert left["cursor"] == 0
+        states = len(left["files"])
+    conversion.finish_stage("sensitivity")
+
+    assert states >= 3
+    assert conversion.made_by("sensitivity") == undisturbed.made_by("sensitivity")
+
+
 def test_a_second_run_finds_every_stage_and_changes_no_file(undisturbed: Conversion) -> None:
     before = identities(undisturbed.out), identities(undisturbed.work_root)
 
@@ -80,7 +106,7 @@ def test_a_second_run_finds_every_stage_and_changes_no_file(undisturbed: Convers
 def test_another_bitrate_measures_nothing_again(undisturbed: Conversion, tmp_path: Path) -> None:
     conversion = undisturbed.after("allocate", tmp_path)
     other = replace(conversion, out=tmp_path / "other", options=("--bpw", "5"))
-    shared = ("tokenize", "measure")
+    shared = ("tokenize", "sensitivity", "measure")
     before = {stage: identities(other.stage(stage)) for stage in shared}
 
     ended = other.finish()

@@ -15,7 +15,10 @@ CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
 @pytest.mark.parametrize(("signum", "code"), CODES)
-@pytest.mark.parametrize(("stage", "before"), [("measure", "tokenize"), ("quantize", "allocate")])
+@pytest.mark.parametrize(
+    ("stage", "before"),
+    [("sensitivity", "tokenize"), ("measure", "sensitivity"), ("quantize", "allocate")],
+)
 def test_a_signal_commits_the_sublayer_and_tells_how_to_resume(
     undisturbed: Conversion, tmp_path: Path, stage: str, before: str, signum: int, code: int
 ) -> None:
@@ -29,16 +32,20 @@ def test_a_signal_commits_the_sublayer_and_tells_how_to_resume(
     left = conversion.manifest(stage)
     assert ended.code == code
     assert left["status"] == "partial"
-    assert left["states"]["index"] == left["cursor"]
+    backward = stage == "sensitivity"  # from the head on
+    assert left["states"]["index"] == left["total"] - left["cursor"] if backward else left["cursor"]
     assert f"stopped in stage `{stage}` after {left['cursor']} of {left['total']}" in ended.err
     assert "Traceback" not in ended.err
     assert leftovers(tmp_path) == members(session=run.pid) == []
     command = shlex.split(ended.err.partition(RESUME)[2])
     assert command == ["exl2flow", *conversion.arguments]
-    if signum == signal.SIGINT:
+    if signum == signal.SIGINT and stage == "quantize":
         resumed = program().start(command[1:]).wait()
         assert resumed.code == 0, resumed.err
         assert conversion.results() == undisturbed.results()
+    elif signum == signal.SIGINT:
+        conversion.finish_stage(stage)
+        assert conversion.made_by(stage) == undisturbed.made_by(stage)
 
 
 @pytest.mark.parametrize(("signum", "code"), CODES)

@@ -8,11 +8,13 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
+from exl2flow.core.config import ScaleSearch
 from exl2flow.flows.local import run_locally
 from exl2flow.kernels import get_ops
-from exl2flow.quant.candidates import CANDIDATES
+from exl2flow.quant.candidates import CANDIDATES, parse_params
 from exl2flow.quant.gptq import RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
+from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, relative_error
+from exl2flow.quant.refine import Metric, refine
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +33,13 @@ def hessian() -> torch.Tensor:
     return total.mean()
 
 
+@pytest.fixture
+def output() -> torch.Tensor:
+    """An output metric in three blocks, of strong correlations."""
+    noise = torch.randn(3, N // 3, 8)
+    return noise @ noise.mT / 8 + 0.3 * torch.eye(N // 3)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_a_panel_is_rounded_to_the_same_codes(weight: torch.Tensor, bits: int) -> None:
     scales, half = torch.full((N,), 0.1), torch.full((N,), 2.0 ** (bits - 1))
@@ -44,18 +53,51 @@ def test_a_panel_is_rounded_to_the_same_codes(weight: torch.Tensor, bits: int) -
     assert (on_cuda.cpu() != on_cpu).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_columns_find_the_same_scales(weight: torch.Tensor, bits: int) -> None:
+    weights = torch.rand(64) + 0.1
+
+    on_cpu = get_ops("cpu").search_columns(weight[None, :64], bits, weights)
+    on_cuda = get_ops("cuda").search_columns(weight[None, :64].cuda(), bits, weights.cuda())
+
+    assert float(on_cuda[1]) == float(on_cpu[1])
+    assert (on_cuda[0].cpu() != on_cpu[0]).float().mean() < 0.05  # ties of costs
+
+
 @pytest.mark.parametrize("row", [0, 4, 12, 18])
-def test_a_matrix_is_rounded_as_well(weight: torch.Tensor, hessian: torch.Tensor, row: int) -> None:
+@pytest.mark.parametrize("search", ["grid", "column"])
+def test_a_matrix_is_rounded_as_well(
+    weight: torch.Tensor, hessian: torch.Tensor, row: int, search: ScaleSearch
+) -> None:
     params = CANDIDATES["attention"][row]["q_proj"]
 
     def error(item: HessianFactor, matrix: torch.Tensor) -> float:
-        (rounded,) = round_matrices([RoundingJob(weight=matrix, params=params)], item)
-        return item.relative_error(matrix, rounded.dequantize().float())
+        job = RoundingJob(weight=matrix, params=params)
+        (rounded,) = round_matrices([job], item, search=search)
+        return relative_error(item.hessian, matrix, rounded.dequantize().float())
 
-    on_cpu = error(factor(hessian, name="q"), weight)
-    on_cuda = error(factor(hessian.cuda(), name="q"), weight.cuda())
+    on_cpu = error(factor(hessian, damping=0.05, name="q"), weight)
+    on_cuda = error(factor(hessian.cuda(), damping=0.05, name="q"), weight.cuda())
 
     assert on_cuda == pytest.approx(on_cpu, rel=0.02)  # one flipped code changes all that follow
+
+
+@pytest.mark.parametrize("cell", ["2 g64", "3/2@0.25/0.75 g64", "4 g128"])
+def test_a_matrix_is_refined_as_well(
+    weight: torch.Tensor, hessian: torch.Tensor, output: torch.Tensor, cell: str
+) -> None:
+    def loss(item: HessianFactor, matrix: torch.Tensor, blocks: torch.Tensor) -> float:
+        job = RoundingJob(weight=matrix, params=parse_params(cell), output=blocks)
+        (start,) = round_matrices([job], item, search="column")
+        metric = Metric(hessian=item.damped(), output=blocks)
+        refined = refine(start, matrix, metric, rounds=2, sweeps=2)
+        error = (refined.dequantize().float() - matrix)[item.perm]
+        return float((metric.hessian @ metric.times_output(error) * error).sum())
+
+    on_cpu = loss(factor(hessian, damping=0.05, name="q"), weight, output)
+    on_cuda = loss(factor(hessian.cuda(), damping=0.05, name="q"), weight.cuda(), output.cuda())
+
+    assert on_cuda == pytest.approx(on_cpu, rel=0.05)  # other codes, as good ones
 
 
 def test_a_conversion_runs_on_the_device(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("model/chat_template.py",),
-    "matplotlib": ("inference/report.py",),
+    "matplotlib": ("inference/plots.py",),
     "prefect": ("flows/", "tasks/"),
     "pyarrow": ("quant/parquet.py", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),
-    "scipy": ("quant/allocate.py",),
+    "scipy": ("quant/knapsack.py",),
     "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
     "tokenizers": ("model/tokenizer.py", "model/sentencepiece_model.py"),
     "typer": ("flows/cli/",),

@@ -1,5 +1,6 @@
-"""Options: defaults, bounds and what a refusal says."""
+"""Options: defaults, bounds, targets and what a refusal says."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,17 +8,19 @@ from pydantic import ValidationError
 
 from exl2flow.core.config import (
     HEAD_BITS,
-    AllocateOptions,
+    TARGETS,
     CalibrationOptions,
     ConversionConfig,
     Options,
-    RopeOptions,
-    ValidateOptions,
     build_config,
 )
 from exl2flow.core.errors import ConfigError
 
-GROUPS = (CalibrationOptions, RopeOptions, AllocateOptions, ValidateOptions)
+GROUPS = [
+    type(field.default)
+    for field in ConversionConfig.model_fields.values()
+    if isinstance(field.default, Options)
+]
 
 
 def test_defaults_are_those_of_the_standard_calibration() -> None:
@@ -26,7 +29,8 @@ def test_defaults_are_those_of_the_standard_calibration() -> None:
     calibration = config.calibration
     assert (calibration.rows, calibration.row_tokens) == (115, 2048)
     assert (calibration.measure_rows, calibration.measure_row_tokens) == (19, 2048)
-    assert (config.head_bits, config.shard_size_mb) == (6, 8192)
+    assert (config.quality, config.bpw, config.fixed_head_bits) == ("standard", 4.0, 6)
+    assert (config.shard_size_mb, config.tune.steps, config.allocate.rounds) == (8192, 0, 0)
     assert (config.validate_options.warn_perplexity_ratio, config.device) == (1.3, "auto")
     assert config.validate_options.fail_perplexity_ratio == 3.0
 
@@ -49,6 +53,12 @@ def test_other_head_bits_are_refused_by_name(bits: int) -> None:
         ("bpw", 1.99),
         ("bpw", 8.01),
         ("bpw", float("nan")),
+        ("bpw_total", 1.99),
+        ("bpw_total", 16.01),
+        ("target_bytes", 0),
+        ("target_bytes", 1.5),
+        ("quality", "fine"),
+        ("quality", ["fast"]),
         ("device", "tpu"),
         ("calibration.text", ""),
         ("calibration.share", 0),
@@ -60,8 +70,21 @@ def test_other_head_bits_are_refused_by_name(bits: int) -> None:
         ("calibration.seed", -1),
         ("rope.scale", 0),
         ("rope.alpha", -2),
+        ("sensitivity.kind", "hessian"),
+        ("sensitivity.rows", 0),
+        ("sensitivity.block", -1),
+        ("rounding.scale_search", "row"),
+        ("rounding.damping", 0),
+        ("rounding.rounds", -1),
+        ("rounding.sweeps", 0),
+        ("rounding.output_damping", 0),
+        ("rounding.fisher_share", 1.01),
+        ("tune.steps", -1),
+        ("tune.tokens", 16),
+        ("tune.held_out_rows", 0),
         ("allocate.objective", "best"),
         ("allocate.power", 0),
+        ("allocate.rounds", -1),
         ("validate_options.rows", 0),
         ("validate_options.row_tokens", 1),
         ("validate_options.fail_perplexity_ratio", 0),
@@ -109,23 +132,87 @@ def test_work_root_lies_beside_the_output_unless_given(tmp_path: Path) -> None:
     assert given.work_dir_root == tmp_path / "work"
 
 
-def test_run_name_is_model_and_bits_per_weight(tmp_path: Path) -> None:
-    config = build_config(source=tmp_path / "Llama-7B", out="out", bpw=2.50)
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ({}, "4bpw"),
+        ({"bpw": 2.50}, "2.5bpw"),
+        ({"bpw_total": 3.25}, "3.25bpw-total"),
+        ({"target_bytes": 123456789}, "123456789bytes"),
+    ],
+)
+def test_run_name_is_model_and_target(target: dict[str, object], name: str, tmp_path: Path) -> None:
+    config = build_config(source=tmp_path / "Llama-7B", out="out", **target)
 
-    assert config.run_name == "Llama-7B@2.5bpw"
+    assert config.run_name == f"Llama-7B@{name}"
 
 
-def test_json_round_trip_keeps_every_option() -> None:
-    config = build_config(
-        source="model",
-        out="out",
-        bpw=3.5,
-        rope={"alpha": 2.0},
-        calibration={"rows": 7, "text": "mine.parquet"},
-        allocate={"objective": "log"},
-    )
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"bpw": 3.5, "rope": {"alpha": 2.0}, "calibration": {"rows": 7, "text": "mine.parquet"}},
+        {"bpw_total": 3.5, "head_bits": 8, "allocate": {"objective": "log"}},
+        {"target_bytes": 10**12, "work_root": "work", "measurement": "measurement.json"},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_json_round_trip_keeps_every_option(values: dict[str, object]) -> None:
+    config = build_config(source="model", out="out", **values)
 
     assert ConversionConfig.model_validate_json(config.model_dump_json()) == config
+
+
+TARGET_VALUES: dict[str, object] = {"bpw": 3.0, "bpw_total": 4.0, "target_bytes": 10**9}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(TARGETS, 2)))
+def test_two_targets_are_refused_by_name(first: str, second: str) -> None:
+    values = {name: TARGET_VALUES[name] for name in (first, second)}
+
+    with pytest.raises(ConfigError, match="choose one target") as refusal:
+        build_config(source="model", out="out", **values)
+
+    assert f"`{first}`" in str(refusal.value)
+    assert f"`{second}`" in str(refusal.value)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_takes_the_place_of_the_default(target: str) -> None:
+    config = build_config(source="model", out="out", **{target: TARGET_VALUES[target]})
+
+    given = {name: getattr(config, name) for name in TARGETS}
+    assert given == dict.fromkeys(TARGETS) | {target: TARGET_VALUES[target]}
+
+
+@pytest.mark.parametrize(
+    ("values", "bits"),
+    [
+        ({}, 6),
+        ({"bpw": 3}, 6),
+        ({"bpw": 3, "head_bits": 8}, 8),
+        ({"bpw_total": 3}, None),
+        ({"target_bytes": 10**9}, None),
+        ({"bpw_total": 3, "head_bits": 5}, 5),
+        ({"target_bytes": 10**9, "head_bits": 4}, 4),
+    ],
+)
+def test_the_head_is_free_with_a_total_unless_given(
+    values: dict[str, object], bits: int | None
+) -> None:
+    assert build_config(source="model", out="out", **values).fixed_head_bits == bits
+
+
+def test_a_group_that_is_no_group_is_a_problem_like_others() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        build_config(source="model", out="out", quality="fast", rounding=5, sensitivity=[], bpw=9)
+
+    for name in ("rounding: ", "sensitivity: ", "bpw: "):
+        assert name in str(refusal.value)
+
+
+def test_a_contradiction_is_told_without_a_prefix() -> None:
+    with pytest.raises(ConfigError, match=r"^`bpw` and `bpw_total` are given"):
+        build_config(source="model", out="out", bpw=3, bpw_total=4)
 
 
 def test_calibration_text_is_a_name_or_a_file() -> None:

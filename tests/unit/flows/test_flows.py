@@ -1,7 +1,12 @@
+import json
 import subprocess
 import sys
 
+import pytest
 from prefect import Flow
+
+from exl2flow.core.config import PRESETS, ConversionConfig, build_config
+from exl2flow.flows import convert
 
 
 def test_package_gives_flows_also_when_their_modules_were_imported_before() -> None:
@@ -33,3 +38,37 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "prefect"]
 """
 
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def through_prefect(config: object) -> ConversionConfig:
+    """Return what the flow is given for a parameter that came as JSON, or as an object."""
+    found = convert.validate_parameters({"config": config})["config"]
+    assert isinstance(found, ConversionConfig)
+    return found
+
+
+@pytest.mark.parametrize("quality", PRESETS)
+def test_parameters_of_a_deployment_are_filled_from_the_preset(quality: str) -> None:
+    given = {"source": "model", "out": "out", "quality": quality, "rounding": {"rounds": 5}}
+
+    found = through_prefect(json.loads(json.dumps(given)))
+
+    assert found == build_config(**given)
+    assert found.rounding.rounds == 5
+
+
+@pytest.mark.parametrize("target", [{}, {"bpw": 3.0}, {"bpw_total": 3.5}, {"target_bytes": 10**9}])
+def test_a_configuration_comes_out_of_prefect_as_it_went_in(target: dict[str, object]) -> None:
+    config = build_config(source="model", out="out", quality="exllamav2", **target)
+
+    assert through_prefect(config) == config
+    assert through_prefect(config.model_dump(mode="json")) == config
+
+
+def test_the_form_asks_for_source_and_output_only() -> None:
+    schema = convert.parameters.model_dump()["definitions"]["ConversionConfig"]
+
+    assert schema["required"] == ["source", "out"]
+    for name in ("bpw", "bpw_total", "target_bytes", "head_bits"):
+        assert {"type": "null"} in schema["properties"][name]["anyOf"]
+    assert schema["properties"]["quality"]["enum"] == list(PRESETS)

@@ -6,6 +6,7 @@ import torch
 
 from exl2flow.core.errors import MissingTensor, SourceModelError
 from exl2flow.core.files import write_tensors
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.inspection import inspect_model
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.model.exl2 import tensor_names
@@ -73,13 +74,30 @@ def test_errors_come_from_our_record(foreign: Path) -> None:
     layer = {
         "name": "model.layers.2.self_attn",
         "rel_err": 0.25,
-        "projections": {"q_proj": {"rel_err": 0.5}},
+        "projections": {"q_proj": {"rel_err": 0.5, "nats": 0.125, "params": "1:4b_32g s4"}},
     }
     (foreign / "exl2flow.json").write_text(json.dumps({"layers": [layer]}))
 
-    part = inspect_model(foreign).layers[0]
+    contents = inspect_model(foreign)
 
-    assert (part.rel_err, part.matrices[0].rel_err) == (0.25, 0.5)
+    part = contents.layers[0]
+    (matrix,) = part.matrices
+    assert contents.is_ours
+    assert (part.rel_err, part.nats) == (0.25, 0.125)
+    assert (matrix.rel_err, matrix.nats, matrix.params) == (0.5, 0.125, "1:4b_32g s4")
+    assert [matrix.nats for matrix in contents.matrices] == [0.125, None, None, None, None]
+
+
+def test_divergences_come_from_our_record_and_score(foreign: Path) -> None:
+    record = {"fingerprint": "f", "predicted_kl": 0.5, "options": {"quality": "best", "bpw": 3}}
+    (foreign / RECORD_FILE).write_text(json.dumps(record))
+    scores = {"fingerprint": "f", "score": {"kl_divergence": 0.25}}
+    (foreign / SCORE_FILE).write_text(json.dumps(scores))
+
+    value = json.loads(json.dumps(inspect_model(foreign).to_json()))
+
+    assert (value["series"], value["predicted_kl"], value["allocated_kl"]) == ("best", 0.5, None)
+    assert value["score"] == {"kl_divergence": 0.25}
 
 
 def test_the_json_form_is_json(foreign: Path) -> None:
@@ -87,6 +105,11 @@ def test_the_json_form_is_json(foreign: Path) -> None:
 
     assert len(value["layers"]) == 3
     assert value["others"][0]["matrices"][0]["rows"] == {"5": 32, "4": 96}
+    assert (value["written_by_exl2flow"], value["predicted_kl"], value["score"]) == (
+        False,
+        None,
+        None,
+    )
 
 
 def test_a_missing_folder_and_an_unquantized_model_are_refused(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
-"""The report for people: what it says, and that it is the same every time."""
+"""The report for people: what it says, and what it leaves out when nothing is known."""
 
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from exl2flow.inference.report import render_markdown, render_plot
-
-SVG = "{http://www.w3.org/2000/svg}"
+from exl2flow.inference.report import render_markdown
 
 
 @pytest.fixture
@@ -29,7 +26,11 @@ def report() -> dict[str, Any]:
             "tokens": 16376,
             "bytes": 345678,
         },
-        "calibration": {"perplexity": 22.5, "reference_perplexity": 21.25},
+        "calibration": {
+            "perplexity": 22.5,
+            "reference_perplexity": 21.25,
+            "kl_divergence": 0.03333,
+        },
         "layers": [
             {"name": name, "bpw": 3.0 + i / 4, "rel_err": 0.05 * (i + 1)}
             for i, name in enumerate(names)
@@ -49,13 +50,14 @@ def test_markdown_shows_every_figure(report: dict[str, Any]) -> None:
         "| perplexity | 11.1111 | 12.3456 |",
         "| perplexity, calibration text | 21.2500 | 22.5000 |",
         "| KL divergence, mean (nats) | | 0.04321 |",
+        "| KL divergence, mean on calibration text | | 0.03333 |",
         "| KL divergence, median | | 0.01234 |",
         "| KL divergence, 99 % | | 0.56789 |",
         "| top-1 agreement | | 0.9012 |",
         "| bytes of weights | 1,234,567 | 345,678 |",
         "Measured on 16,376 tokens. The model lies in `/models/tiny-exl2`.",
-        "| model.layers.0.self_attn | 3.000 | 0.05000 |",
-        "| lm_head | 3.500 | 0.15000 |",
+        "| 0.self_attn | 3.000 | – | 0.05000 |",
+        "| lm_head | 3.500 | – | 0.15000 |",
         "> One morning",
         "> it rained.",
     ):
@@ -80,26 +82,64 @@ def test_verdict_stands_first(
 def test_missing_parts_leave_no_traces(report: dict[str, Any]) -> None:
     text = render_markdown({**report, "calibration": None, "sample": ""})
 
-    assert "calibration" not in text
-    assert "Sample" not in text
+    for word in ("calibration", "Calibrated", "Sample", "estimated, sum", "Where", "Tuned"):
+        assert word not in text
 
 
-def test_plot_is_svg_with_a_bar_and_a_name_per_sublayer(report: dict[str, Any]) -> None:
-    root = ElementTree.fromstring(render_plot(report))
-
-    assert root.tag == f"{SVG}svg"
-    texts = ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
-    assert {"0.self_attn", "0.mlp", "lm_head", "bits per weight", "relative error"} <= set(texts)
-    assert any("0.0432" in text for text in texts)
-    bars = [element for element in root.iter(f"{SVG}path") if "#9db8d2" in element.get("style", "")]
-    assert len(bars) == 3
+def projection(nats: float | None, bpw: float = 3.25) -> dict[str, Any]:
+    return {"params": "1:3b_64g s4", "bpw": bpw, "nats": nats, "rel_err": 0.125}
 
 
-def test_plot_is_the_same_every_time(report: dict[str, Any]) -> None:
-    assert render_plot(report) == render_plot(report)
+@pytest.fixture
+def priced(report: dict[str, Any]) -> dict[str, Any]:
+    """The same model with costs of all matrices: 0.01, 0.02 and so on, the head's 0.06."""
+    names = (("q_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj"), ("lm_head",))
+    costs = iter(range(1, 7))
+    layers = [
+        {**layer, "projections": {name: projection(next(costs) / 100) for name in members}}
+        for layer, members in zip(report["layers"], names, strict=True)
+    ]
+    return {**report, "layers": layers, "predicted_kl": 0.21}
 
 
-def test_plot_of_many_layers_is_drawn(report: dict[str, Any]) -> None:
-    layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(60)]
+def test_costs_of_matrices_are_summed_and_the_largest_stand_first(priced: dict[str, Any]) -> None:
+    lines = render_markdown(priced).splitlines()
 
-    assert render_plot({**report, "layers": layers}).count("59.mlp") == 1
+    assert "| KL divergence, estimated, sum over matrices | | 0.21000 |" in lines
+    first = next(i for i, line in enumerate(lines) if line.startswith("2 of 6 matrices make 52 %"))
+    assert lines[first + 4] == "| lm_head | 1:3b_64g s4 | 3.250 | 0.060 | 28.6 % | 0.12500 |"
+    assert lines[first + 5].startswith("| 0.mlp.down_proj |")
+
+
+def test_sublayers_have_a_column_per_matrix(priced: dict[str, Any]) -> None:
+    lines = render_markdown(priced).splitlines()
+
+    (header,) = (line for line in lines if line.endswith("| gate_proj | up_proj | down_proj |"))
+    (row,) = (line for line in lines if line.startswith("| 0.mlp | "))
+    assert header.count("|") == row.count("|")
+    assert "| 0.12 | 0.10000 | 3.25 · 0.030 · 0.125 |" in row
+    assert "| lm_head | 3.500 | 0.060 | 0.15000 |" in lines
+
+
+def test_a_cost_that_is_unknown_hides_the_ranking(priced: dict[str, Any]) -> None:
+    priced["layers"][1]["projections"]["up_proj"] = projection(None)
+
+    text = render_markdown(priced)
+
+    assert "Where the divergence" not in text
+    assert "3.25 · – · 0.125" in text
+
+
+def test_rows_of_calibration_and_tuning_are_told(report: dict[str, Any]) -> None:
+    rows = {"kinds": {"web": 3, "code": 1}, "notes": ["a dialogue was cut"]}
+    tuning = {"steps": 40, "first_kl": 0.5, "best_kl": 0.25}
+    told = {
+        "calibration_rows": {"dataset": "(chat)", "quantize": rows, "measure": rows},
+        "tuning": tuning,
+    }
+
+    text = render_markdown({**report, **told})
+
+    assert "Calibrated on 4 rows of `(chat)`: web 3, code 1." in text
+    assert "Note: a dialogue was cut." in text
+    assert "0.50000 → 0.25000" in text

@@ -14,7 +14,9 @@ from tiny import TEXT, make_tiny
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.files import read_json, write_json
+from exl2flow.core.stage import SCORE_FILE
 from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.inference.record import read_record
 from exl2flow.inference.validate import (
     MARKDOWN_FILE,
     PLOT_FILE,
@@ -137,6 +139,7 @@ def config(tmp_path: Path) -> ConversionConfig:
     return small_config(
         source,
         tmp_path / "out",
+        quality="exllamav2",
         measurement=foreign_measurement(tmp_path / "measurement.json", resolve(source)),
         calibration=calibration,
         validate_options=ValidateOptions(
@@ -163,6 +166,19 @@ def test_report_holds_scores_layers_and_sample(config: ConversionConfig) -> None
     markdown = (pipeline.path("validate") / MARKDOWN_FILE).read_text()
     assert f"{report['score']['kl_divergence']:.5f}" in markdown
     assert (pipeline.path("validate") / PLOT_FILE).read_text().count("<svg") == 1
+
+
+def test_score_lies_beside_the_model_it_holds_for(config: ConversionConfig) -> None:
+    pipeline = run_until(config, "validate")
+
+    report = read_json(pipeline.path("validate") / REPORT_FILE)
+    record = read_record(config.out)
+    assert record is not None
+    assert record.score == {k: v for k, v in report["score"].items() if k != "model"}
+    assert record.calibration == {k: v for k, v in report["calibration"].items() if k != "model"}
+    assert str(config.out) not in (config.out / SCORE_FILE).read_text()
+    (config.out / SCORE_FILE).unlink()
+    assert not pipeline.is_complete("validate")
 
 
 def test_same_seed_gives_the_same_report(config: ConversionConfig, tmp_path: Path) -> None:

@@ -136,3 +136,15 @@ def test_attention_factor_multiplies_the_table() -> None:
 
     assert table.cos.tolist() == [[2.0] * 8]
     assert table.sin.tolist() == [[0.0] * 8]
+
+
+def test_a_table_made_in_inference_mode_lets_gradients_pass() -> None:
+    rope_table.cache_clear()
+    with torch.inference_mode():
+        rope_table(rope(), 0, 5, CPU)
+    x = torch.randn(1, 1, 5, 16, requires_grad=True)
+
+    rotated(x, rope()).pow(2).sum().backward()
+
+    torch.testing.assert_close(x.grad, 2 * x)  # a rotation keeps lengths
+    assert rope_table.cache_info().hits == 1

@@ -1,4 +1,4 @@
-"""A finished conversion that several tests look into."""
+"""Finished conversions that several tests look into."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,8 @@ class Converted:
         return self.pipeline.path(stage)
 
 
-@pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """A tiny Llama at 4 bits per weight; the quantizing rows differ from the measuring ones."""
-    root = tmp_path_factory.mktemp("converted")
+def convert(root: Path, **values: object) -> Converted:
+    """Convert a tiny Llama to 4 bits; the quantizing rows differ from the measuring ones."""
     source = make_tiny("llama", root / "model")
     calibration = {
         "text": text_parquet(root / "text.parquet"),
@@ -38,6 +36,18 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
         "measure_rows": 3,
         "measure_row_tokens": 64,
     }
-    config = small_config(source, root / "out", bpw=4.0, calibration=calibration)
+    config = small_config(source, root / "out", bpw=4.0, calibration=calibration, **values)
     pipeline = run_until(config, "compile")
     return Converted(config=config, pipeline=pipeline, spec=resolve(source))
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """A conversion with the defaults: Fisher factors, rounds of refinement."""
+    return convert(tmp_path_factory.mktemp("converted"), sensitivity={"rows": 2})
+
+
+@pytest.fixture(scope="session")
+def converted_as_exllamav2(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """A conversion by the original algorithm: sublayers' errors, one multiplier per group."""
+    return convert(tmp_path_factory.mktemp("as_exllamav2"), quality="exllamav2")

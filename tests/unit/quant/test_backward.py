@@ -13,14 +13,13 @@ from exl2flow.core.errors import NonFiniteState
 from exl2flow.model import Linear
 from exl2flow.model.decoder import Decoder
 from exl2flow.model.exl2 import padded_columns
-from exl2flow.model.rope import rope_table
 from exl2flow.quant import backward
 from exl2flow.quant.backward import draw
 from exl2flow.quant.fisher import estimate
 from exl2flow.quant.gptq import padded_weight
 from exl2flow.quant.sensitivity import (
     read_factors,
-    text_rows,
+    spread_rows,
 )
 
 
@@ -58,7 +57,6 @@ def labels_of(logits: torch.Tensor, row: int) -> torch.Tensor:
 
 def naive_backward(config: ConversionConfig, ids: torch.Tensor) -> tuple[Decoder, torch.Tensor]:
     """Run the whole model forward and backward, its linears recorded; also return all logits."""
-    rope_table.cache_clear()
     decoder = whole_decoder(config)
     decoder.embedding.weight.requires_grad_()
     for sublayer in decoder.sublayers:
@@ -91,7 +89,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_factors_are_those_of_the_gradients_of_the_whole_model(family: str, tmp_path: Path) -> None:
     config = configuration(family, tmp_path)
     pipeline = run_all(pipeline_in(config, tmp_path / "work"))
-    ids = text_rows(pipeline.path("tokenize"), 2)
+    ids = spread_rows(pipeline.path("tokenize"), 2)
 
     decoder, _ = naive_backward(config, ids)
 
@@ -111,7 +109,7 @@ def test_factors_are_those_of_the_gradients_of_the_whole_model(family: str, tmp_
 def test_factors_of_the_head_are_those_of_all_labels(tmp_path: Path) -> None:
     config = configuration("llama", tmp_path, num_hidden_layers=1)
     pipeline = run_all(pipeline_in(config, tmp_path / "work"))
-    decoder, logits = naive_backward(config, text_rows(pipeline.path("tokenize"), 2))
+    decoder, logits = naive_backward(config, spread_rows(pipeline.path("tokenize"), 2))
     p = torch.nn.functional.pad(logits.softmax(-1), (0, 320 - 301))
     x = torch.cat(decoder.head.linear.inputs)  # type: ignore[attr-defined]
 
@@ -149,7 +147,7 @@ def test_blocks_are_those_on_the_diagonal_of_the_full_factor(tmp_path: Path) -> 
 def test_estimate_predicts_the_divergence_of_a_small_error(tmp_path: Path) -> None:
     config = configuration("llama", tmp_path, num_hidden_layers=1)
     pipeline = run_all(pipeline_in(config, tmp_path / "work"))
-    ids = text_rows(pipeline.path("tokenize"), 2)
+    ids = spread_rows(pipeline.path("tokenize"), 2)
     decoder = whole_decoder(config)
     before = decoder.forward(ids).log_softmax(-1)
     factors = read_factors(pipeline.path("sensitivity"), "head")["lm_head"]

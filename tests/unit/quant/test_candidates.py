@@ -1,6 +1,6 @@
 """The tables of parameters: their sizes, their published bit costs, their groups at every width."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,14 @@ from tiny import make_tiny
 
 from exl2flow.core.config import HEAD_BITS
 from exl2flow.model import QuantParams, resolve
-from exl2flow.quant.candidates import CANDIDATES, HEAD_PARAMS, candidates_for, parse_params
+from exl2flow.quant.candidates import (
+    CANDIDATES,
+    HEAD_OPTIONS,
+    HEAD_PARAMS,
+    PROJECTION_OPTIONS,
+    candidates_for,
+    parse_params,
+)
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000
 # `docs/format.md` section 5: bits per weight at hidden 4096, intermediate 11008, vocabulary 32000
@@ -33,7 +40,9 @@ SHAPES = {
 ROWS = np.arange(32, 20_001, 32)
 PRESETS = sorted(
     {p for rows in CANDIDATES.values() for row in rows for p in row.values()}
-    | set(HEAD_PARAMS.values()),
+    | set(HEAD_PARAMS.values())
+    | set(PROJECTION_OPTIONS)
+    | set(HEAD_OPTIONS),
     key=str,
 )
 
@@ -74,6 +83,33 @@ def test_equal_cells_of_a_projection_are_one_variant(kind: str, counts: list[int
     variants = [len({row[name] for row in CANDIDATES[kind]}) for name in SHAPES[kind]]
 
     assert variants == counts
+
+
+@pytest.mark.parametrize("options", [PROJECTION_OPTIONS, HEAD_OPTIONS])
+def test_options_of_a_matrix_differ_and_none_leaves_out_a_width(
+    options: tuple[QuantParams, ...],
+) -> None:
+    widths = (8, 6, 5, 4, 3, 2)
+
+    assert len(set(options)) == len(options)
+    for params in options:
+        first = widths.index(params.bit_widths[0])
+        assert params.bit_widths == widths[first : first + len(params.bit_widths)]
+
+
+def test_options_of_a_projection_cover_all_rates_without_gaps() -> None:
+    bpw = sorted(p.total_bits(HIDDEN, HIDDEN) / HIDDEN**2 for p in PROJECTION_OPTIONS)
+
+    assert bpw[0] < 2.09
+    assert bpw[-1] > 8.0
+    assert max(b - a for a, b in pairwise(bpw) if b < 6) < 0.27
+
+
+def test_options_of_the_head_reach_from_three_to_eight_bits() -> None:
+    bpw = [p.total_bits(HIDDEN, VOCABULARY) / (HIDDEN * VOCABULARY) for p in HEAD_OPTIONS]
+
+    assert bpw == sorted(bpw)
+    assert (int(bpw[0]), int(bpw[-1])) == (3, 8)
 
 
 @pytest.mark.parametrize("params", PRESETS, ids=str)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conversions import small_config
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from measurements import written_in_nats
 from safetensors.torch import load_file, save_file
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import VOCAB_SIZE, make_tiny
@@ -22,23 +21,16 @@ from exl2flow.model import QuantizedMatrix, resolve
 from exl2flow.model.exl2 import tensor_names
 from exl2flow.quant import compile as compile_module
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
-from exl2flow.quant.compile import (
-    RECORD_FILE,
-    carried_files,
-    check_output_folder,
-    output_layout,
-    plain_tensors,
-    plan_shards,
-)
+from exl2flow.quant.compile import RECORD_FILE, carried_files, check_output_folder
+from exl2flow.quant.layout import output_layout, plain_tensors, plan_shards
 from exl2flow.quant.quantize import read_report, reconstruction_digest, result_files
 
-MIB = 2**20
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 LARGE_VOCABULARY = 9000  # an embedding of 1.1 MiB, so that shards of 1 MiB are several
 
 
 def prepared(source: Path, **values: object) -> ConversionConfig:
-    """Return a conversion that need not measure."""
+    """Return a conversion that neither measures nor needs gradients."""
     root = source.parent
     calibration = {
         "text": text_parquet(root / "text.parquet"),
@@ -48,8 +40,12 @@ def prepared(source: Path, **values: object) -> ConversionConfig:
         "measure_row_tokens": 32,
     }
     measurement = foreign_measurement(root / "measurement.json", resolve(source))
-    defaults: dict[str, object] = {"calibration": calibration, "measurement": measurement}
-    return small_config(source, root / "out", **defaults, **values)
+    defaults: dict[str, object] = {
+        "calibration": calibration,
+        "measurement": measurement,
+        "quality": "exllamav2",
+    }
+    return small_config(source, root / "out", **{**defaults, **values})
 
 
 @pytest.fixture
@@ -73,7 +69,7 @@ def test_bytes_are_predicted_file_by_file(large_source: Path) -> None:
     config = prepared(large_source, shard_size_mb=1)
     choice = read_choice(run_until(config, "compile").path("allocate"))
 
-    planned = plan_shards(output_layout(resolve(large_source), choice, 6), 1)
+    planned = plan_shards(output_layout(resolve(large_source), choice), 1)
 
     found = {path.name: path.stat().st_size for path in config.out.glob("*.safetensors")}
     assert len(found) > 1
@@ -84,7 +80,7 @@ def test_one_file_is_written_without_an_index(converted: Any) -> None:
     out = converted.config.out
     choice = read_choice(converted.path("allocate"))
 
-    (shard,) = plan_shards(output_layout(converted.spec, choice, 6), 8192)
+    (shard,) = plan_shards(output_layout(converted.spec, choice), 8192)
 
     assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
     assert shard.bytes == (out / "model.safetensors").stat().st_size
@@ -114,26 +110,6 @@ def test_other_shard_size_leaves_no_old_shards(large_source: Path) -> None:
 
     assert [path.name for path in config.out.glob("*.safetensors")] == ["model.safetensors"]
     assert not list(config.out.glob("*.index.json"))
-
-
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(kibibytes=st.lists(st.integers(0, 3000), min_size=1, max_size=12), limit=st.integers(-1, 4))
-@example(kibibytes=[512, 512, 1024, 1, 1023, 1023, 1], limit=1)  # all fit exactly
-def test_shards_keep_order_and_limit(kibibytes: list[int], limit: int) -> None:
-    layout = {f"t{i}": (torch.float16, (512, k)) for i, k in enumerate(kibibytes)}
-
-    shards = plan_shards(layout, limit)
-
-    assert [name for shard in shards for name in shard.layout] == list(layout)
-    if limit <= 0:
-        assert len(shards) == 1
-    sizes = [[1024 * k for _, (_, k) in shard.layout.values()] for shard in shards]
-    for index, found in enumerate(sizes):
-        assert limit <= 0 or sum(found) <= limit * MIB or len(found) == 1
-        assert index == 0 or sum(sizes[index - 1]) + found[0] > limit * MIB
-    count = len(shards)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    assert [shard.name for shard in shards] == (["model.safetensors"] if count == 1 else names)
 
 
 def test_output_holds_exactly_the_tensors_of_the_format(converted: Any) -> None:
@@ -211,7 +187,7 @@ def test_standard_calibration_is_named_default(source: Path, tmp_path: Path) -> 
     standard = config.model_copy(
         update={
             "out": tmp_path / "second",
-            "calibration": config.calibration.model_copy(update={"file": None}),
+            "calibration": config.calibration.model_copy(update={"text": "standard"}),
         }
     )
 
@@ -277,14 +253,14 @@ def test_record_tells_source_options_and_errors(converted: Any) -> None:
 def test_reading_back_detects_a_flipped_bit(
     tensor: str, named: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flip(run: Any, out: Path) -> Path:
+    def flip(run: Any, out: Path, spec: Any) -> Path:
         path = out / "model.safetensors"
         data = bytearray(path.read_bytes())
         length = int.from_bytes(data[:8], "little")
         begin = 8 + length + json.loads(data[8 : 8 + length])[tensor]["data_offsets"][0]
         data[begin] ^= 1
         path.write_bytes(data)
-        return write_config(run, out)
+        return write_config(run, out, spec)
 
     write_config = compile_module._write_config
     monkeypatch.setattr(compile_module, "_write_config", flip)
@@ -343,6 +319,34 @@ def test_value_beyond_fp16_is_refused_by_name(source: Path) -> None:
 
     with pytest.raises(NonFiniteState, match=r"`model\.norm\.weight` does not fit fp16"):
         run_until(prepared(source), "compile")
+
+
+def test_a_chosen_head_is_told(source: Path) -> None:
+    measurement = written_in_nats(source.parent / "nats.json", resolve(source))
+    config = prepared(source, measurement=measurement, target_bytes=95_000)
+
+    choice = read_choice(run_until(config, "compile").path("allocate"))
+
+    block = read_json(config.out / "config.json")["quantization_config"]
+    assert block["head_bits"] == min(choice["lm_head"].bit_widths)
+    assert (config.out / "model.safetensors").stat().st_size <= 95_000
+
+
+def test_tuned_tensors_take_the_place_of_the_quantized_ones(source: Path) -> None:
+    tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
+    config = prepared(source, tune=tune)
+
+    pipeline = run_until(config, "compile")
+
+    tuned: dict[str, torch.Tensor] = {}
+    for path in sorted((pipeline.path("tune") / "sublayers").glob("*.safetensors")):
+        tuned |= load_file(path)
+    tensors = written_tensors(config.out)
+    assert set(plain_tensors(resolve(source))) | {"lm_head.q_weight"} <= set(tuned)
+    assert set(tensors) == set(tuned)
+    assert [name for name in tensors if not torch.equal(tensors[name], tuned[name])] == []
+    quantized = load_file(pipeline.path("quantize") / "sublayers" / "head.safetensors")
+    assert not torch.equal(tensors["lm_head.q_scale_max"], quantized["lm_head.q_scale_max"])
 
 
 @pytest.mark.parametrize(

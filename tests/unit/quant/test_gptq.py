@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.kernels import get_ops
 from exl2flow.model import QuantParams
 from exl2flow.quant import gptq
 from exl2flow.quant.candidates import CANDIDATES, HEAD_PARAMS, parse_params
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
+from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, relative_error
 
 PRESETS = sorted(
     {p for rows in CANDIDATES.values() for row in rows for p in row.values()}
@@ -26,15 +28,44 @@ def correlated_inputs(k: int, *, tokens: int = 512) -> torch.Tensor:
 def factor_of(x: torch.Tensor) -> HessianFactor:
     total = HessianSum(x.shape[1])
     total.add(x)
-    return factor(total.mean(), name="test")
+    return factor(total.mean(), damping=0.12, name="test")
 
 
-def alone(weight: torch.Tensor, params: QuantParams, item: HessianFactor) -> RoundedMatrix:
-    return round_matrices([RoundingJob(weight=weight, params=params)], item)[0]
+def alone(
+    weight: torch.Tensor,
+    params: QuantParams,
+    item: HessianFactor,
+    *,
+    search: ScaleSearch = "grid",
+    output: torch.Tensor | None = None,
+) -> RoundedMatrix:
+    job = RoundingJob(weight=weight, params=params, output=output)
+    return round_matrices([job], item, search=search)[0]
+
+
+def output_metric(blocks: int, b: int, *, rank: int = 8) -> torch.Tensor:
+    """Return strongly correlated blocks of mean diagonal 1.3, as damped output factors have."""
+    noise = torch.randn(blocks, b, rank)
+    return noise @ noise.mT / rank + 0.3 * torch.eye(b)
+
+
+def output_loss(
+    weight: torch.Tensor, matrix: RoundedMatrix, item: HessianFactor, output: torch.Tensor
+) -> float:
+    """Return tr(O Eᵀ H E) of the damped Hessian, in fp64."""
+    error = (matrix.dequantize().double() - weight.double())[item.perm]
+    whole = torch.block_diag(*output).double()
+    return float(((item.damped().double() @ error @ whole) * error).sum())
 
 
 def to_fp16(x: torch.Tensor) -> torch.Tensor:
     return x.half().float()
+
+
+def check_same(found: RoundedMatrix, expected: RoundedMatrix) -> None:
+    assert found.groups == expected.groups
+    for name in ("codes", "scale_codes", "max_scales", "perm"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def check_scales(
@@ -69,18 +100,41 @@ def check_row(ratio: torch.Tensor, found: torch.Tensor, bits: int) -> int:
     return int(differ.sum())
 
 
-@pytest.mark.parametrize("params", PRESETS, ids=str)
-def test_rounding_is_the_transcription_of_the_formulas(params: QuantParams) -> None:
+def check_group(
+    w: torch.Tensor, matrix: RoundedMatrix, index: int, item: HessianFactor, search: ScaleSearch
+) -> torch.Tensor:
+    """Check the scales of a group found for its rows w (r, n), and return what they decode to."""
+    group = matrix.groups[index]
+    maximum = matrix.max_scales[index]
+    if search == "grid":
+        scale_codes, scales = check_scales(w, group.bits, maximum)
+    else:  # the loop that this search is compared with is in the kernels' tests
+        diagonal = item.upper.diagonal()[group.start : group.start + group.rows]
+        found, stored = get_ops("cpu").search_columns(w[None], group.bits, 1 / diagonal**2)
+        assert float(stored[0]) == float(maximum)
+        scale_codes = found[0].float()
+        scales = to_fp16((scale_codes + 1) ** 2 * to_fp16(maximum.float() / 256))
+    assert (matrix.scale_codes[index].float() != scale_codes).sum() <= 1  # a tie
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("params", "search"),
+    [(p, "grid") for p in PRESETS] + [(p, "column") for p in PRESETS[::4]],
+    ids=str,
+)
+def test_rounding_is_the_transcription_of_the_formulas(
+    params: QuantParams, search: ScaleSearch
+) -> None:
     item = factor_of(correlated_inputs(160))
     weight = torch.randn(160, 32) * 0.1
 
-    found = alone(weight, params, item)
+    found = alone(weight, params, item, search=search)
 
     w, upper, errors, ties = weight[item.perm], item.upper, torch.zeros(160, 32), 0
     for index, group in enumerate(params.groups(160)):
         a, e, zero = group.start, group.start + group.rows, 2 ** (group.bits - 1)
-        scale_codes, s = check_scales(w[a:e], group.bits, found.max_scales[index])
-        assert torch.equal(found.scale_codes[index].float(), scale_codes)
+        s = check_group(w[a:e], found, index, item, search)
         for c in range(a, e):
             codes = found.codes[c].float()
             ties += check_row(torch.where(s > 0, w[c] / s, 0), codes, group.bits)
@@ -88,6 +142,49 @@ def test_rounding_is_the_transcription_of_the_formulas(params: QuantParams) -> N
             w[c:e] -= torch.outer(upper[c, c:e], errors[c])
         w[e:] -= upper[a:e, e:].T @ errors[a:e]
     assert ties <= 5  # of 5120 codes
+
+
+@pytest.mark.parametrize("params", PRESETS[::6], ids=str)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_regarding_the_outputs_lowers_the_error_in_their_metric(
+    blocks: int, params: QuantParams
+) -> None:
+    item = factor_of(correlated_inputs(160))
+    weight, output = torch.randn(160, 96) * 0.1, output_metric(blocks, 96 // blocks)
+
+    found, without = (
+        alone(weight, params, item, search="column", output=metric) for metric in (output, None)
+    )
+
+    losses = [output_loss(weight, matrix, item, output) for matrix in (found, without)]
+    assert losses[0] < 0.8 * losses[1]
+    assert found.groups == without.groups
+
+
+@pytest.mark.parametrize("params", PRESETS[::6], ids=str)
+def test_identity_in_place_of_an_output_factor_changes_nothing(params: QuantParams) -> None:
+    item = factor_of(correlated_inputs(160))
+    weight = torch.randn(160, 96) * 0.1
+    identity = torch.eye(32).repeat(3, 1, 1)
+
+    found, without = (
+        alone(weight, params, item, search="column", output=metric) for metric in (identity, None)
+    )
+
+    check_same(found, without)
+
+
+def test_blocks_of_an_output_factor_are_those_of_the_whole() -> None:
+    item = factor_of(correlated_inputs(160))
+    weight, output = torch.randn(160, 96) * 0.1, output_metric(3, 32)
+    params = parse_params("3/2@0.25/0.75 g64")
+
+    found, whole = (
+        alone(weight, params, item, search="column", output=metric)
+        for metric in (output, torch.block_diag(*output)[None])
+    )
+
+    check_same(found, whole)
 
 
 def test_codes_are_within_their_widths_and_cover_them() -> None:
@@ -127,38 +224,45 @@ def test_rows_are_rounded_in_the_order_of_the_diagonal() -> None:
     assert 10 * float(error[first].max()) < float(error[others].min())
 
 
-@pytest.mark.parametrize("company", [1, 3, 20])
+@pytest.mark.parametrize("search", ["grid", "column"])
+@pytest.mark.parametrize("company", [1, 3, 9])
 def test_result_does_not_depend_on_the_company(
-    company: int, monkeypatch: pytest.MonkeyPatch
+    company: int, search: ScaleSearch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    item = factor_of(correlated_inputs(192))
+    item = factor_of(correlated_inputs(96))
+    widths = [32 * (1 + i % 3) for i in range(9)]
     jobs = [
-        RoundingJob(weight=torch.randn(192, 32 * (1 + i % 3)), params=PRESETS[i % len(PRESETS)])
-        for i in range(20)
+        RoundingJob(
+            weight=torch.randn(96, n),
+            params=PRESETS[4 * i % len(PRESETS)],
+            output=output_metric(1 + i % 2, n // (1 + i % 2)) if i % 5 in (1, 2) else None,
+        )
+        for i, n in enumerate(widths)
     ]
-    monkeypatch.setattr(gptq, "BATCH_ELEMENTS", company * 192 * 64)
+    monkeypatch.setattr(gptq, "BATCH_ELEMENTS", company * 96 * 64)
 
-    together = round_matrices(jobs, item)
+    together = round_matrices(jobs, item, search=search)
 
+    assert len(together) == len(jobs)
     for job, found in zip(jobs, together, strict=True):
-        expected = alone(job.weight, job.params, item)
-        assert torch.equal(found.codes, expected.codes)
-        assert torch.equal(found.scale_codes, expected.scale_codes)
-        assert torch.equal(found.max_scales, expected.max_scales)
+        check_same(found, alone(job.weight, job.params, item, search=search, output=job.output))
 
 
 def test_no_jobs_give_no_results() -> None:
-    assert round_matrices([], factor_of(correlated_inputs(32))) == []
+    assert round_matrices([], factor_of(correlated_inputs(32)), search="grid") == []
 
 
+@pytest.mark.parametrize("search", ["grid", "column"])
 @pytest.mark.parametrize("params", PRESETS[::4], ids=str)
-def test_feedback_beats_rounding_to_nearest_on_the_outputs(params: QuantParams) -> None:
+def test_feedback_beats_rounding_to_nearest_on_the_outputs(
+    params: QuantParams, search: ScaleSearch
+) -> None:
     x = correlated_inputs(256)
     item = factor_of(x)
     weight = torch.randn(256, 64) * 0.1
 
     with_feedback, nearest = (
-        float((x @ (weight - alone(weight, params, each).dequantize().float())).norm())
+        float((x @ (weight - alone(weight, params, each, search=search).dequantize())).norm())
         for each in (item, item.without_feedback())
     )
 
@@ -185,10 +289,12 @@ def test_without_feedback_every_weight_takes_its_nearest_code() -> None:
 
 @pytest.mark.parametrize("params", PRESETS[::8], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8, 1e-6])
-def test_tiny_matrices_stay_finite(params: QuantParams, size: float) -> None:
+@pytest.mark.parametrize("search", ["grid", "column"])
+def test_tiny_matrices_stay_finite(params: QuantParams, size: float, search: ScaleSearch) -> None:
     item = factor_of(correlated_inputs(96))
+    output = output_metric(1, 32) if search == "column" else None
 
-    found = alone(size * torch.randn(96, 32), params, item)
+    found = alone(size * torch.randn(96, 32), params, item, search=search, output=output)
 
     assert found.max_scales.isfinite().all()
     assert found.dequantize().isfinite().all()
@@ -196,13 +302,14 @@ def test_tiny_matrices_stay_finite(params: QuantParams, size: float) -> None:
         assert not found.dequantize().any()
 
 
-def test_zero_columns_stay_zero_and_leave_the_others_alone() -> None:
+@pytest.mark.parametrize("search", ["grid", "column"])
+def test_zero_columns_stay_zero_and_leave_the_others_alone(search: ScaleSearch) -> None:
     item = factor_of(correlated_inputs(96))
     params = parse_params("5/4@0.1/0.9 g32")
     weight = torch.randn(96, 32)
     padded = torch.nn.functional.pad(weight, (0, 32))
 
-    found, plain = alone(padded, params, item), alone(weight, params, item)
+    found, plain = (alone(w, params, item, search=search) for w in (padded, weight))
 
     assert torch.equal(found.dequantize()[:, :32], plain.dequantize())
     assert not found.dequantize()[:, 32:].any()
@@ -212,18 +319,21 @@ def test_zero_columns_stay_zero_and_leave_the_others_alone() -> None:
 
 
 def test_identity_in_place_of_a_hessian_still_rounds_well() -> None:
-    item = factor(torch.full((64, 64), torch.nan), name="test")
+    hessian = torch.full((64, 64), torch.nan)
+    item = factor(hessian, damping=0.12, name="test")
     weight = torch.randn(64, 32)
 
     rounded = alone(weight, parse_params("6 g32"), item).dequantize().float()
 
     assert item.remedy == "identity Hessian"
-    assert item.relative_error(weight, rounded) < 0.03  # a 64th of the range, uniform error
+    assert (
+        relative_error(torch.eye(64), weight, rounded) < 0.03
+    )  # a 64th of the range, uniform error
 
 
 @pytest.mark.parametrize("k", [16, 48, 100])
 def test_rows_that_fill_no_word_are_refused(k: int) -> None:
-    item = factor(torch.eye(k), name="test")
+    item = factor(torch.eye(k), damping=0.12, name="test")
 
     with pytest.raises(TensorShapeError, match=f"{k} in-features are not a multiple of 32"):
         alone(torch.randn(k, 32), parse_params("4 g32"), item)

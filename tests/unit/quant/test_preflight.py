@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conversions import small_config, snapshot
+from measurements import decoder_projections, written_in_nats
 from safetensors.torch import load_file, save_file
 from stage_runs import foreign_measurement
 from tiny import make_tiny
@@ -18,9 +19,9 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
 from exl2flow.model import resolve
 from exl2flow.quant import preflight as preflight_module
-from exl2flow.quant.allocate import decoder_numel
-from exl2flow.quant.candidates import candidates_for
-from exl2flow.quant.measure import candidate_bits
+from exl2flow.quant.allocate import decoder_numel, total_target
+from exl2flow.quant.candidates import PROJECTION_OPTIONS, candidates_for
+from exl2flow.quant.measurement import candidate_bits, projection_bits
 from exl2flow.quant.preflight import preflight
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -67,17 +68,32 @@ def test_plan_tells_what_will_be_done_and_writes_nothing(source: Path) -> None:
 
     plan = preflight(config_of(source, bpw=4.5))
 
-    spec = resolve(source)
-    bits = [[candidate_bits(s, c) for c in candidates_for(s)] for s in spec.sublayers]
-    numel = decoder_numel(spec)
-    assert plan.reachable_bpw == (sum(map(min, bits)) / numel, sum(map(max, bits)) / numel)
     assert (plan.model, plan.architecture, plan.layers) == ("model", "LlamaForCausalLM", 2)
-    assert (plan.bpw, plan.device) == (4.5, "cpu")
+    assert (plan.target, plan.device) == ("4.5bpw", "cpu")
     tensors = load_file(source / "model.safetensors")
     assert plan.weights == sum(tensor.numel() for tensor in tensors.values())
     assert snapshot(source.parent) == before
     json.dumps(plan.to_json())
-    assert {"model", "device", "output", "memory"} <= {name for name, _ in plan.rows()}
+    assert {"model", "device", "target", "output", "memory"} <= {name for name, _ in plan.rows()}
+
+
+@pytest.mark.parametrize("kind", ["fisher", "error"])
+def test_what_is_reachable_depends_on_the_slots(kind: str, source: Path) -> None:
+    spec = resolve(source)
+    if kind == "fisher":
+        bits = [
+            [projection_bits(p, params) for params in PROJECTION_OPTIONS]
+            for p in decoder_projections(spec)
+        ]
+    else:
+        bits = [
+            [candidate_bits(s.projections, c) for c in candidates_for(s)] for s in spec.sublayers
+        ]
+
+    plan = preflight(config_of(source, sensitivity={"kind": kind}))
+
+    numel = decoder_numel(spec)
+    assert plan.reachable_bpw == (sum(map(min, bits)) / numel, sum(map(max, bits)) / numel)
 
 
 def test_output_size_is_forecast(converted: Any, tmp_path: Path) -> None:
@@ -171,8 +187,92 @@ def test_unreachable_target_names_the_range(source: Path) -> None:
     assert f"{low:.3f} to {high:.3f}" in problem
 
 
-def test_target_above_the_range_is_taken(source: Path) -> None:
-    assert preflight(config_of(source, bpw=8.0)).bpw == 8.0
+def test_target_above_the_range_is_taken(source: Path, tmp_path: Path) -> None:
+    path = written_in_nats(tmp_path / "measurement.json", resolve(source))
+    content = json.loads(path.read_text())
+    entries = content["measurement"].values()
+    for slot in entries:
+        del slot[4:]
+    path.write_text(json.dumps(content))
+
+    plans = [preflight(config_of(source, bpw=bpw, measurement=path)) for bpw in (7.0, 8.0)]
+
+    assert plans[0].reachable_bpw[1] < 7
+    assert plans[0].output_bytes == plans[1].output_bytes
+
+
+@pytest.mark.parametrize(
+    ("values", "target"),
+    [({"target_bytes": 120_000}, "120000bytes"), ({"bpw_total": 9.5}, "9.5bpw-total")],
+)
+def test_a_total_is_the_output_that_is_planned(
+    values: dict[str, object], target: str, source: Path
+) -> None:
+    config = config_of(source, **values)
+
+    plan = preflight(config)
+
+    assert plan.target == target
+    assert plan.output_bytes == total_target(config, resolve(source))
+
+
+def test_a_total_beyond_the_range_is_what_can_be_used_of_it(source: Path) -> None:
+    config = config_of(source, target_bytes=10**9)
+
+    assert preflight(config).output_bytes < 200_000
+
+
+@pytest.mark.parametrize("head", [{}, {"head_bits": 8}])
+def test_an_unreachable_total_names_the_least(head: dict[str, object], source: Path) -> None:
+    (problem,) = problems_of(config_of(source, target_bytes=1000, **head))
+
+    least = int(problem.partition("has about ")[2].partition(";")[0].replace(",", ""))
+    assert problem.startswith("a total of 1,000 bytes is out of reach")
+    preflight(config_of(source, target_bytes=least, **head))
+    assert problems_of(config_of(source, target_bytes=least - 1, **head))
+
+
+@pytest.mark.parametrize("target", [{"bpw_total": 9.0}, {"target_bytes": 120_000}])
+def test_a_free_head_that_will_not_be_measured_is_refused(
+    target: dict[str, object], source: Path, tmp_path: Path
+) -> None:
+    by_error = {"sensitivity": {"kind": "error"}, **target}
+    measured = foreign_measurement(tmp_path / "measurement.json", resolve(source))
+
+    for values in (by_error, {"measurement": measured, **target}):
+        (problem,) = problems_of(config_of(source, **values))
+        assert "knows nothing of the head" in problem
+        preflight(config_of(source, head_bits=6, **values))
+    path = written_in_nats(tmp_path / "nats.json", resolve(source))
+    preflight(config_of(source, measurement=path, **by_error))
+
+
+def test_trying_allocations_without_costs_in_nats_is_refused(source: Path, tmp_path: Path) -> None:
+    best = {"allocate": {"rounds": 1}}
+    measured = foreign_measurement(tmp_path / "measurement.json", resolve(source))
+
+    for values in ({"sensitivity": {"kind": "error"}}, {"measurement": measured}):
+        (problem,) = problems_of(config_of(source, **best, **values))
+        assert "further rounds of allocation need costs in nats" in problem
+    preflight(config_of(source, **best))
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"tune": {"steps": 1}}, "tuning set"),
+        ({"allocate": {"rounds": 1}}, "allocation set"),
+        ({"tune": {"steps": 1}, "allocate": {"rounds": 1}}, "tuning and allocation set"),
+    ],
+)
+def test_a_single_row_cannot_judge(values: dict[str, object], what: str, source: Path) -> None:
+    one = {"rows": 1, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+
+    (problem,) = problems_of(config_of(source, calibration=one, **values))
+
+    assert problem.startswith(f"{what} rows of text aside")
+    preflight(config_of(source, calibration=one))
+    preflight(config_of(source, calibration={**one, "rows": 2}, **values))
 
 
 def test_given_measurement_decides_what_is_reachable(source: Path, tmp_path: Path) -> None:
@@ -192,9 +292,9 @@ def test_measurement_of_another_model_is_refused(source: Path, tmp_path: Path) -
     other = resolve(make_tiny("llama", tmp_path / "other", intermediate_size=128))
     path = foreign_measurement(tmp_path / "measurement.json", other)
 
-    problems = problems_of(config_of(source, measurement=path))
+    (problem,) = problems_of(config_of(source, measurement=path))
 
-    assert any("it is of another model" in line for line in problems)
+    assert "it is of another model" in problem
 
 
 def test_missing_accelerator_is_a_problem_like_others(
@@ -245,6 +345,26 @@ def test_longer_rows_need_more_memory_and_disk(source: Path) -> None:
 
     assert large.memory_bytes - small.memory_bytes > 199 * 2048 * 64 * 4
     assert large.work_bytes > small.work_bytes
+
+
+def test_gradients_need_memory_and_disk_for_their_rows(source: Path) -> None:
+    plans = [
+        preflight(config_of(source, sensitivity=options))
+        for options in ({"kind": "error"}, {"rows": 1}, {"rows": 64}, {"rows": 6400})
+    ]
+
+    work = [plan.work_bytes for plan in plans]
+    assert work == sorted(set(work))
+    row = 64 * 64 * 4  # tokens, hidden, bytes
+    assert plans[3].memory_bytes - plans[0].memory_bytes > 3 * 6000 * row
+
+
+def test_tuning_needs_memory_for_the_whole_model(source: Path) -> None:
+    before, after = (
+        preflight(config_of(source, tune={"steps": steps})).memory_bytes for steps in (0, 1)
+    )
+
+    assert after - before > (source / "model.safetensors").stat().st_size
 
 
 def test_padded_embedding_is_no_problem(source: Path) -> None:

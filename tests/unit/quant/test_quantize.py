@@ -22,9 +22,15 @@ from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant import quantize as quantize_module
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
 from exl2flow.quant.candidates import HEAD_PARAMS
-from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor
-from exl2flow.quant.measure import collect_hessians, padded_weight
+from exl2flow.quant.fisher import Factors
+from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
+from exl2flow.quant.hessian import (
+    HessianFactor,
+    HessianSum,
+    collect_hessians,
+    factor,
+    mixed,
+)
 from exl2flow.quant.quantize import (
     HEAD_FILE,
     quantize_projection,
@@ -33,13 +39,15 @@ from exl2flow.quant.quantize import (
     result_files,
     sublayer_file,
 )
+from exl2flow.quant.refine import Metric, refine
+from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
 from exl2flow.quant.tokens import load_rows
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> ConversionConfig:
-    """A conversion of one layer that need not measure."""
+    """A conversion of one layer that need not measure and has no gradients."""
     source = make_tiny("qwen2", tmp_path / "model", num_hidden_layers=1)
     calibration = {
         "text": text_parquet(tmp_path / "text.parquet"),
@@ -50,8 +58,20 @@ def config(tmp_path: Path) -> ConversionConfig:
     }
     measurement = foreign_measurement(tmp_path / "measurement.json", resolve(source))
     return small_config(
-        source, tmp_path / "out", bpw=5.0, calibration=calibration, measurement=measurement
+        source,
+        tmp_path / "out",
+        bpw=5.0,
+        calibration=calibration,
+        measurement=measurement,
+        sensitivity={"kind": "error"},
     )
+
+
+@pytest.fixture(params=["standard", "exllamav2"])
+def either(request: pytest.FixtureRequest) -> Any:
+    """A conversion with the defaults, or by the original algorithm."""
+    name = "converted" if request.param == "standard" else "converted_as_exllamav2"
+    return request.getfixturevalue(name)
 
 
 def stored(folder: Path, sublayer: Sublayer) -> dict[str, QuantizedMatrix]:
@@ -71,18 +91,51 @@ def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
     return get_ops("cpu").unpack(matrix.packed, matrix.groups)
 
 
+def original(
+    weight: torch.Tensor, params: QuantParams, hessian: torch.Tensor, *, feedback: bool = True
+) -> RoundedMatrix:
+    """Round as exllamav2 does: its damping, one multiplier per group, and nothing after that."""
+    item = factor(hessian, damping=0.12, name="")
+    item = item if feedback else item.without_feedback()
+    return round_matrices([RoundingJob(weight=weight, params=params)], item, search="grid")[0]
+
+
+def refined(
+    weight: torch.Tensor, params: QuantParams, hessian: torch.Tensor, factors: Factors
+) -> RoundedMatrix:
+    """Round with the defaults: in the outputs' metric, with rounds of refinement."""
+    item = factor(mixed(hessian, factors.input, 0.5), damping=0.05, name="")
+    output = factors.output.damped(0.3).blocks
+    job = RoundingJob(weight=weight, params=params, output=output)
+    start = round_matrices([job], item, search="column")[0]
+    metric = Metric(hessian=item.damped(), output=output)
+    return refine(start, weight, metric, rounds=3, sweeps=2)
+
+
 def codes_for(
-    sublayer: Sublayer, states: torch.Tensor, choice: dict[str, QuantParams]
-) -> dict[str, torch.Tensor]:
-    """Return projection → codes that the quantizer gives for these states."""
+    either: Any, key: str, weight: torch.Tensor, hessian: torch.Tensor, index: int | str
+) -> torch.Tensor:
+    """Return the codes that a projection of a sublayer has by the formulas."""
+    params = read_choice(either.path("allocate"))[key]
+    if either.config.quality == "exllamav2":
+        return original(weight, params, hessian).codes
+    factors = read_factors(either.path("sensitivity"), index)  # type: ignore[arg-type]  # "head"
+    return refined(weight, params, hessian, factors[key.rpartition(".")[2]]).codes
+
+
+def sublayer_codes(either: Any, sublayer: Sublayer, states: torch.Tensor) -> list[torch.Tensor]:
+    """Return the codes that the projections have by the formulas for these states."""
     hessians, _ = collect_hessians(sublayer, states)
-    return {
-        p.name: round_matrices(
-            [RoundingJob(weight=padded_weight(sublayer.linears[p.name]), params=choice[p.name])],
-            factor(hessians[p.capture], name=p.name),
-        )[0].codes
+    return [
+        codes_for(
+            either,
+            p.key,
+            padded_weight(sublayer.linears[p.name]),
+            hessians[p.capture],
+            sublayer.spec.index,
+        )
         for p in sublayer.spec.projections
-    }
+    ]
 
 
 def quantized_states(converted: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,19 +153,16 @@ def quantized_states(converted: Any, count: int) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("index", [0, 1, 3])
 @torch.inference_mode()
-def test_sublayer_is_rounded_for_the_states_of_the_quantized_model(
-    index: int, converted: Any
-) -> None:
-    model = SourceModel.open(converted.config, "cpu")
+def test_sublayer_is_rounded_for_the_states_of_the_quantized_model(index: int, either: Any) -> None:
+    model = SourceModel.open(either.config, "cpu")
     sublayer = model.sublayer(model.spec.sublayers[index])
-    choice = read_choice(converted.path("allocate"))[sublayer.spec.name]
-    states, reference = quantized_states(converted, index)
+    states, reference = quantized_states(either, index)
 
-    found = {n: codes_of(m) for n, m in stored(converted.path("quantize"), sublayer).items()}
+    found = [codes_of(m) for m in stored(either.path("quantize"), sublayer).values()]
 
-    for_quantized, for_source = (codes_for(sublayer, x, choice) for x in (states, reference))
+    for_quantized, for_source = (sublayer_codes(either, sublayer, x) for x in (states, reference))
     shares = [
-        [float((codes != expected[name]).float().mean()) for name, codes in found.items()]
+        [float((a != b).float().mean()) for a, b in zip(found, expected, strict=True)]
         for expected in (for_quantized, for_source)
     ]
     # fp32 sums of rows one by one or together may move single codes by one
@@ -121,18 +171,18 @@ def test_sublayer_is_rounded_for_the_states_of_the_quantized_model(
 
 
 @torch.inference_mode()
-def test_report_of_a_sublayer_states_bits_errors_and_reconstructions(converted: Any) -> None:
-    model = SourceModel.open(converted.config, "cpu")
-    choice = read_choice(converted.path("allocate"))
+def test_report_of_a_sublayer_states_bits_errors_and_reconstructions(either: Any) -> None:
+    model = SourceModel.open(either.config, "cpu")
+    choice = read_choice(either.path("allocate"))
     sublayer = model.sublayer(model.spec.sublayers[1])
-    states, _ = quantized_states(converted, 1)
+    states, _ = quantized_states(either, 1)
     reference = sublayer(states)
     weights = {name: padded_weight(linear) for name, linear in sublayer.linears.items()}
     inputs = {"input": sublayer.normed(states)}
     inputs["inner"] = sublayer.inner(inputs["input"])
-    matrices = stored(converted.path("quantize"), sublayer)
+    matrices = stored(either.path("quantize"), sublayer)
 
-    report: Any = read_report(converted.path("quantize") / sublayer_file(sublayer.spec))
+    report: Any = read_report(either.path("quantize") / sublayer_file(sublayer.spec))
 
     install(sublayer, matrices)
     errors = [(y - r).norm() / r.norm() for y, r in zip(sublayer(states), reference, strict=True)]
@@ -143,10 +193,10 @@ def test_report_of_a_sublayer_states_bits_errors_and_reconstructions(converted: 
     assert report["bpw"] == report["bits"] / (3 * 64 * 96)
     for p in sublayer.spec.projections:
         entry, matrix = report["projections"][p.name], matrices[p.name]
-        assert entry["params"] == str(choice[sublayer.spec.name][p.name])
+        assert entry["params"] == str(choice[p.key])
         assert entry["bits"] == matrix.total_bits
         assert entry["sha256"] == reconstruction_digest(matrix.dequantize())
-        assert entry["remedy"] == ""
+        assert entry["bpw"] == matrix.total_bits / matrix.dequantize().numel()
         x = inputs[p.capture]
         error = (x @ (weights[p.name] - matrix.dequantize(torch.float32))).norm()
         expected = float(error / (x @ weights[p.name]).norm())
@@ -154,30 +204,30 @@ def test_report_of_a_sublayer_states_bits_errors_and_reconstructions(converted: 
 
 
 @torch.inference_mode()
-def head_codes(converted: Any, *, feedback: bool) -> torch.Tensor:
-    """Return the head's codes for the final states of the quantized model."""
-    head = SourceModel.open(converted.config, "cpu").head()
-    states, _ = quantized_states(converted, 4)
+def head_problem(either: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the head's weight and Hessian for the final states of the quantized model."""
+    head = SourceModel.open(either.config, "cpu").head()
+    states, _ = quantized_states(either, 4)
     total = HessianSum(64)
     for row in states:
         total.add(head.final_norm(row[None]))
-    item = factor(total.mean(), name="head")
-    item = item if feedback else item.without_feedback()
-    n = padded_columns(converted.spec.vocab_size)
+    n = padded_columns(either.spec.vocab_size)
     weight = torch.zeros(64, n)
-    weight[:, : converted.spec.vocab_size] = head.linear.weight.T
-    return round_matrices([RoundingJob(weight=weight, params=HEAD_PARAMS[6])], item)[0].codes
+    weight[:, : either.spec.vocab_size] = head.linear.weight.T
+    return weight, total.mean()
 
 
 def stored_head(folder: Path) -> QuantizedMatrix:
     return QuantizedMatrix.from_tensors("lm_head", read_tensors(folder / HEAD_FILE))
 
 
-def test_head_is_rounded_for_the_final_norm_of_the_quantized_model(converted: Any) -> None:
-    found = stored_head(converted.path("quantize"))
+@torch.inference_mode()
+def test_head_is_rounded_for_the_final_norm_of_the_quantized_model(either: Any) -> None:
+    weight, hessian = head_problem(either)
 
-    expected = head_codes(converted, feedback=True)
+    found = stored_head(either.path("quantize"))
 
+    expected = codes_for(either, "lm_head", weight, hessian, "head")
     assert found.shape == (64, 320)  # 301 columns padded
     assert found.groups == HEAD_PARAMS[6].groups(64)
     assert float((codes_of(found) != expected).float().mean()) < 0.01
@@ -185,21 +235,25 @@ def test_head_is_rounded_for_the_final_norm_of_the_quantized_model(converted: An
 
 
 def test_huge_head_is_rounded_to_nearest(
-    converted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted_as_exllamav2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved = converted.config.model_copy(update={"work_root": tmp_path / "work"})
-    shutil.copytree(converted.config.work_dir_root, tmp_path / "work")
+    config = converted_as_exllamav2.config
+    moved = config.model_copy(update={"work_root": tmp_path / "work"})
+    shutil.copytree(config.work_dir_root, tmp_path / "work")
     assert quantize_module.FEEDBACK_LIMIT == 10**9
     monkeypatch.setattr(quantize_module, "FEEDBACK_LIMIT", 301 * 64 - 1)
-    folder = (
-        tmp_path / "work" / converted.path("quantize").relative_to(converted.config.work_dir_root)
-    )
+    path = converted_as_exllamav2.path("quantize").relative_to(config.work_dir_root)
+    folder = tmp_path / "work" / path
     (folder / HEAD_FILE).unlink()
 
     run_until(moved, "quantize")
 
     codes = codes_of(stored_head(folder))
-    nearest, fed_back = (head_codes(converted, feedback=f) for f in (False, True))
+    weight, hessian = head_problem(converted_as_exllamav2)
+    nearest, fed_back = (
+        original(weight, HEAD_PARAMS[6], hessian, feedback=feedback).codes
+        for feedback in (False, True)
+    )
     assert float((codes != nearest).float().mean()) < 0.01
     assert float((codes != fed_back).float().mean()) > 0.05
 
@@ -224,11 +278,11 @@ def test_biases_are_stored_in_fp16_with_padding(config: ConversionConfig) -> Non
     ]
 
 
-def test_bits_of_all_sublayers_are_those_allotted(converted: Any) -> None:
-    allocation = read_json(converted.path("allocate") / ALLOCATION_FILE)
-    files = [sublayer_file(sublayer) for sublayer in converted.spec.sublayers]
+def test_bits_of_all_sublayers_are_those_allotted(either: Any) -> None:
+    allocation = read_json(either.path("allocate") / ALLOCATION_FILE)
+    files = [sublayer_file(sublayer) for sublayer in either.spec.sublayers]
 
-    reports = [read_report(converted.path("quantize") / name) for name in files]
+    reports = [read_report(either.path("quantize") / name) for name in files]
 
     assert sum(report["bits"] for report in reports) == allocation["used_bits"]  # type: ignore[misc]  # JSON
 
@@ -236,8 +290,8 @@ def test_bits_of_all_sublayers_are_those_allotted(converted: Any) -> None:
 def test_remedy_is_recorded_and_the_run_goes_on(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(hessian: torch.Tensor, *, name: str) -> HessianFactor:
-        return factor(torch.full_like(hessian, torch.nan), name=name)
+    def fail(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
+        return factor(torch.full_like(hessian, torch.nan), damping=damping, name=name)
 
     monkeypatch.setattr(quantize_module, "factor", fail)
 
@@ -246,12 +300,16 @@ def test_remedy_is_recorded_and_the_run_goes_on(
     ref = pipeline.refs["quantize"]
     folder = StageFolder.load(pipeline.path("quantize"), ref.fingerprint)
     assert folder is not None
-    assert "model.layers.0.mlp.down_proj: identity Hessian" in folder.manifest.notes
-    assert "lm_head: identity Hessian" in folder.manifest.notes
+    captures = [
+        f"model.layers.0.{part}.{capture}"
+        for part in ("self_attn", "mlp")
+        for capture in ("input", "inner")
+    ]
+    expected = [f"{name}: identity Hessian" for name in (*captures, "lm_head")]
+    assert folder.manifest.notes == expected
     for name in result_files(resolve(config.source)):
         report: Any = read_report(folder.path / name)
         for entry in report["projections"].values():
-            assert entry["remedy"] == "identity Hessian"
             assert 0 < entry["rel_err"] < 0.5
 
 
@@ -264,18 +322,16 @@ def test_tensors_that_decode_to_something_else_are_refused(converted: Any) -> No
     model = SourceModel.open(converted.config, "cpu")
     projection = model.spec.sublayers[0].projections[0]
     sublayer = model.sublayer(model.spec.sublayers[0])
-    item = factor(torch.eye(64), name="q")
-    params = HEAD_PARAMS[4]
-    job = RoundingJob(weight=padded_weight(sublayer.linears["q_proj"]), params=params)
-    good = round_matrices([job], item)[0]
+    hessian = torch.eye(64)
+    good = original(padded_weight(sublayer.linears["q_proj"]), HEAD_PARAMS[4], hessian)
     bad = Careless(**{name: getattr(good, name) for name in RoundedMatrix.__slots__})
     linear = sublayer.linears["q_proj"]
 
-    packed, report = quantize_projection(projection, linear, good, item)
+    packed, report = quantize_projection(projection, linear, good, hessian)
 
     assert report["sha256"] == reconstruction_digest(packed.dequantize())
     with pytest.raises(ReconstructionMismatch, match=f"`{projection.key}` do not decode"):
-        quantize_projection(projection, linear, bad, item)
+        quantize_projection(projection, linear, bad, hessian)
 
 
 def test_weight_that_is_not_finite_stops_the_run_and_keeps_what_is_done(

@@ -25,7 +25,7 @@ from exl2flow.quant.sensitivity import (
     factor_file,
     factor_files,
     memory_bytes,
-    text_rows,
+    spread_rows,
 )
 from exl2flow.quant.source import SourceModel
 
@@ -246,7 +246,7 @@ def test_rows_are_text_and_spread_over_the_mix(tmp_path: Path) -> None:
     kinds = ["web", "random", "web", "code", "noise", "code", "shuffled", "stories"]
     folder = rows_folder(tmp_path, kinds)
 
-    taken = {count: text_rows(folder, count)[:, 0].tolist() for count in (1, 3, 4, 99)}
+    taken = {count: spread_rows(folder, count)[:, 0].tolist() for count in (1, 3, 4, 99)}
 
     assert taken == {1: [0], 3: [0, 3, 6], 4: [0, 2, 5, 6], 99: [0, 2, 3, 5, 6, 7]}
 
@@ -255,7 +255,7 @@ def test_mix_without_text_is_refused(tmp_path: Path) -> None:
     folder = rows_folder(tmp_path, ["random", "noise"])
 
     with pytest.raises(CalibrationError, match="none of the 2 calibration rows is text"):
-        text_rows(folder, 2)
+        spread_rows(folder, 2)
 
 
 def test_labels_depend_on_the_seed(undisturbed: Pipeline, pipeline: Pipeline) -> None:

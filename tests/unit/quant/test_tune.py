@@ -24,11 +24,11 @@ from exl2flow.quant import tune as tune_module
 from exl2flow.quant.distill import Distillation
 from exl2flow.quant.quantize import HEAD_FILE, read_report, reconstruction_digest, result_files
 from exl2flow.quant.source import SourceModel
+from exl2flow.quant.tokens import rows_apart, split_rows
 from exl2flow.quant.tune import (
     PLAIN_FILE,
     TUNE,
     TUNING_FILE,
-    split_rows,
     tune_memory,
     tuned_files,
     tuned_tensors,
@@ -348,6 +348,17 @@ def test_held_out_rows_are_spread_over_the_text(tmp_path: Path) -> None:
     assert held_out[:, 0].tolist() == [2, 8]
     assert training[:, 0].tolist() == [0, 1, 3, 4, 5, 9]
     assert len(split_rows(tmp_path, 100)[1]) == 4
+
+
+def test_rows_that_share_text_with_a_judge_are_left_out() -> None:
+    text = torch.arange(1000)
+    held_out = text[200:300][None]
+    training = torch.stack([text[i : i + 100] for i in (0, 101, 137, 250, 263, 300, 500)])
+
+    found = rows_apart(training, held_out)
+
+    assert found[:, 0].tolist() == [0, 101, 300, 500]  # 137 and 263 share 37 tokens
+    assert torch.equal(rows_apart(held_out, held_out), held_out)
 
 
 def test_a_single_row_of_text_is_too_few(tmp_path: Path) -> None:

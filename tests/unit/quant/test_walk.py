@@ -18,12 +18,16 @@ from exl2flow.quant.quantize import QUANTIZE
 from exl2flow.quant.source import SourceModel
 from exl2flow.tasks.stages import STAGES
 
-LAYERS = 3
+LAYERS = 2
 SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 64}
 ALL = list(range(2 * LAYERS))
 LONG = ["measure", "quantize"]
-DAMAGES = [delete, truncate, alter]
-STOP_AFTER = 4
+DAMAGES = [("measure", alter), *(("quantize", damage) for damage in (delete, truncate, alter))]
+STOP_AFTER = 3
+KINDS: dict[str, dict[str, object]] = {
+    "errors": {"quality": "exllamav2"},
+    "nats": {"quality": "fast", "sensitivity": {"rows": 2}},
+}
 UP_TO_QUANTIZE = STAGES[: STAGES.index(QUANTIZE) + 1]
 
 
@@ -65,22 +69,47 @@ def results(pipeline: Pipeline, stage: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    folder = tmp_path_factory.mktemp("walk")
-    config = build_config(
-        source=make_tiny("llama", folder / "model", **SHAPE),
-        out=folder / "out",
-        bpw=5,
-        calibration={
-            "rows": 3,
-            "row_tokens": 64,
-            "measure_rows": 2,
-            "measure_row_tokens": 64,
-        },
-    )
-    pipeline = pipeline_in(config, folder / "work")
-    run_all(pipeline)
-    return pipeline
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("source"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def finished() -> dict[str, Pipeline]:
+    """Undisturbed runs by kind, made when they are first asked for."""
+    return {}
+
+
+@pytest.fixture
+def kind() -> str:
+    """How the model is converted, unless a test says otherwise."""
+    return "errors"
+
+
+@pytest.fixture
+def undisturbed(
+    kind: str,
+    source: Path,
+    finished: dict[str, Pipeline],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Pipeline:
+    if kind not in finished:
+        folder = tmp_path_factory.mktemp("walk")
+        config = build_config(
+            source=source,
+            out=folder / "out",
+            bpw=5,
+            calibration={
+                "rows": 3,
+                "row_tokens": 32,
+                "measure_rows": 2,
+                "measure_row_tokens": 32,
+            },
+            **KINDS[kind],
+        )
+        pipeline = pipeline_in(config, folder / "work")
+        run_all(pipeline)
+        finished[kind] = pipeline
+    return finished[kind]
 
 
 @pytest.fixture(params=LONG)
@@ -123,6 +152,7 @@ def crashed(pipeline: Pipeline, stage: str, walked: list[int]) -> None:
     walked.clear()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_without_saved_states_replays_from_the_start(
     undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
 ) -> None:
@@ -134,6 +164,7 @@ def test_a_resume_without_saved_states_replays_from_the_start(
     assert results(pipeline, stage) == results(undisturbed, stage)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("states_every_time")
 def test_a_resume_goes_on_from_the_last_saved_states(
     undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
@@ -160,7 +191,7 @@ def test_a_signal_saves_the_states_however_recent_the_last_ones(
 
 
 @pytest.mark.usefixtures("states_every_time")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("stage", "damage"), DAMAGES)
 def test_damaged_states_are_not_used(
     undisturbed: Pipeline,
     pipeline: Pipeline,
@@ -179,7 +210,7 @@ def test_damaged_states_are_not_used(
 
 
 @pytest.mark.usefixtures("states_every_time")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("stage", "damage"), DAMAGES)
 def test_a_damaged_sublayer_is_made_again_and_the_others_stay(
     undisturbed: Pipeline,
     pipeline: Pipeline,
@@ -202,7 +233,7 @@ def test_a_damaged_sublayer_is_made_again_and_the_others_stay(
 
 
 @pytest.mark.usefixtures("states_every_time")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("stage", "damage"), DAMAGES)
 def test_a_stage_whose_manifest_is_damaged_begins_anew(
     undisturbed: Pipeline,
     pipeline: Pipeline,

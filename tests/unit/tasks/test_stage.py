@@ -33,7 +33,27 @@ def pipeline(tmp_path: Path) -> Pipeline:
 def test_stages_run_in_the_documented_order() -> None:
     names = [stage.name for stage in STAGES]
 
-    assert names == ["tokenize", "measure", "allocate", "quantize", "compile", "validate"]
+    before = ["compose", "tokenize", "sensitivity", "measure", "allocate"]
+    assert names == [*before, "quantize", "tune", "compile", "validate"]
+
+
+@pytest.mark.parametrize(
+    ("values", "left_out"),
+    [
+        ({}, {"compose", "tune"}),
+        ({"calibration": {"text": "self"}}, {"tune"}),
+        ({"quality": "best"}, {"compose"}),
+        ({"quality": "exllamav2"}, {"compose", "sensitivity", "tune"}),
+        ({"measurement": "measurement.json"}, {"compose", "measure", "tune"}),
+    ],
+    ids=str,
+)
+def test_a_configuration_has_the_stages_that_it_needs(
+    values: dict[str, object], left_out: set[str]
+) -> None:
+    config = ConversionConfig.model_validate({"source": "model", "out": "out", **values})
+
+    assert {stage.name for stage in STAGES if not stage.enabled(config)} == left_out
 
 
 def test_task_is_cached_under_its_fingerprint_alone(pipeline: Pipeline) -> None:

@@ -9,12 +9,20 @@ from typer.testing import CliRunner
 
 from exl2flow.flows.cli import convert, generate, inspection, measure, validate
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.settings import CALIBRATION, CONVERSION, EVALUATION, RUNNING, Panel
+from exl2flow.flows.cli.settings import (
+    CALIBRATION,
+    CONVERSION,
+    EVALUATION,
+    QUALITY,
+    RUNNING,
+    Panel,
+)
 from exl2flow.inference.sampling import SamplingSettings
+from exl2flow.tasks.stages import STAGES
 
 COMMANDS = {
     "convert": (convert.EXAMPLES, CONVERSION),
-    "measure": (measure.EXAMPLES, (CALIBRATION, RUNNING)),
+    "measure": (measure.EXAMPLES, (QUALITY, CALIBRATION, RUNNING)),
     "inspect": (inspection.EXAMPLES, ()),
     "validate": (validate.EXAMPLES, (EVALUATION,)),
     "generate": (generate.EXAMPLES, ()),
@@ -39,11 +47,25 @@ def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -
         default = setting.default or setting.field_info().default
         assert f" {setting.flag} " in text
         assert words(setting.help) in text
-        assert f"[default: {default}]" in text or f"[default: ({default})]" in text
+        if default is None:
+            assert f"{words(setting.help)} [default" not in text
+        else:
+            assert f"[default: {default}]" in text or f"[default: ({default})]" in text
 
 
 def settings(panels: tuple[Panel, ...]) -> list:
     return [setting for _, members in panels for setting in members]
+
+
+def test_help_of_convert_names_the_stages_in_their_order() -> None:
+    text = words(CliRunner().invoke(app, ["convert", "--help"]).output)
+
+    sentence = text.partition("Stages: ")[2].partition(" Each is resumable")[0]
+    always, _, sometimes = sentence.partition("; ")
+    named = [*always.split(", "), *re.findall("compose|tune", sometimes)]
+    order = [stage.name for stage in STAGES]
+    assert sorted(named) == sorted(order)
+    assert named[:-2] == [name for name in order if name not in named[-2:]]
 
 
 def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
@@ -63,6 +85,11 @@ def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
         ["convert", "model", "--out", "o", "--rows", "many"],
         ["convert", "model", "--out", "o", "--head-bits", "7"],
         ["convert", "model", "--out", "o", "--bpw", "9"],
+        ["convert", "model", "--out", "o", "--bpw", "3", "--bpw-total", "3"],
+        ["convert", "model", "--out", "o", "--bpw-total", "3", "--target-bytes", "1000"],
+        ["convert", "model", "--out", "o", "--target-bytes", "many"],
+        ["convert", "model", "--out", "o", "--quality", "fine"],
+        ["convert", "model", "--out", "o", "--sensitivity", "hessian"],
         ["measure", "model", "--out", "measurement.txt"],
         ["validate", "model", "--warn-ratio", "0"],
         ["generate", "model", "--prompt", "x", "--top-p", "2"],

@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import (
+    PRESETS,
+    ConversionConfig,
+    RoundingOptions,
+    TuneOptions,
+    build_config,
+)
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.options import build, build_validation
 from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, Setting
@@ -21,20 +27,50 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+# presets set them, the command line does not
+IN_PYTHON_ONLY = {f"tune.{name}" for name in TuneOptions.model_fields}
+IN_PYTHON_ONLY |= {f"rounding.{name}" for name in RoundingOptions.model_fields} - {
+    "rounding.rounds"
+}
+IN_PYTHON_ONLY |= {"sensitivity.block", "sensitivity.seed", "allocate.rounds"}
+
+
 def test_every_field_of_the_configuration_has_an_option() -> None:
     fields = {setting.field for _, members in CONVERSION for setting in members}
 
-    assert fields == set(leaves(ConversionConfig)) - GIVEN_OTHERWISE
+    assert fields == set(leaves(ConversionConfig)) - GIVEN_OTHERWISE - IN_PYTHON_ONLY
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_an_option_has_the_default_of_its_field_and_says_what_it_means(setting: Setting) -> None:
-    parameter = setting.parameter("panel")
-
-    assert parameter.default == setting.field_info().default
-    assert parameter.default is not None or setting.default
+def test_an_option_is_not_given_by_default_and_says_what_it_means(setting: Setting) -> None:
+    assert setting.parameter("panel").default is None
     assert len(setting.help) > 15
     assert setting.help.endswith(".")
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
+def test_an_option_tells_its_default_or_that_it_takes_the_place_of_another(
+    setting: Setting,
+) -> None:
+    default = setting.default or setting.field_info().default
+
+    assert default is not None or setting.help.startswith("Instead of `--")
+
+
+@pytest.mark.parametrize("quality", PRESETS)
+def test_options_that_are_not_given_are_those_of_the_preset(quality: str) -> None:
+    config = build(Path("model"), Path("out"), {"quality": quality})
+
+    assert config == build_config(source="model", out="out", quality=quality)
+
+
+def test_a_given_option_stays_beside_those_of_the_preset() -> None:
+    values = {"quality": "fast", "rounding.rounds": 3, "calibration.rows": 115}
+
+    config = build(Path("model"), Path("out"), values)
+
+    assert (config.rounding.rounds, config.calibration.rows) == (3, 115)
+    assert (config.rounding.sweeps, config.calibration.measure_rows) == (1, 8)
 
 
 def test_values_reach_the_groups_of_the_configuration() -> None:
@@ -59,6 +95,8 @@ def test_contradictions_name_the_option() -> None:
         build(Path("model"), Path("out"), {"head_bits": 7})
     with pytest.raises(ConfigError, match="`--out` is the source folder"):
         build(Path("model"), Path("model"), {})
+    with pytest.raises(ConfigError, match=r"^`--bpw` and `--target-bytes` are given; choose one"):
+        build(Path("model"), Path("out"), {"bpw": 3.0, "target_bytes": 10**9})
 
 
 def test_problems_of_an_evaluation_name_its_own_options() -> None:

@@ -1,0 +1,110 @@
+"""Which matrices matter: what the error of each one costs, as `quantize` estimated it.
+
+Costs are nats of KL divergence per token that an error causes alone, on the calibration text.
+Errors act on each other, and other text is another matter: costs rank, measured divergence judges.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+LARGE_SHARE = 0.5  # of all costs: how many matrices make it is stated
+
+
+class Priced(Protocol):
+    """Anything whose cost may be known."""
+
+    @property
+    def nats(self) -> float | None:
+        """The cost, None if unknown."""
+
+
+class PricedMatrix(Priced, Protocol):
+    """A matrix as tables show it; what is unknown is None."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the model."""
+
+    @property
+    def params(self) -> str | None:
+        """Bit widths and groups as they were chosen."""
+
+    @property
+    def bpw(self) -> float | None:
+        """Bits per weight."""
+
+    @property
+    def rel_err(self) -> float | None:
+        """The relative error of its output."""
+
+
+PricedItem = TypeVar("PricedItem", bound=Priced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixCost:
+    """One matrix of a report; what it does not tell is None or empty.
+
+    sublayer: of the report, or the head's name; name: of the projection.
+    """
+
+    sublayer: str
+    name: str
+    params: str
+    bpw: float | None
+    nats: float | None
+    rel_err: float | None
+
+    @property
+    def key(self) -> str:
+        """The matrix's name in the model."""
+        return self.name if self.name == self.sublayer else f"{self.sublayer}.{self.name}"
+
+
+def matrix_costs(layers: Sequence[Mapping[str, Any]]) -> list[MatrixCost]:
+    """Return the matrices of all reports of sublayers and of the head, in model order."""
+    return [
+        MatrixCost(
+            sublayer=str(layer["name"]),
+            name=name,
+            params=str(item.get("params", "")),
+            bpw=item.get("bpw"),
+            nats=item.get("nats"),
+            rel_err=item.get("rel_err"),
+        )
+        for layer in layers
+        for name, item in layer.get("projections", {}).items()
+    ]
+
+
+def total_nats(items: Sequence[Priced]) -> float | None:
+    """Return the sum of all costs, None if one is unknown or there are none."""
+    known = [item.nats for item in items if item.nats is not None]
+    return math.fsum(known) if known and len(known) == len(items) else None
+
+
+def share(item: Priced, total: float | None) -> float | None:
+    """Return the share of an item in a total, None if either is unknown."""
+    return None if item.nats is None or not total else item.nats / total
+
+
+def dominant(items: Sequence[PricedItem], count: int) -> list[PricedItem]:
+    """Return the `count` items that cost most, falling; none if costs are unknown."""
+    if total_nats(items) is None:
+        return []
+    return sorted(items, key=lambda item: -(item.nats or 0.0))[:count]
+
+
+def concentration(items: Sequence[Priced]) -> str:
+    """Say how few matrices make half of all costs; nothing if costs are unknown or zero."""
+    total = total_nats(items)
+    if not total:
+        return ""
+    count, reached = 0, 0.0
+    for item in dominant(items, len(items)):
+        count, reached = count + 1, reached + (item.nats or 0.0)
+        if reached >= LARGE_SHARE * total:
+            break
+    return f"{count} of {len(items)} matrices make {100 * reached / total:.0f} % of the estimate"

@@ -1,0 +1,151 @@
+"""Try whole allocations end to end: the KL divergence that each causes on rows set aside.
+
+All are tried in one walk over the unquantized model. Matrices are rounded without refinement, so
+divergences are comparable with each other and above those of the final model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import RoundingOptions
+from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant.divergence import divergence
+from exl2flow.quant.fisher import Factors
+from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
+from exl2flow.quant.hessian import HessianSum, collect_hessians, factor, mixed
+from exl2flow.quant.layout import Choice
+from exl2flow.quant.sensitivity import read_factors
+from exl2flow.quant.source import SourceModel
+from exl2flow.quant.walk import advance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """divergences: nats per token of each allocation; without: those of the first allocation when
+    a single sublayer is left as it was, by the sublayer's name."""
+
+    divergences: Mapping[str, float]
+    without: Mapping[str, float]
+
+
+class Trials:
+    """Rounds matrices for several allocations and runs rows through each."""
+
+    def __init__(
+        self, model: SourceModel, factors: Path, options: RoundingOptions, rows: torch.Tensor
+    ) -> None:
+        """Prepare; `rows` int64 (rows, t) are those that Hessians are taken from."""
+        self.model = model
+        self.factors = factors
+        self.options = options
+        self.rows = rows
+
+    def judge(self, choices: Mapping[str, Choice], held_out: torch.Tensor) -> Verdict:
+        """Return what allocations cost on rows int64 (rows, t).
+
+        Args:
+            choices: allocations by name; of the first, every sublayer's part is measured, too.
+            held_out: the rows that judge.
+        """
+        seen = self.model.initial_states(self.rows)
+        reference = self.model.initial_states(held_out)
+        states = {name: reference.clone() for name in choices}
+        first = next(iter(choices))
+        without: dict[str, torch.Tensor] = {}
+        for spec in self.model.spec.sublayers:
+            sublayer = self.model.sublayer(spec)
+            own = dict(sublayer.linears)
+            hessians, outputs = collect_hessians(sublayer, seen)
+            for row, output in outputs.items():
+                seen[row] = output
+            advance(sublayer, reference)
+            streams = list(without.values())
+            without[spec.name] = states[first].clone()
+            advance(sublayer, without[spec.name])
+            variants = self._variants(sublayer, hessians, choices)
+            for name, choice in choices.items():
+                for p in spec.projections:
+                    sublayer.linears[p.name] = variants[p.name, choice[p.key]]
+                for stream in [states[name], *(streams if name == first else [])]:
+                    advance(sublayer, stream)
+            sublayer.linears.update(own)
+        return self._verdict(seen, reference, states, without, choices)
+
+    def _variants(
+        self,
+        sublayer: Sublayer,
+        hessians: Mapping[str, torch.Tensor],
+        choices: Mapping[str, Choice],
+    ) -> dict[tuple[str, QuantParams], Linear]:
+        """Round every distinct matrix that some allocation asks for."""
+        factors = read_factors(self.factors, sublayer.spec.index)
+        found: dict[tuple[str, QuantParams], Linear] = {}
+        for p in sublayer.spec.projections:
+            wanted = tuple(dict.fromkeys(choice[p.key] for choice in choices.values()))
+            linear = sublayer.linears[p.name]
+            matrices = self._round(p, linear, wanted, hessians[p.capture], factors[p.name])
+            found |= {(p.name, params): matrix for params, matrix in matrices.items()}
+        return found
+
+    def _round(
+        self,
+        projection: ProjectionSpec,
+        linear: Linear,
+        wanted: tuple[QuantParams, ...],
+        hessian: torch.Tensor,
+        factors: Factors,
+    ) -> dict[QuantParams, Linear]:
+        item = factor(
+            mixed(hessian, factors.input, self.options.fisher_share),
+            damping=self.options.damping,
+            name=projection.key,
+        )
+        jobs = [RoundingJob(weight=padded_weight(linear), params=params) for params in wanted]
+        rounded = round_matrices(jobs, item, search=self.options.scale_search)
+        return {
+            job.params: DenseLinear(
+                matrix.dequantize().T.float().contiguous(),
+                linear.bias,
+                out_features=len(linear.weight),
+            )
+            for job, matrix in zip(jobs, rounded, strict=True)
+        }
+
+    def _verdict(
+        self,
+        seen: torch.Tensor,
+        reference: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        without: Mapping[str, torch.Tensor],
+        choices: Mapping[str, Choice],
+    ) -> Verdict:
+        """Compare logits, each allocation with its own head."""
+        head, projection = self.model.head(), self.model.spec.head
+        device = self.model.device
+        total = HessianSum(projection.in_features, device=device)
+        for row in seen:
+            total.add(head.normed(row[None].to(device)))
+        wanted = tuple(dict.fromkeys(choice[projection.key] for choice in choices.values()))
+        factors = read_factors(self.factors, "head")[projection.name]
+        heads = self._round(projection, head.linear, wanted, total.mean(), factors)
+
+        def compare(found: torch.Tensor, choice: Choice) -> float:
+            linear = heads[choice[projection.key]]
+            parts = [
+                divergence(
+                    head.linear, head.normed(a[None].to(device))[0],
+                    linear, head.normed(b[None].to(device))[0],
+                )
+                for a, b in zip(reference, found, strict=True)
+            ]  # fmt: skip
+            return sum(parts) / len(parts)
+
+        first = next(iter(choices.values()))
+        return Verdict(
+            divergences={name: compare(states[name], choice) for name, choice in choices.items()},
+            without={name: compare(stream, first) for name, stream in without.items()},
+        )

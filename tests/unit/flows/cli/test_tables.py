@@ -1,0 +1,120 @@
+import io
+
+import pytest
+from rich.console import Console, RenderableType
+
+from exl2flow.flows.cli.tables import comparison_table, cost_table, score_table
+from exl2flow.flows.cli.wording import brief, percent
+from exl2flow.inference.comparison import Compared
+from exl2flow.inference.costs import MatrixCost
+
+SCORE = {
+    "model": "3bpw",
+    "perplexity": 12.5,
+    "reference_perplexity": 11.25,
+    "kl_divergence": 0.04321,
+    "kl_median": 0.01,
+    "kl_p99": 0.5,
+    "top1_agreement": 0.9,
+    "tokens": 100,
+    "bytes": 4_070_000,
+}
+
+
+def lines(table: RenderableType, width: int = 80) -> list[str]:
+    """Return what a terminal of this width shows, with single blanks."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def cost(name: str, nats: float | None, params: str = "1:3b_64g s4") -> MatrixCost:
+    sublayer = "model.layers.31.self_attn"
+    return MatrixCost(
+        sublayer=sublayer, name=name, params=params, bpw=3.25, nats=nats, rel_err=0.125
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "params"),
+    [(80, "0.25:4b_64g/0.75:3b_64g"), (100, "0.25:4b_64g/0.75:3b_64g s4")],
+)
+def test_most_costly_matrices_are_listed_and_neither_name_nor_number_is_cut(
+    width: int, params: str
+) -> None:
+    chosen = "0.25:4b_64g/0.75:3b_64g s4"
+    items = [cost(f"{letter}_proj", 0.1 * i, chosen) for i, letter in enumerate("kvogudqn")]
+
+    table = cost_table(items)
+
+    assert table is not None
+    shown = lines(table, width)
+    assert "3 of 8 matrices make 64 % of the estimate" in shown[0]
+    rows = [line for line in shown if line.startswith("31.")]
+    assert rows[0] == f"31.self_attn.n_proj {params} 3.250 0.70 25.0 % 0.1250"
+    assert len(rows) == 6
+
+
+@pytest.mark.parametrize("costs", [[None], [0.5, None], [0.0]])
+def test_without_costs_there_is_no_table(costs: list[float | None]) -> None:
+    assert cost_table([cost(str(i), nats) for i, nats in enumerate(costs)]) is None
+
+
+def test_score_shows_measured_and_estimated_divergence() -> None:
+    report = {
+        "score": SCORE,
+        "calibration": {**SCORE, "kl_divergence": 0.03},
+        "source_bytes": 10**7,
+        "predicted_kl": 0.02,
+    }
+
+    shown = lines(score_table(report))
+
+    assert "KL divergence, mean (nats) 0.04321" in shown
+    assert "KL divergence, mean on calibration tokens 0.03000" in shown
+    assert "KL divergence, estimated, sum over matrices 0.02000" in shown
+
+
+def test_score_of_a_model_without_estimate_leaves_it_out() -> None:
+    shown = lines(score_table({"score": SCORE, "calibration": None, "source_bytes": 10**7}))
+
+    assert not [line for line in shown if "estimated" in line or "calibration" in line]
+
+
+@pytest.mark.parametrize(
+    ("bpw", "predicted", "row"),
+    [
+        (3.0, 0.03, "3bpw 3.000 4.07 MB 12.5000 0.04321 0.03000 0.50000 90.00 %"),
+        (None, None, "3bpw – 4.07 MB 12.5000 0.04321 – 0.50000 90.00 %"),
+    ],
+)
+def test_comparison_has_bits_and_estimate_on_80_columns(
+    bpw: float | None, predicted: float | None, row: str
+) -> None:
+    model = Compared(
+        label="3bpw", series=None, bpw=bpw, bytes=1, kl=0.04321, predicted_kl=predicted
+    )
+
+    assert row in lines(comparison_table([SCORE], [model]))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.02, "0.020"), (0.00012345, "0.00012"), (2.4e-5, "2.4e-05"), (None, "–"), (1.5, "1.5")],
+)
+def test_brief_numbers_have_two_digits(value: float | None, text: str) -> None:
+    assert brief(value) == text
+
+
+def test_shares_have_as_many_digits_as_asked() -> None:
+    assert (percent(0.1234), percent(0.1234, 1), percent(None)) == ("12.34 %", "12.3 %", "–")
+
+
+def test_names_are_escaped() -> None:
+    model = Compared(label="[bold]x", series=None, bpw=None, bytes=1, kl=None, predicted_kl=None)
+
+    assert any(
+        "[bold]x" in line
+        for line in lines(comparison_table([{**SCORE, "model": "[bold]x"}], [model]), 120)
+    )

@@ -1,0 +1,44 @@
+"""`exl2flow validate --plot`: what is refused before the work, and what is said and drawn."""
+
+from pathlib import Path
+
+import pytest
+from tiny import make_tiny
+from typer.testing import CliRunner, Result
+
+from exl2flow.flows.cli.main import app
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["validate", *map(str, arguments)])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "tiny", num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plot", "kl.svg"], "name the source with `--reference`"),
+        (["--plot", "kl.png", "--reference", "x"], "`.svg`"),
+        (["--plot", "nowhere/kl.svg", "--reference", "x"], "existing folder"),
+    ],
+)
+def test_a_plot_that_cannot_be_is_refused_at_once(arguments: list[str], words: str) -> None:
+    result = run("model", *arguments)
+
+    assert result.exit_code != 0
+    assert words in result.stderr
+
+
+def test_plot_is_written_where_asked(source: Path, tmp_path: Path) -> None:
+    other = make_tiny("llama", tmp_path / "other", num_hidden_layers=1, seed=2)
+    few = ("--rows", 1, "--row-tokens", 32, "--fail-ratio", 1000, "--reference", source)
+
+    result = run(other, *few, "--plot", tmp_path / "kl.svg")
+
+    assert result.exit_code == 0, result.output
+    assert "other" in (tmp_path / "kl.svg").read_text()
+    assert str(tmp_path / "kl.svg") in result.stderr

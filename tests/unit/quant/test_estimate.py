@@ -1,0 +1,273 @@
+"""Estimating costs in nats: what the entries say, what they are computed from, what stops a run."""
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import run_until, text_parquet
+from tiny import make_tiny
+from traces import delete, identities
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import QuantizationError
+from exl2flow.core.files import read_json
+from exl2flow.core.progress import silent
+from exl2flow.core.stage import Pipeline
+from exl2flow.core.store import StageFolder
+from exl2flow.model import ProjectionSpec, resolve
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant import estimate as estimate_module
+from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
+from exl2flow.quant.estimate import HEAD_FILE, REFERENCE
+from exl2flow.quant.fisher import Factors, estimate
+from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
+from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, mixed
+from exl2flow.quant.measurement import MEASUREMENT_FILE, projection_bits, read_measurement
+from exl2flow.quant.sensitivity import read_factors
+from exl2flow.quant.source import SourceModel
+from exl2flow.quant.tokens import load_rows
+from exl2flow.tasks.stages import STAGES
+
+DAMPING, FISHER_SHARE, OUTPUT_DAMPING = 0.05, 0.5, 0.3  # the defaults
+
+
+@pytest.fixture
+def written(converted: Any) -> dict[str, Any]:
+    """The content of a measurement in nats."""
+    content: dict[str, Any] = read_json(converted.path("measure") / MEASUREMENT_FILE)
+    return content
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """A model of one layer that is about to be measured."""
+    folder = tmp_path_factory.mktemp("single")
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+    source = make_tiny("llama", folder / "model", **shape)
+    calibration = {
+        "text": text_parquet(folder / "text.parquet"),
+        "rows": 2,
+        "row_tokens": 64,
+        "measure_rows": 1,
+        "measure_row_tokens": 64,
+    }
+    config = small_config(source, folder / "out", bpw=4.0, calibration=calibration)
+    return run_until(config, "sensitivity")
+
+
+def moved(pipeline: Pipeline, folder: Path, **values: object) -> ConversionConfig:
+    """Return a conversion in a work root of its own, with the rows and factors it needs."""
+    config = pipeline.config.model_copy(update={"work_root": folder, **values})
+    other = Pipeline(config, STAGES, device="cpu")
+    for name in ("tokenize", "sensitivity"):
+        shutil.copytree(pipeline.path(name), other.path(name))
+    return config
+
+
+def slots_of(converted: Any) -> list[ProjectionSpec]:
+    decoder = [p for sublayer in converted.spec.sublayers for p in sublayer.projections]
+    return [*decoder, converted.spec.head]
+
+
+def test_every_projection_and_the_head_are_slots(written: dict[str, Any], converted: Any) -> None:
+    measured = {name: entries for name, entries in written["measurement"].items() if entries}
+
+    assert list(measured) == [projection.key for projection in slots_of(converted)]
+    assert {name for name, entries in written["measurement"].items() if entries is None} == {
+        "model.norm.norm",
+        "lm_head.linear",
+    }
+    for projection in slots_of(converted):
+        is_head = projection == converted.spec.head
+        options = HEAD_OPTIONS if is_head else PROJECTION_OPTIONS
+        entries = measured[projection.key]
+        for entry, params in zip(entries, options, strict=True):
+            assert list(entry) == ["accuracy", "total_bits", "nats", projection.name]
+            assert entry[projection.name] == params.to_json()
+            assert entry["total_bits"] == projection_bits(projection, params)
+
+
+def test_file_is_read_back_as_it_was(written: dict[str, Any], converted: Any) -> None:
+    found = read_measurement(converted.path("measure") / MEASUREMENT_FILE, converted.spec)
+
+    slots = dict(found.decoder) | {converted.spec.head.key: found.head}
+    for name, results in slots.items():
+        assert [result.to_json() for result in results] == written["measurement"][name]
+    assert len(slots) == len(slots_of(converted))
+
+
+def test_file_says_what_makes_it_reproducible(written: dict[str, Any], converted: Any) -> None:
+    ours = written["exl2flow"]
+
+    assert ours["fingerprint"] == converted.pipeline.refs["measure"].fingerprint
+    assert ours["options"]["measure_rows"] == 3
+    assert ours["notes"] == []
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_more_bits_cost_fewer_nats(group_size: int, written: dict[str, Any]) -> None:
+    for entries in written["measurement"].values():
+        name = list(entries[0])[-1] if entries else ""
+        course = [
+            (entry[name]["bits"][0], entry["nats"], entry["accuracy"])
+            for entry in entries or []
+            if len(entry[name]["bits"]) == 1 and group_size in entry[name]["group_size"].values()
+        ]
+        for fewer, more in pairwise(course):
+            assert more[0] > fewer[0]
+            # one bit more is a quarter of the squared error
+            assert 0 < more[1] < 0.6 * fewer[1]
+            assert more[2] > fewer[2]
+
+
+def test_costs_are_those_of_a_model_that_can_be_quantized(written: dict[str, Any]) -> None:
+    for entries in written["measurement"].values():
+        if entries:
+            assert entries[-1]["nats"] < 1e-3  # eight bits
+            assert 0.98 < entries[-1]["accuracy"] < 1
+            assert 1e-4 < entries[0]["nats"] < 10
+
+
+def dequantized(
+    weight: torch.Tensor,
+    params: QuantParams,
+    item: HessianFactor,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    job = RoundingJob(weight=weight, params=params, output=output)
+    return round_matrices([job], item, search="column")[0].dequantize().float()
+
+
+def problem(
+    pipeline: Pipeline, index: int, name: str
+) -> tuple[ProjectionSpec, torch.Tensor, HessianFactor, Factors]:
+    """Return a projection with weight, factor and Fisher factors for states of the source."""
+    model = SourceModel.open(pipeline.config, "cpu")
+    states = model.initial_states(load_rows(pipeline.path("tokenize"), "measure"))
+    for earlier in model.spec.sublayers[:index]:
+        states = model.sublayer(earlier)(states)
+    sublayer = model.sublayer(model.spec.sublayers[index])
+    projection = next(p for p in sublayer.spec.projections if p.name == name)
+    normed = sublayer.normed(states)
+    total = HessianSum(projection.in_features)
+    for row in normed if projection.capture == "input" else sublayer.inner(normed):
+        total.add(row)
+    factors = read_factors(pipeline.path("sensitivity"), index)[name]
+    hessian = mixed(total.mean(), factors.input, FISHER_SHARE)
+    item = factor(hessian, damping=DAMPING, name=name)
+    return projection, padded_weight(sublayer.linears[name]), item, factors
+
+
+@pytest.mark.parametrize(
+    ("index", "name", "options"),
+    [(0, "q_proj", (0, 9)), (2, "o_proj", (4,)), (3, "up_proj", (12,)), (3, "down_proj", (2, 20))],
+)
+@torch.inference_mode()
+def test_cost_is_that_of_the_error_on_states_of_the_source(
+    index: int, name: str, options: tuple[int, ...], written: dict[str, Any], converted: Any
+) -> None:
+    projection, weight, item, factors = problem(converted.pipeline, index, name)
+    output = factors.output.damped(OUTPUT_DAMPING).blocks
+    with_metric, without = (
+        estimate(dequantized(weight, REFERENCE, item, metric) - weight, factors)
+        for metric in (output, None)
+    )
+    gain = min(1.0, with_metric / without)
+    entries = written["measurement"][projection.key]
+    for option in options:
+        error = dequantized(weight, PROJECTION_OPTIONS[option], item) - weight
+
+        expected = gain * estimate(error, factors)
+
+        # fp32 sums in another order may move single codes by one
+        assert entries[option]["nats"] == pytest.approx(expected, rel=0.02)
+    assert parse_params("3 g128") == REFERENCE
+    assert gain < 0.95
+
+
+@torch.inference_mode()
+def test_cost_of_the_head_is_the_divergence_of_its_predictions(
+    written: dict[str, Any], converted: Any
+) -> None:
+    model = SourceModel.open(converted.config, "cpu")
+    states = model.initial_states(load_rows(converted.path("tokenize"), "measure"))
+    for spec in model.spec.sublayers:
+        states = model.sublayer(spec)(states)
+    head = model.head()
+    total = HessianSum(64)
+    for row in head.normed(states):
+        total.add(row)
+    factors = read_factors(converted.path("sensitivity"), "head")["lm_head"]
+    hessian = mixed(total.mean(), factors.input, FISHER_SHARE)
+    item = factor(hessian, damping=DAMPING, name="head")
+    weight, inputs = padded_weight(head.linear), head.normed(states[:2]).double()
+    reference = torch.log_softmax(inputs @ head.linear.weight.double().T, dim=-1)
+    for option in (0, 4, 9):
+        matrix = dequantized(weight, HEAD_OPTIONS[option], item).double()[:, :301]
+        found = torch.log_softmax(inputs @ matrix, dim=-1)
+
+        expected = float((reference.exp() * (reference - found)).sum(dim=-1).mean())
+
+        entry = written["measurement"]["lm_head"][option]
+        assert entry["nats"] == pytest.approx(expected, rel=0.02)
+
+
+@torch.inference_mode()
+def test_without_rounds_no_gain_is_expected(single: Pipeline, tmp_path: Path) -> None:
+    plain = single.config.rounding.model_copy(update={"rounds": 0})
+    config = moved(single, tmp_path, rounding=plain)
+    _, weight, item, factors = problem(single, 1, "gate_proj")
+    error = dequantized(weight, PROJECTION_OPTIONS[3], item) - weight
+
+    written = read_json(run_until(config, "measure").path("measure") / MEASUREMENT_FILE)
+
+    entry = written["measurement"]["model.layers.0.mlp.gate_proj"][3]
+    assert entry["nats"] == pytest.approx(estimate(error, factors), rel=0.02)
+
+
+def test_lost_head_is_measured_again_and_nothing_else(converted: Any, tmp_path: Path) -> None:
+    pipeline = Pipeline(moved(converted.pipeline, tmp_path), STAGES, device="cpu")
+    folder = pipeline.path("measure")
+    shutil.copytree(converted.path("measure"), folder)
+    before = read_json(folder / HEAD_FILE)
+    delete(folder / HEAD_FILE)
+    intact = identities(folder / "sublayers")
+
+    pipeline.run("measure", progress=silent)
+
+    assert read_json(folder / HEAD_FILE) == before
+    assert len(intact) == 4
+    assert intact.items() <= identities(folder / "sublayers").items()
+    assert pipeline.is_complete("measure")
+
+
+def test_hopeless_projection_stops_the_run(
+    single: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate_module, "relative_error", lambda *args: 0.91)
+
+    with pytest.raises(QuantizationError, match=r"`model\.layers\.0\.self_attn\.q_proj` .* 0\.910"):
+        run_until(moved(single, tmp_path), "measure")
+
+
+def test_remedy_is_recorded_and_the_run_goes_on(
+    single: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
+        return factor(torch.full_like(hessian, torch.nan), damping=damping, name=name)
+
+    monkeypatch.setattr(estimate_module, "factor", fail)
+
+    pipeline = run_until(moved(single, tmp_path), "measure")
+
+    folder = StageFolder.load(pipeline.path("measure"), pipeline.refs["measure"].fingerprint)
+    assert folder is not None
+    keys = [
+        p.key for sublayer in resolve(single.config.source).sublayers for p in sublayer.projections
+    ]
+    assert folder.manifest.notes == [f"{key}: identity Hessian" for key in (*keys, "lm_head")]
+    assert folder.manifest.notes == read_json(folder.path / MEASUREMENT_FILE)["exl2flow"]["notes"]
