@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from exl2flow.model import DenseLinear, Linear, Sublayer
+from exl2flow.quant.hessian import LEAST_DAMPING
 from exl2flow.quant.source import device_of
 
 
@@ -52,7 +53,8 @@ def corrected_linears(
     moves: dict[str, torch.Tensor] = {}
     for capture, hessian in hessians.items():
         damped = hessian.clone()
-        damped.diagonal().add_(damping * hessian.diagonal().mean())
+        mean = float(hessian.diagonal().mean())
+        damped.diagonal().add_(max(damping * mean, LEAST_DAMPING))
         moves[capture] = strength * torch.linalg.solve(damped, crosses[capture])
     targets: dict[str, Linear] = {}
     for projection in sublayer.spec.projections:

@@ -178,6 +178,8 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
         damping=work.options.damping,
         name=projection.key,
     )
+    if item.remedy:
+        work.folder.note(f"{projection.key}: {item.remedy}")
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])

@@ -17,6 +17,7 @@ from exl2flow.quant.source import check_states, device_of
 log = logging.getLogger(__name__)
 
 LEAST_DAMPING = 1e-5
+IDENTITY = "identity Hessian"  # the last remedy
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
 ATTEMPTS = 10  # each adds the damping once more
 
@@ -46,7 +47,7 @@ class HessianFactor:
     """perm: int64 (k,), in-features by falling diagonal; upper: fp32 (k, k); hessian: fp32 (k, k).
 
     `hessian` keeps the order of the in-features and is not damped; the identity stands for one that
-    is not finite. `added` is the damping in absolute terms. `remedy` says what was done beside the
+    has no factor. `added` is the damping in absolute terms. `remedy` says what was done beside the
     ordinary damping, or is empty.
     """
 
@@ -141,7 +142,7 @@ def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor
             continue
         if remedy:
             log.warning("projection=%s remedy=%s", name, remedy)
-        usable = hessian if hessian.isfinite().all() else torch.eye(len(perm), device=perm.device)
+        usable = torch.eye(len(perm), device=perm.device) if remedy == IDENTITY else hessian
         return HessianFactor(perm=perm, upper=upper, hessian=usable, added=added, remedy=remedy)
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
@@ -152,7 +153,7 @@ def _attempts(ordered: torch.Tensor, damping: float) -> Iterator[tuple[str, torc
     for times in range(2, ATTEMPTS + 1):
         yield f"damping x{times}", ordered, times * damping
     yield "fp64 factor", ordered.double(), damping
-    yield "identity Hessian", torch.eye(len(ordered), device=ordered.device), 0.0
+    yield IDENTITY, torch.eye(len(ordered), device=ordered.device), 0.0
 
 
 def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:

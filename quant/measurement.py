@@ -4,6 +4,7 @@ A slot is what bit allocation chooses for: a whole sublayer, as exllamav2 measur
 projection, the head among them, with its cost in nats.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,11 @@ def _check_entries(
     """
     names = {projection.name for projection in projections}
     for result in results:
+        if result.nats is not None and not 0 <= result.nats < math.inf:
+            raise ConfigError(
+                f"`{path}`: `{slot}` has a cost of {result.nats} nats, which is not a finite "
+                "number from 0 on; measure again"
+            )
         if set(result.params) != names:
             raise ConfigError(f"`{path}`: `{slot}` lists {sorted(result.params)}")
         if not 0 <= result.accuracy <= 1:
@@ -138,3 +144,7 @@ def _check_entries(
                 f"`{path}` states {result.total_bits} bits for `{slot}`, this model has {bits}; "
                 "it is of another model"
             )
+    if len({result.nats is None for result in results}) > 1:
+        raise ConfigError(
+            f"`{path}`: only some candidates of `{slot}` have a cost in nats; measure again"
+        )

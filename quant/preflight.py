@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,13 +22,8 @@ from exl2flow.core.errors import (
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
-from exl2flow.quant import sensitivity
 from exl2flow.quant.allocate import check_measured, decoder_numel, total_target
-from exl2flow.quant.calibration_plan import (
-    calibration_in_words,
-    check_calibration,
-    composing_bytes,
-)
+from exl2flow.quant.calibration_plan import calibration_in_words, check_calibration
 from exl2flow.quant.candidates import (
     HEAD_OPTIONS,
     HEAD_PARAMS,
@@ -43,6 +38,7 @@ from exl2flow.quant.measurement import (
     read_measurement,
     slot_projections,
 )
+from exl2flow.quant.needs import Need, memory_bytes, stage_needs, work_bytes
 from exl2flow.quant.parquet import check_parquet
 from exl2flow.quant.tune import tune_memory
 
@@ -50,7 +46,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STATE_BYTES = 4  # states and working weights are fp32
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
@@ -69,12 +64,14 @@ class Plan:
     output_bytes: int
     work_bytes: int
     memory_bytes: int
+    needs: Mapping[str, Need]
     work_dir: str
     out: str
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        needs = {name: need.to_json() for name, need in self.needs.items()}
+        return {name: getattr(self, name) for name in self.__slots__} | {"needs": needs}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) for people."""
@@ -88,6 +85,7 @@ class Plan:
             ("output", f"{self.out}, about {_megabytes(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {_megabytes(self.work_bytes)}"),
             ("memory", f"about {_megabytes(self.memory_bytes)}"),
+            ("by stage", _by_stage(self.needs)),
         ]
 
 
@@ -122,6 +120,7 @@ def preflight(config: ConversionConfig) -> Plan:
         attempt(lambda: _check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
         attempt(lambda: _check_measurement(config, spec))
+        attempt(lambda: _check_tuning(config, spec, device))
         plan = attempt(lambda: _plan(config, spec, device))
     if plan is not None:
         attempt(lambda: _check_disk(plan))
@@ -223,6 +222,18 @@ def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
         log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
 
 
+def _check_tuning(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> None:
+    """Ask that a GPU can hold what tuning needs: the whole source, and the quantized model."""
+    if not config.tune.steps or device is None or device.type != "cuda":
+        return
+    need, (free, _) = tune_memory(spec, config.tune), torch.cuda.mem_get_info()
+    if need > free:
+        raise StoreError(
+            f"the stage `tune` may need {_megabytes(need)} of the GPU's memory, "
+            f"{_megabytes(free)} are free; choose another `--quality`, or `--device cpu`"
+        )
+
+
 def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> Plan:
     """Forecast sizes; refuse a target that the candidates cannot reach.
 
@@ -248,6 +259,7 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
                 f"{least:,}; raise the target"
             )
         packed = min(target - plain, (decoder[1] + head[1]) // 8)
+    needs = stage_needs(config, spec, device, packed=packed)
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -258,8 +270,9 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
         target=config.target,
         reachable_bpw=(low, high),
         output_bytes=plain + packed,
-        work_bytes=packed + _checkpoint_bytes(config, spec),
-        memory_bytes=BASE_MEMORY + _memory_bytes(config, spec, device),
+        work_bytes=work_bytes(needs),
+        memory_bytes=BASE_MEMORY + memory_bytes(needs),
+        needs=needs,
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
     )
@@ -286,53 +299,6 @@ def _reachable(
     return (sum(map(min, bits)), sum(map(max, bits))), (min(head), max(head))
 
 
-def _state_bytes(config: ConversionConfig, spec: ModelSpec) -> int:
-    """Forecast the states of all rows, in the stage that has most of them."""
-    rows = config.calibration
-    copies = 2 if config.rounding.correction else 1
-    positions = max(
-        copies * rows.rows * rows.row_tokens, 2 * rows.measure_rows * rows.measure_row_tokens
-    )
-    return positions * spec.hidden_size * STATE_BYTES
-
-
-def _checkpoint_bytes(config: ConversionConfig, spec: ModelSpec) -> int:
-    """Forecast what lies in the work directory beside the packed matrices."""
-    size = 2 * _state_bytes(config, spec)
-    if config.sensitivity.kind == "fisher":
-        size += sensitivity.disk_bytes(spec, config.sensitivity, config.calibration.row_tokens)
-    return size
-
-
-def _memory_bytes(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> int:
-    """Forecast the main memory of the stage that takes most of it."""
-    row_tokens = config.calibration.row_tokens
-    needs = [
-        _state_bytes(config, spec) + _working_bytes(spec, row_tokens),
-        composing_bytes(config, spec, device),
-    ]
-    if config.sensitivity.kind == "fisher":
-        needs.append(sensitivity.memory_bytes(spec, config.sensitivity, row_tokens))
-    if config.tune.steps and (device is None or device.type == "cpu"):
-        needs.append(tune_memory(spec, config.tune))
-    return max(needs)
-
-
-def _working_bytes(spec: ModelSpec, row_tokens: int) -> int:
-    """Forecast what one sublayer needs beside the states: weights, variants, Hessians, a row."""
-    largest = max(
-        sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers
-    )
-    widest = max(p.in_features for s in spec.sublayers for p in s.projections)
-    variants = 14  # distinct candidates per projection, one byte per weight, kept while measuring
-    head = spec.head.in_features * spec.head.out_features
-    return (
-        max(largest * (variants + 5 * STATE_BYTES), head * 5 * STATE_BYTES)
-        + 4 * widest * widest * STATE_BYTES
-        + 8 * row_tokens * max(widest, spec.hidden_size) * STATE_BYTES
-    )
-
-
 def _check_disk(plan: Plan) -> None:
     need: dict[int, int] = {}
     free: dict[int, int] = {}
@@ -354,9 +320,11 @@ def _check_disk(plan: Plan) -> None:
 def _check_memory(plan: Plan) -> None:
     available = _available_memory()
     if available is not None and plan.memory_bytes > available:
+        most = max(plan.needs, key=lambda name: plan.needs[name].memory)
         raise StoreError(
-            f"the conversion may need {_megabytes(plan.memory_bytes)} of memory, "
-            f"{_megabytes(available)} are available; reduce `--rows` or `--row-tokens`"
+            f"the stage `{most}` may need {_megabytes(plan.memory_bytes)} of memory, "
+            f"{_megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
+            "another `--quality`"
         )
 
 
@@ -372,3 +340,13 @@ def _available_memory() -> int | None:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _by_stage(needs: Mapping[str, Need]) -> str:
+    """Return the memory of each stage in short, all in one unit."""
+    sizes = [
+        f"{name} {(BASE_MEMORY + need.memory) / 1e9:.2f}"
+        for name, need in needs.items()
+        if name != "tokenize"  # too little to tell
+    ]
+    return f"{', '.join(sizes)} GB"

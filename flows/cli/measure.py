@@ -44,8 +44,8 @@ def measure(
 ) -> None:
     """Measure what every candidate of bits costs in size and in error.
 
-    The measurement depends on the model and the calibration, not on the bits per weight; exllamav2
-    reads the file as well.
+    The measurement depends on the model and the calibration, not on the bits per weight. exllamav2
+    reads the file as well if it was made with `--sensitivity error`.
     """
     target = out / FILE_NAME if out.is_dir() else out
     if target.suffix != ".json":

@@ -295,3 +295,12 @@ def test_a_lost_file_is_made_again_with_the_same_bytes(
     pipeline.run("quantize", progress=silent)
 
     assert results(pipeline) == results(corrected)
+
+
+def test_inputs_that_are_dead_leave_the_weights_as_they_are(sublayer: Sublayer) -> None:
+    nothing = torch.zeros(2, STATES, HIDDEN)
+
+    targets = targets_of(sublayer, (nothing, nothing), strength=1.0)
+
+    for name, linear in sublayer.linears.items():
+        assert torch.equal(targets[name].weight, linear.weight)

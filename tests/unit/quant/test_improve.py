@@ -46,35 +46,22 @@ ROUNDS = 2
 
 
 class Case(NamedTuple):
-    """A target, made-up costs whose seed leads to the kept one, and the order of the tried."""
+    """A target, made-up costs whose seed leads to what is kept, and whether correcting helps."""
 
     target: dict[str, float]
     seed: int
     kept: str
-    tried: tuple[str, ...]  # from the least divergence to the most
+    helps: bool
 
 
 # Made-up costs know nothing of the model, so that every outcome is to be had
 CASES = {
-    "the estimate; correcting it is worse": Case(
-        {"bpw": 3.5}, 1, "estimate", ("estimate", "corrected 1", "uniform")
-    ),
-    "the second correction": Case(
-        {"bpw": 3.5}, 4, "corrected 2", ("corrected 2", "corrected 1", "estimate", "uniform")
-    ),
-    "the first correction; the second is worse": Case(
-        {"bpw": 5.0}, 2, "corrected 1", ("corrected 1", "uniform", "corrected 2", "estimate")
-    ),
-    "the same for all": Case({"bpw": 5.0}, 1, "uniform", ("uniform", "estimate", "corrected 1")),
-    "the same for all, though correcting helps": Case(
-        {"bpw": 5.0}, 3, "uniform", ("uniform", "corrected 1", "estimate")
-    ),
-    "a correction within a total": Case(
-        {"bpw_total": 9.0}, 5, "corrected 2", ("corrected 2", "corrected 1", "uniform", "estimate")
-    ),
-    "the same for all within a total": Case(
-        {"bpw_total": 9.0}, 3, "uniform", ("uniform", "corrected 1", "estimate")
-    ),
+    "the estimate": Case({"bpw": 3.5}, 1, "estimate", False),
+    "the first correction": Case({"bpw": 5.0}, 2, "corrected 1", True),
+    "the second correction": Case({"bpw": 3.5}, 4, "corrected 2", True),
+    "the same for all": Case({"bpw": 5.0}, 3, "uniform", True),
+    "the second correction within a total": Case({"bpw_total": 9.0}, 5, "corrected 2", True),
+    "the same for all within a total": Case({"bpw_total": 9.0}, 3, "uniform", True),
 }
 
 
@@ -114,7 +101,7 @@ def allocated(config: ConversionConfig) -> Pipeline:
     return run_until(config, "allocate")
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found
@@ -149,9 +136,12 @@ def judged(pipeline: Pipeline, choice: dict[str, QuantParams]) -> float:
 def test_the_best_of_what_was_tried_is_kept(case: Case, done: Pipeline) -> None:
     found = tried(done)
 
-    assert sorted(found, key=found.__getitem__) == list(case.tried)
-    assert judged(done, read_choice(done.path("allocate"))) == found[case.kept]
-    assert case.tried[0] == case.kept
+    kept = judged(done, read_choice(done.path("allocate")))
+
+    assert min(found, key=found.__getitem__) == case.kept
+    assert kept == pytest.approx(found[case.kept], rel=1e-3)  # sums in fp32, in other company
+    assert all(kl > 1.01 * kept for name, kl in found.items() if name != case.kept)
+    assert (found["corrected 1"] < found["estimate"]) == case.helps
 
 
 def test_rounds_end_with_the_first_that_is_no_better(case: Case, done: Pipeline) -> None:
@@ -201,21 +191,19 @@ def test_same_for_all_is_the_same_for_all(case: Case, done: Pipeline, spec: Mode
     assert (len(distinct) == 1) == (case.kept == "uniform")
 
 
-@pytest.mark.parametrize("name", ["the second correction", "the same for all within a total"])
-def test_a_rerun_gives_the_same_bytes(
-    name: str, base: Pipeline, spec: ModelSpec, tmp_path: Path
-) -> None:
-    measurement = written_in_nats(tmp_path / "measurement.json", spec, seed=CASES[name].seed)
-    contents = []
-    for folder in ("a", "b"):
-        config = config_of(base, measurement, **CASES[name].target, work_root=tmp_path / folder)
-        pipeline = Pipeline(config, STAGES, device="cpu")
-        for stage in ("tokenize", "sensitivity"):
-            shutil.copytree(base.path(stage), pipeline.path(stage))
-        pipeline.run("allocate", progress=silent)
-        contents.append((pipeline.path("allocate") / ALLOCATION_FILE).read_bytes())
+def test_a_rerun_gives_the_same_bytes(base: Pipeline, spec: ModelSpec, tmp_path: Path) -> None:
+    case = CASES["the second correction within a total"]
+    measurement = written_in_nats(tmp_path / "measurement.json", spec, seed=case.seed)
+    config = config_of(base, measurement, **case.target)
+    first = allocated(config)  # perhaps by another test
+    again = Pipeline(config.model_copy(update={"work_root": tmp_path}), STAGES, device="cpu")
+    for stage in ("tokenize", "sensitivity"):
+        shutil.copytree(base.path(stage), again.path(stage))
 
-    assert contents[0] == contents[1]
+    again.run("allocate", progress=silent)
+
+    written = [(p.path("allocate") / ALLOCATION_FILE).read_bytes() for p in (first, again)]
+    assert written[0] == written[1]
 
 
 def test_without_rounds_nothing_is_tried(base: Pipeline, spec: ModelSpec, tmp_path: Path) -> None:
@@ -312,7 +300,7 @@ def test_the_same_for_all_is_the_cheapest_that_fits(seed: int, bpw: float, spec:
     allocation, choice = uniform_allocation(spec, measurement, first)
 
     best = min(costs, key=costs.__getitem__)
-    assert len(costs) > 2
+    assert 1 < len(costs) < len(PROJECTION_OPTIONS)
     assert choice == {**dict.fromkeys((p.key for p in slots), best), spec.head.key: HEAD_PARAMS[8]}
     assert allocation.value == pytest.approx(costs[best])
 

@@ -213,10 +213,11 @@ def test_an_allocation_costs_the_same_in_any_company(
     alone = made.judge({"coarse": choices["coarse"]}, rows[1])
     turned = made.judge({name: choices[name] for name in reversed(choices)}, rows[1])
 
-    assert alone.divergences["coarse"] == verdict.divergences["coarse"]
-    assert alone.without == verdict.without
-    assert turned.divergences == verdict.divergences
-    assert turned.without != verdict.without  # those of the other allocation
+    # sums in fp32, over more columns or fewer
+    assert alone.divergences["coarse"] == pytest.approx(verdict.divergences["coarse"], rel=1e-3)
+    assert alone.without == pytest.approx(verdict.without, rel=1e-3)
+    assert turned.divergences == pytest.approx(verdict.divergences, rel=1e-3)
+    assert turned.without != pytest.approx(verdict.without, rel=1e-2)  # of the other allocation
 
 
 @torch.inference_mode()
