@@ -160,6 +160,8 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
     if states is not None:
         sha256 = _write(folder.path / HEAD_FILE, {model.spec.head.key: _head(model, states, work)})
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
+    run.tick(folder.manifest.total, folder.manifest.total, model.spec.head.key)
+    run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
     files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
     return {key: value for name in files for key, value in read_json(folder.path / name).items()}
 

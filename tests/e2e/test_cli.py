@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from exl2flow.flows.cli.main import app
 
 SHORT_ROWS = ("--row-tokens", "64", "--measure-row-tokens", "64")
-CALIBRATION = ("--rows", "2", "--measure-rows", "1", *SHORT_ROWS)
+CALIBRATION = ("--rows", "2", "--measure-rows", "1", *SHORT_ROWS, "--quality", "fast")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4")
 VALIDATION = (*EVALUATION, "--fail-ratio", "100")
 QUICK = (*CALIBRATION, *VALIDATION, "--no-prefect", "--device", "cpu")
@@ -66,7 +66,7 @@ def test_convert_says_in_json_what_it_made(converted: Converted) -> None:
     said = converted.said
 
     assert said["plan"]["out"] == said["model"] == str(converted.out)
-    assert said["bpw"] == 4.0
+    assert 3.99 < said["bpw"] <= 4.0
     assert 0 < said["score"]["kl_divergence"] < 1
     assert said["score"]["perplexity"] > 1
     assert said["source_bytes"] > said["score"]["bytes"] > 0
@@ -90,7 +90,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(converted: Converted, tmp_pa
     result = run("convert", converted.source, "--out", tmp_path / "o", *QUICK, "--dry-run")
 
     assert result.exit_code == 0
-    assert "bits per weight" in result.stdout
+    assert "4bpw (decoder's reachable bpw:" in result.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -103,7 +103,7 @@ def test_restart_forgets_only_this_configuration(converted: Converted, tmp_path:
 
     result = run(*root, "--out", tmp_path / "b.json", "--restart")
 
-    assert "measure 4/4" in result.stderr
+    assert "measure 5/5" in result.stderr
     assert "cached" not in result.stderr
     assert sibling.is_dir()
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
@@ -293,11 +293,11 @@ def test_a_signal_commits_and_the_printed_command_goes_on(
         watchdog.cancel()
 
     assert code == 143, lines
-    assert "after 1 of 4; everything finished is saved" in lines[-3]
+    assert "after 1 of 5; everything finished is saved" in lines[-3]
     assert lines[-2] == "resume with:"
     words = shlex.split(lines[-1])
     assert words == ["exl2flow", *arguments]
     resumed = run(*words[1:])
     assert resumed.exit_code == 0
-    assert "measure 1/4\n" in resumed.stderr
+    assert "measure 1/5\n" in resumed.stderr
     assert json.loads(out.read_text()) == json.loads(converted.measurement.read_text())

@@ -21,16 +21,21 @@ def test_a_full_disk_is_named_and_a_repeat_goes_on(undisturbed: Conversion, tmp_
     conversion = Conversion.inside(tmp_path, undisturbed.source)
     stopped_in = []
 
-    for limit in (500, 2_000, 10_000, 30_000, 200_000, 500_000, 1_500_000):
-        ended = conversion.run(Conditions(file_limit=limit, states_seconds=0.0))
-        assert_refused(ended, "File too large; free space", "repeat the same command")
-        path = Path(re.findall("cannot write `(.+?)`", ended.err)[0]).relative_to(tmp_path)
-        stopped_in.append("out" if path.parts[0] == "out" else path.parts[2])
-        assert leftovers(tmp_path) == []
+    def starve(*limits: int) -> None:
+        for limit in limits:
+            ended = conversion.run(Conditions(file_limit=limit, states_seconds=0.0))
+            assert_refused(ended, "File too large; free space", "repeat the same command")
+            path = Path(re.findall("cannot write `(.+?)`", ended.err)[0]).relative_to(tmp_path)
+            stopped_in.append("out" if path.parts[0] == "out" else path.parts[2])
+            assert leftovers(tmp_path) == []
+
+    starve(500, 2_000, 30_000, 1_500_000)  # the head's factors are larger than all else
+    conversion.finish_stage("sensitivity")
+    starve(4_000, 30_000, 900_000, 1_500_000)
     conversion.finish()
 
     assert stopped_in == sorted(stopped_in, key=[*STAGES, "out"].index)
-    assert set(stopped_in) >= {"tokenize", "measure", "quantize", "out"}
+    assert set(stopped_in) >= {"tokenize", "sensitivity", "measure", "quantize", "out"}
     assert conversion.results() == undisturbed.results()
 
 
@@ -128,16 +133,21 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         ("lm_head.weight", float("nan"), 0),
     ],
 )
+@pytest.mark.parametrize("kind", ["fisher", "error"])
 def test_weights_that_are_not_finite_are_named_and_earlier_results_stay(
-    source: Path, tmp_path: Path, name: str, value: float, measured: int
+    source: Path, tmp_path: Path, kind: str, name: str, value: float, measured: int
 ) -> None:
     edit_weights(source, lambda tensors: tensors[name].view(-1)[5:7].fill_(value))
-    conversion = Conversion.inside(tmp_path, source)
+    conversion = Conversion.inside(tmp_path, source, "--sensitivity", kind)
 
     ended = conversion.run()
 
     assert_refused(ended, f"`{name}`", "NaN or infinity in", "download or export the model again")
-    assert conversion.manifest("measure")["cursor"] == measured
+    assert conversion.manifest("tokenize")["status"] == "complete"
+    if kind == "fisher":  # the way back begins with a walk forward that meets them all
+        assert conversion.manifest("sensitivity")["cursor"] == 0
+    else:
+        assert conversion.manifest("measure")["cursor"] == measured
     assert not conversion.out.exists()
 
 

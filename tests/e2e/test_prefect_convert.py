@@ -83,7 +83,7 @@ def test_run_publishes_progress_tables_and_report(converted: Converted) -> None:
 def test_run_logs_one_line_per_sublayer_under_its_task(converted: Converted) -> None:
     lines = [log for log in log_lines(converted.run) if "model.layers.0.mlp" in log.message]
 
-    assert len(lines) == 2  # measured, quantized
+    assert len(lines) == 3  # differentiated, measured, quantized
     assert all(log.task_run_id is not None for log in lines)
 
 
