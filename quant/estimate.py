@@ -14,7 +14,7 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
-from exl2flow.model import DenseLinear, ProjectionSpec, Sublayer, SublayerSpec
+from exl2flow.model import DenseLinear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.divergence import divergence
@@ -31,7 +31,7 @@ from exl2flow.quant.hessian import (
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel, device_of
-from exl2flow.quant.walk import advance, walk
+from exl2flow.quant.walk import OverSource, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
@@ -39,23 +39,13 @@ HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot b
 REFERENCE = parse_params("3 g128")  # where the gain of rounding in the outputs' metric is measured
 
 
-class Estimating:
+class Estimating(OverSource):
     """The work of `measure` at a sublayer when there are Fisher factors."""
-
-    copies = 1
 
     def __init__(self, folder: StageFolder, factors: Path, options: RoundingOptions) -> None:
         self.folder = folder
         self.factors = factors
         self.options = options
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return f"sublayers/{sublayer.index:04d}.json"
-
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: states of the source need no results."""
-        advance(sublayer, states)
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""

@@ -15,7 +15,7 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
-from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
+from exl2flow.model import DenseLinear, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import candidates_for
 from exl2flow.quant.estimate import estimate_options, estimate_slots
@@ -29,28 +29,18 @@ from exl2flow.quant.measurement import (
 )
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
-from exl2flow.quant.walk import advance, walk
+from exl2flow.quant.walk import OverSource, walk
 
 LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
 
 
-class Measuring:
+class Measuring(OverSource):
     """The work of `measure` at a sublayer: the error of its output under every candidate."""
-
-    copies = 1
 
     def __init__(self, folder: StageFolder, options: RoundingOptions) -> None:
         self.folder = folder
         self.options = options
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return f"sublayers/{sublayer.index:04d}.json"
-
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: states of the source need no results."""
-        advance(sublayer, states)
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""

@@ -206,7 +206,7 @@ class Quantizing:
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
-            self._install(sublayer, projection, matrix)
+            install(sublayer, projection, matrix)
         advance(sublayer, quantized)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
@@ -234,7 +234,7 @@ class Quantizing:
             reports[projection.name] = {"params": params, **report}
             bits += packed.total_bits
             tensors |= packed.to_tensors(projection.key)
-            self._install(sublayer, projection, packed)
+            install(sublayer, projection, packed)
         advance(sublayer, quantized)
         errors = [float((quantized[i] - y).norm() / y.norm()) for i, y in reference.items()]
         numel = sum(
@@ -299,15 +299,15 @@ class Quantizing:
         sublayer.linears.update(own)
         return found[min(found)]
 
-    def _install(
-        self, sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix
-    ) -> None:
-        sublayer.linears[projection.name] = Exl2Linear(
-            matrix,
-            out_features=projection.out_features,
-            dtype=DTYPE,
-            device=device_of(sublayer),
-        )
+
+def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
+    """Put a matrix into a sublayer."""
+    sublayer.linears[projection.name] = Exl2Linear(
+        matrix,
+        out_features=projection.out_features,
+        dtype=DTYPE,
+        device=device_of(sublayer),
+    )
 
 
 def quantize_head(

@@ -58,7 +58,6 @@ class Trials:
         without: dict[str, torch.Tensor] = {}
         for spec in self.model.spec.sublayers:
             sublayer = self.model.sublayer(spec)
-            own = dict(sublayer.linears)
             hessians, outputs = collect_hessians(sublayer, seen)
             for row, output in outputs.items():
                 seen[row] = output
@@ -72,7 +71,6 @@ class Trials:
                     sublayer.linears[p.name] = variants[p.name, choice[p.key]]
                 for stream in [states[name], *(streams if name == first else [])]:
                     advance(sublayer, stream)
-            sublayer.linears.update(own)
         return self._verdict(seen, reference, states, without, choices)
 
     def _variants(

@@ -16,7 +16,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_tensors, write_tensors
 from exl2flow.core.source import SourceFingerprint
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.model import Exl2Linear, Linear, ProjectionSpec, Sublayer, SublayerSpec
+from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import padded_weight
@@ -33,12 +33,13 @@ from exl2flow.quant.quantize import (
     ERROR_ROWS,
     FEEDBACK_LIMIT,
     HEAD_FILE,
+    install,
     quantize_projection,
     read_report,
     sublayer_file,
 )
 from exl2flow.quant.sensitivity import read_factors
-from exl2flow.quant.source import DTYPE, SourceModel, device_of
+from exl2flow.quant.source import SourceModel
 from exl2flow.quant.stored import StoredModel, refinement
 from exl2flow.quant.tokens import load_rows, split_rows
 from exl2flow.quant.walk import advance, walk
@@ -201,16 +202,6 @@ class Upgrading:
             "start": KEPT,
             "before": {"rel_err": error},
         }
-
-
-def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
-    """Put a matrix into a sublayer."""
-    sublayer.linears[projection.name] = Exl2Linear(
-        matrix,
-        out_features=projection.out_features,
-        dtype=DTYPE,
-        device=device_of(sublayer),
-    )
 
 
 def _errors(states: torch.Tensor, reference: Mapping[int, torch.Tensor]) -> float:
