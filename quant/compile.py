@@ -121,8 +121,8 @@ def compile_model(run: StageRun) -> None:
     run.folder.manifest.total = len(shards)
     _write_record(run, out, spec)
     for path in extras:
-        _commit(run, _copy(path, out / path.name))
-    _remove_others(out, {shard.name for shard in shards})
+        _commit(run, copy_file(path, out / path.name))
+    remove_others(out, {shard.name for shard in shards})
     tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
         path = out / shard.name
@@ -147,7 +147,12 @@ def _commit(run: StageRun, path: Path) -> None:
     run.folder.commit(str(path), digest(path))
 
 
-def _copy(source: Path, target: Path) -> Path:
+def copy_file(source: Path, target: Path) -> Path:
+    """Copy a file, whole or not at all.
+
+    Raises:
+        WriteFailed: it cannot be read or written.
+    """
     try:
         with source.open("rb") as file, replacing(target) as copy:
             shutil.copyfileobj(file, copy)
@@ -156,7 +161,7 @@ def _copy(source: Path, target: Path) -> Path:
     return target
 
 
-def _remove_others(out: Path, names: set[str]) -> None:
+def remove_others(out: Path, names: set[str]) -> None:
     """Delete what an earlier or killed conversion left: shards, indexes, files half written."""
     for path in [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]:
         if path.name not in names:

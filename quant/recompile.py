@@ -15,18 +15,22 @@ from safetensors import safe_open
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import (
-    TEMPORARY_SUFFIX,
     Layout,
     digest,
     read_json,
-    replacing,
     write_json,
     write_layout,
 )
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import TensorFiles
-from exl2flow.quant.compile import carried_files, check_output_folder, predicted_kl
+from exl2flow.quant.compile import (
+    carried_files,
+    check_output_folder,
+    copy_file,
+    predicted_kl,
+    remove_others,
+)
 from exl2flow.quant.judge import JUDGEMENT_FILE
 from exl2flow.quant.quantize import read_report, result_files
 from exl2flow.quant.stored import StoredModel, refinement
@@ -60,10 +64,10 @@ def recompile(run: StageRun) -> None:
     files = stored.tensors.files
     others = other_files(config.model)
     run.folder.manifest.total = len(files)
-    _remove_others(out, {path.name for path in [*files, *others]})
+    remove_others(out, {path.name for path in [*files, *others]})
     _commit(run, _write_record(run, stored, judgement))
     for path in others:
-        _commit(run, _copy(path, out / path.name))
+        _commit(run, copy_file(path, out / path.name))
     for index, path in enumerate(files, 1):
         _write_shard(run, path, out / path.name, tensors, order=stored.tensors.names, cursor=index)
         run.tick(index, len(files), path.name)
@@ -94,21 +98,6 @@ def _write_shard(
 
 def _commit(run: StageRun, path: Path) -> None:
     run.folder.commit(str(path), digest(path))
-
-
-def _copy(source: Path, target: Path) -> Path:
-    with replacing(target) as copy:
-        copy.write(source.read_bytes())
-    return target
-
-
-def _remove_others(out: Path, names: set[str]) -> None:
-    """Delete what an earlier or killed run left: weights, indexes, files half written."""
-    leftovers = f".*{TEMPORARY_SUFFIX}"
-    for pattern in ("*.safetensors", "*.index.json", leftovers):
-        for path in out.glob(pattern):
-            if path.name not in names:
-                path.unlink()
 
 
 def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, Any]) -> Path:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, validate
+from exl2flow.flows.cli import convert, generate, inspection, measure, refine, validate
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.settings import (
     CALIBRATION,
@@ -15,6 +15,7 @@ from exl2flow.flows.cli.settings import (
     EVALUATION,
     QUALITY,
     RUNNING,
+    VALIDATION,
     Panel,
 )
 from exl2flow.inference.sampling import SamplingSettings
@@ -23,6 +24,7 @@ from exl2flow.tasks.stages import STAGES
 COMMANDS = {
     "convert": (convert.EXAMPLES, CONVERSION),
     "measure": (measure.EXAMPLES, (QUALITY, CALIBRATION, RUNNING)),
+    "refine": (refine.EXAMPLES, (QUALITY, CALIBRATION, VALIDATION, RUNNING)),
     "inspect": (inspection.EXAMPLES, ()),
     "validate": (validate.EXAMPLES, (EVALUATION,)),
     "generate": (generate.EXAMPLES, ()),
