@@ -1,46 +1,71 @@
 """The demo model is a real one: it speaks, and fewer bits hurt it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversions import small_config
 
 from exl2flow.core.config import CalibrationOptions, ValidateOptions
+from exl2flow.core.files import read_json
 from exl2flow.flows.local import run_locally
 from exl2flow.inference import BaseGenerator, SamplingSettings, load_model
 from exl2flow.model import Tokenizer, expected_tensors, resolve
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 CALIBRATION = CalibrationOptions(rows=8, row_tokens=512, measure_rows=8, measure_row_tokens=512)
+FOUR_BITS = 4_416_884  # bytes of the weights at 4 bits with a head of 6
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What validation found at one bitrate."""
+class Converted:
+    """What validation found at one target, what bits were allotted, and the bytes of weights."""
 
     perplexity: float
     reference_perplexity: float
     kl_divergence: float
+    allocation: dict[str, Any]
+    bytes: int
+
+
+def converted(folder: Path, **target: object) -> Converted:
+    """Convert the demo model; conversions share what does not depend on the target."""
+    config = small_config(
+        DEMO,
+        folder / "-".join(target),
+        work_root=folder / "work",
+        calibration=CALIBRATION,
+        rounding={"rounds": 0},  # to save time
+        validate_options=ValidateOptions(rows=8, row_tokens=512, sample_tokens=0),
+        **target,
+    )
+    conversion = run_locally(config)
+    score = read_json(conversion.stages["validate"] / "report.json")["score"]
+    return Converted(
+        perplexity=score["perplexity"],
+        reference_perplexity=score["reference_perplexity"],
+        kl_divergence=score["kl_divergence"],
+        allocation=read_json(conversion.stages["allocate"] / "allocation.json"),
+        bytes=sum(path.stat().st_size for path in conversion.out.glob("*.safetensors")),
+    )
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Scores]:
-    folder = tmp_path_factory.mktemp("demo")
-    found = {}
-    for bpw in (2.5, 4.0):
-        config = small_config(
-            DEMO,
-            folder / f"{bpw}bpw",
-            bpw=bpw,
-            calibration=CALIBRATION,
-            validate_options=ValidateOptions(rows=8, row_tokens=512, sample_tokens=0),
-        )
-        conversion = run_locally(config)
-        score = json.loads((conversion.stages["validate"] / "report.json").read_bytes())["score"]
-        found[bpw] = Scores(*(score[name] for name in Scores.__annotations__))
-    return found
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def poor(folder: Path) -> Converted:
+    """The model at two and a half bits per weight of the decoder."""
+    return converted(folder, bpw=2.5)
+
+
+@pytest.fixture(scope="module")
+def good(folder: Path) -> Converted:
+    """The model in the bytes that four bits per weight take."""
+    return converted(folder, target_bytes=FOUR_BITS)
 
 
 def test_the_demo_model_is_small_and_whole() -> None:
@@ -57,15 +82,26 @@ def test_the_demo_model_is_small_and_whole() -> None:
 
 
 def test_perplexity_on_held_out_text_rises_by_five_percent_at_two_and_a_half_bits(
-    scores: dict[float, Scores],
+    poor: Converted,
 ) -> None:
-    assert scores[2.5].perplexity >= 1.05 * scores[2.5].reference_perplexity
+    assert poor.perplexity >= 1.05 * poor.reference_perplexity
 
 
 def test_divergence_at_two_and_a_half_bits_is_five_times_that_at_four(
-    scores: dict[float, Scores],
+    poor: Converted, good: Converted
 ) -> None:
-    assert scores[2.5].kl_divergence >= 5 * scores[4.0].kl_divergence > 0
+    assert poor.kl_divergence >= 5 * good.kl_divergence > 0
+
+
+def test_a_total_is_kept_to_within_a_thousandth_and_the_head_is_chosen(good: Converted) -> None:
+    assert 0.999 * FOUR_BITS <= good.bytes <= FOUR_BITS
+    assert "lm_head" in good.allocation["choice"]
+
+
+def test_bits_per_weight_are_kept_to_within_a_thousandth(poor: Converted) -> None:
+    assert 0.999 * 2.5 <= poor.allocation["bpw"] <= 2.5
+    assert "lm_head" not in poor.allocation["choice"]
+    assert poor.bytes < FOUR_BITS
 
 
 def test_greedy_text_is_language_and_does_not_loop() -> None:

@@ -8,11 +8,11 @@ import pytest
 from crash import LAYERS, STAGES, Conditions, Conversion
 from traces import contents, identities, leftovers
 
-# SIGKILLs come when so many results are committed; the stages have 9, 9, 9 and 4.
+# SIGKILLs come when so many results are committed; the stages have 7, 7, 7 and 4.
 KILLS = {
-    "sensitivity": (1, 3, 5, 7),
-    "measure": (1, 4, 7),
-    "quantize": (2, 5, 7),
+    "sensitivity": (1, 2, 4, 5),
+    "measure": (1, 3, 5),
+    "quantize": (2, 4, 5),
     "compile": (1, 2, 3),
 }
 FLUSH_SECONDS = 0.03  # keeps a process long enough in every phase of a commit
@@ -92,6 +92,24 @@ def test_a_kill_on_the_way_forward_leaves_no_trace_either(
 
     assert states >= 3
     assert conversion.made_by("sensitivity") == undisturbed.made_by("sensitivity")
+
+
+@pytest.mark.slow
+def test_kills_while_tuning_leave_no_trace_either(undisturbed: Conversion, tmp_path: Path) -> None:
+    whole = Conversion.inside(tmp_path / "whole", undisturbed.source, "--quality", "best")
+    whole.finish()
+    conversion = whole.after("quantize", tmp_path / "killed")
+    often = Conditions(flush_seconds=FLUSH_SECONDS, states_seconds=0.5)
+    inside = 0
+
+    for step in (10, 90, 200):
+        conversion.kill("tune", cursor=step, conditions=often)
+        inside += is_inside(conversion.manifest("tune"))
+    conversion.finish()
+
+    assert inside == 3
+    assert conversion.made_by("tune") == whole.made_by("tune")
+    assert conversion.results() == whole.results()
 
 
 def test_a_second_run_finds_every_stage_and_changes_no_file(undisturbed: Conversion) -> None:

@@ -66,8 +66,8 @@ def test_a_second_signal_ends_the_process_at_once(
     assert RESUME not in ended.err
     assert conversion.manifest("quantize")["cursor"] == before
     assert members(session=run.pid) == []
-    conversion.finish()
-    assert conversion.results() == undisturbed.results()
+    conversion.finish_stage("quantize")
+    assert conversion.made_by("quantize") == undisturbed.made_by("quantize")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def convert(root: Path, **values: object) -> Converted:
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     """A conversion with the defaults: Fisher factors, rounds of refinement."""
-    return convert(tmp_path_factory.mktemp("converted"), sensitivity={"rows": 2})
+    root = tmp_path_factory.mktemp("converted")
+    return convert(root, quality="standard", sensitivity={"rows": 2})
 
 
 @pytest.fixture(scope="session")
