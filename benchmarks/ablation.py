@@ -2,6 +2,7 @@
 
     python benchmarks/ablation.py --model DIR [--text FILE] [--bpw 3.0 4.0] [--seeds 0 1 2]
         [--tables alone standard best] [--only WORD ...] [--set FIELD=VALUE ...] [--jobs N]
+        [--device cpu] [--tune-device cuda]
 
 Every line of `TABLES` is converted once per bitrate and seed, with a head of 6 bits. A seed sets
 that of calibration, sensitivity and tuning. `KL` is the mean divergence over seeds ± its standard
@@ -54,6 +55,7 @@ TABLES: Mapping[str, Mapping[str, Changes]] = {
         },
         "two-sided start, refit and descent": {**FACTORS, **BY_SUBLAYER, "rounding.rounds": 3},
         "allocation per matrix": FACTORS,
+        "targets corrected by half": {"rounding.correction": 0.5},
         "tuning, 200 steps": {"tune.steps": 200},
     },
     "standard": {
@@ -72,7 +74,8 @@ TABLES: Mapping[str, Mapping[str, Changes]] = {
         "blocks of 128": {"sensitivity.block": 128},
         "one block": {"sensitivity.block": 0},
         "sensitivity of 4 rows": {"sensitivity.rows": 4},
-        "targets corrected by half": {"rounding.correction": 0.5},
+        "targets not corrected": {"rounding.correction": 0},
+        "targets corrected in full": {"rounding.correction": 1},
         "a further round of allocation": {"allocate.rounds": 1},
         "tuning, 200 steps": {"tune.steps": 200},
     },
@@ -177,11 +180,13 @@ def run_stage(config: ConversionConfig, name: str) -> Path:
     return pipeline.path(name)
 
 
-def convert(config: ConversionConfig) -> Result:
+def convert(config: ConversionConfig, tune_device: str) -> Result:
     """Run a conversion with what is common and return what validation found."""
     pipeline = exchange(config, STAGES, give=False)
+    until_quantize = [stage.name for stage in STAGES].index("quantize") + 1
     try:
-        run_locally(config)
+        run_locally(config, stages=STAGES[:until_quantize])
+        run_locally(config.model_copy(update={"device": tune_device}))
     except ValidationFailed as error:  # a bad model is a result, too
         print(f"{config.out.name}: {error}", file=sys.stderr)
     score = read_json(pipeline.path("validate") / "report.json")["score"]
@@ -227,7 +232,8 @@ def run_all(
         measured = {trial: configure(arguments, trial) for trial in first} | measured
         files = [measurement_file(arguments, seed) for seed in seeds]
     measure_all(pool, measured.values(), files)
-    jobs = {trial: pool.submit(convert, config) for trial, config in configs.items()}
+    device = arguments.tune_device or arguments.device
+    jobs = {trial: pool.submit(convert, config, device) for trial, config in configs.items()}
     results = {}
     for trial, job in jobs.items():
         results[trial] = job.result()
@@ -299,6 +305,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", type=pair, nargs="+", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tune-device", help="of tuning and scoring; else as --device")
     parser.add_argument("--work", type=Path, default=Path("quality-work/ablation"))
     arguments = parser.parse_args()
     arguments.set = dict(arguments.set)

@@ -24,7 +24,7 @@ DEFAULT_HEAD_BITS = 6
 PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "fast": {
         "sensitivity": {"rows": 8},
-        "rounding": {"rounds": 1, "sweeps": 1},
+        "rounding": {"rounds": 1, "sweeps": 1, "correction": 0.0},
         "calibration": {"rows": 64, "measure_rows": 8},
     },
     "standard": {},
@@ -36,7 +36,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     },
     "exllamav2": {
         "sensitivity": {"kind": "error"},
-        "rounding": {"scale_search": "grid", "damping": 0.12, "rounds": 0},
+        "rounding": {"scale_search": "grid", "damping": 0.12, "rounds": 0, "correction": 0.0},
     },
 }
 
@@ -127,7 +127,7 @@ class RoundingOptions(Options):
         0.3, gt=0, description="added to an output factor, in mean diagonals"
     )
     correction: float = Field(
-        0.0,
+        0.5,
         ge=0,
         le=1,
         description="how far matrices make up for the errors before them, where that helps",

@@ -11,6 +11,7 @@ from math import gcd
 import torch
 
 from exl2flow.kernels.ops import Group, Ops
+from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
 GRID_START, GRID_END = 0.70, 1.20
@@ -18,11 +19,10 @@ GRID_EXPONENT = 3.5  # of the absolute error that a multiplier is judged by
 SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
 MAXIMA = 12  # multiples of a group's largest range that a column search tries as its maximum
 MAXIMA_START, MAXIMA_END = 0.50, 1.15
+SAMPLED_COLUMNS = 128  # about as many judge the maximum, beside
+WIDEST_COLUMNS = 32  # those of the largest ranges
 CODE_REACH = 2  # scale codes tried on either side of the expected one
 EXPECTED_SHARE = 0.9  # of a column's range is where its best scale is expected
-CLASSES = 4  # columns of a row that descend at the same time are this far apart
-START_SWEEPS = 3  # of a row's descent when it is first rounded
-RETRIES = 2  # of changes that help one by one but not together
 EPSILON = 1e-12  # keeps an all-zero column's scale positive
 CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in its cache
 
@@ -57,15 +57,29 @@ class TorchOps:
         base = _column_ranges(x, bits)  # (n,)
         factors = torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA, device=x.device)
         maxima = (base.amax() * factors).half()  # (MAXIMA,)
+        sample, weights = _sample(base)
+        _, cost = self._best_codes(x[:, sample], bits, row_weights, base[sample], maxima)
+        best = (cost @ weights).argmin()
+        codes, _ = self._best_codes(x, bits, row_weights, base, maxima[best, None])
+        return codes[0], maxima[best]
+
+    def _best_codes(
+        self,
+        x: torch.Tensor,
+        bits: int,
+        row_weights: torch.Tensor,
+        base: torch.Tensor,
+        maxima: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each column's best scale code under each of `m` maxima, and its cost, (m, n)."""
         expected = SCALE_LEVELS * (EXPECTED_SHARE * base / maxima[:, None].float()).sqrt()
         reach = torch.arange(-CODE_REACH, CODE_REACH + 1, device=x.device)
-        levels = expected.round()[:, None] + reach[:, None]  # (MAXIMA, reach, n)
+        levels = expected.round()[:, None] + reach[:, None]  # (m, reach, n)
         codes = (levels.clamp(1, SCALE_LEVELS) - 1).to(torch.uint8)
         scales = self.decode_scales(codes, maxima[:, None].expand(codes.shape[:2]))
         cost = _weighted_cost(x, scales.float().flatten(0, 1), float(2 ** (bits - 1)), row_weights)
-        least, chosen = cost.view(codes.shape).min(dim=1)  # (MAXIMA, n)
-        best = least.sum(dim=1).argmin()
-        return codes[best].gather(0, chosen[best][None])[0], maxima[best]
+        least, chosen = cost.view(codes.shape).min(dim=1)  # (m, n)
+        return codes.gather(1, chosen[:, None])[:, 0], least
 
     def round_panel(
         self,
@@ -76,20 +90,18 @@ class TorchOps:
         output: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.round_panel`."""
-        low, high = -half_range, half_range - 1
-        divisors = torch.where(scales > 0, scales, torch.inf)  # a scale of 0 codes the zero point
-        descent = None if output is None else _RowDescent(scales, half_range, output)
+        row = descent_of(scales, half_range, output)
+        rows = row.ordered(rows)
+        divisors = torch.where(row.scales > 0, row.scales, torch.inf)  # 0 codes the zero point
         steps, errors = torch.empty_like(rows), torch.empty_like(rows)
         for r in range(rows.shape[0]):
             step = torch.div(rows[r], divisors, out=steps[r]).round_()
-            torch.clamp(step, low, high, out=step)
-            if descent is not None:
-                gradient = descent.times_output(step * scales - rows[r])
-                descent.run(step, gradient, 1.0, sweeps=START_SWEEPS)
-            error = torch.sub(rows[r], (step * scales).half().float(), out=errors[r])
+            torch.clamp(step, row.low, row.high, out=step)
+            row.settle(step, rows[r])
+            error = torch.sub(rows[r], (step * row.scales).half().float(), out=errors[r])
             error /= upper[r, r]
             rows[r + 1 :].addr_(upper[r, r + 1 :], error, alpha=-1)
-        return steps.add_(half_range).to(torch.uint8), errors
+        return row.restored(steps.sub_(row.low).to(torch.uint8)), row.restored(errors)
 
     def descend_panel(
         self,
@@ -101,12 +113,15 @@ class TorchOps:
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Ops.descend_panel`."""
-        before = steps.clone()
-        descent = _RowDescent(scales, half_range, output)
+        row = descent_of(scales, half_range, output)
+        before, slopes = row.ordered(steps), row.ordered(gradient)
+        found = before.clone()
         for r, curvature in enumerate(hessian.diagonal().tolist()):
-            moved = descent.run(steps[r], gradient[r], curvature, sweeps=1)  # times O
-            gradient[r + 1 :].addr_(hessian[r + 1 :, r], moved)
-        return (steps - before) * scales
+            pushed = row.descend(found[r], slopes[r], curvature)
+            slopes[r + 1 :].addr_(hessian[r + 1 :, r], pushed)
+        change = torch.sub(found, before).mul_(row.scales)
+        steps.copy_(row.restored(found))
+        return row.restored(change)
 
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """See `Ops.pack`; bit `b * i` of a unit's integer begins code `i`."""
@@ -176,92 +191,19 @@ class TorchOps:
 TORCH_OPS: Ops = TorchOps()
 
 
-class _RowDescent:
-    """Coordinate descent inside one row on h · e O eᵀ + 2 e · (other rows), e = steps · scales.
-
-    Every `CLASSES`-th column moves at the same time, each to its own best step. A move that makes
-    the row worse, as columns depend on each other, is tried again with the strongest changes only.
-    """
-
-    def __init__(
-        self, scales: torch.Tensor, half_range: torch.Tensor, output: torch.Tensor | None
-    ) -> None:
-        self.scales, self.low, self.high = scales, -half_range, half_range - 1
-        self.inverse = torch.where(scales > 0, 1 / scales, 0)
-        self.output = output  # (blocks, b, b)
-        if output is None:
-            return
-        self.shape = output.shape[:2]
-        diagonal = output.diagonal(dim1=1, dim2=2).reshape(-1)
-        self.inverse = self.inverse / diagonal
-        columns = (self.scales, self.inverse, self.low, self.high, diagonal)
-        self.classes = [  # each (blocks, b / CLASSES), then the rows of O (blocks, b / CLASSES, b)
-            (*(self._part(x, index).contiguous() for x in columns), output[:, index::CLASSES])
-            for index in range(CLASSES)
-        ]
-
-    def _part(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the columns (m,) of a class, a view (blocks, b / CLASSES)."""
-        return x.view(self.shape)[:, index::CLASSES]
-
-    def times_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x O for a row (m,)."""
-        if self.output is None:
-            return x
-        return _block_product(x.view(self.shape), self.output).view(-1)
-
-    def run(
-        self, step: torch.Tensor, gradient: torch.Tensor, curvature: float, *, sweeps: int
-    ) -> torch.Tensor:
-        """Improve `step` (m,) and its `gradient` (m,) in place; return the change times O."""
-        before = gradient.clone()
-        for _ in range(sweeps):
-            if self.output is None:
-                self._move_all(step, gradient, curvature)
-            else:
-                for index in range(CLASSES):
-                    self._move_class(index, step, gradient, curvature)
-        return (gradient - before) / curvature
-
-    def _move_all(self, step: torch.Tensor, gradient: torch.Tensor, curvature: float) -> None:
-        """Move independent columns to their best steps."""
-        best = torch.addcmul(step, gradient, self.inverse, value=-1 / curvature).round_()
-        torch.clamp(best, self.low, self.high, out=best)
-        gradient.addcmul_(best - step, self.scales, value=curvature)
-        step.copy_(best)
-
-    def _move_class(
-        self, index: int, step: torch.Tensor, gradient: torch.Tensor, curvature: float
-    ) -> None:
-        """Move a class of columns if that lowers the objective."""
-        scales, inverse, low, high, diagonal, output = self.classes[index]
-        old, slope = self._part(step, index), self._part(gradient, index)
-        best = torch.addcmul(old, slope, inverse, value=-1 / curvature).round_()
-        torch.clamp(best, low, high, out=best)
-        change = (best - old).mul_(scales)
-        for attempt in range(RETRIES + 1):
-            pushed = _block_product(change, output).view(-1)
-            rise = torch.add(slope, self._part(pushed, index), alpha=curvature / 2).mul_(change)
-            if float(rise.sum()) < 0:
-                gradient.add_(pushed, alpha=curvature)
-                old.copy_(torch.where(change != 0, best, old) if attempt else best)
-                return
-            if attempt == RETRIES or not change.any():
-                return
-            gain = -change * (curvature * change * diagonal + 2 * slope)
-            change = torch.where(gain >= gain.amax() * (attempt + 1) / RETRIES, change, 0)
-
-
-def _block_product(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return x B per block: x (blocks, a), B (blocks, a, b) → (blocks, b)."""
-    if len(x) == 1:
-        return torch.mv(blocks[0].t(), x[0]).unsqueeze(0)
-    return torch.bmm(x.unsqueeze(1), blocks).squeeze(1)
-
-
 def _column_ranges(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the scales at which the codes just span each column; x fp32 (..., r, n) → (..., n)."""
     return (x.abs().amax(dim=-2) + EPSILON) / ((2.0**bits - 1) / 2)
+
+
+def _sample(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return columns that stand for all (n,), and how many each stands for: the widest and some."""
+    order = base.argsort(descending=True, stable=True)
+    step = max(1, len(base) // SAMPLED_COLUMNS)
+    widest, others = order[:WIDEST_COLUMNS], order[WIDEST_COLUMNS::step]
+    return torch.cat([widest, others]), torch.cat(
+        [torch.ones_like(base[widest]), torch.full_like(base[others], step)]
+    )
 
 
 def _weighted_cost(

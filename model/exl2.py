@@ -53,6 +53,21 @@ def tensor_names(key: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Consecutive rows of one bit width and group size."""
+
+    bits: int
+    group_size: int
+    start: int
+    rows: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last one."""
+        return self.start + self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantParams:
     """How one matrix is divided: falling bit widths, their shares of the rows, group sizes."""
 
@@ -79,6 +94,11 @@ class QuantParams:
         parts = zip(self.proportions, self.bit_widths, self.group_sizes, strict=True)
         return "/".join(f"{p:g}:{b}b_{g}g" for p, b, g in parts) + f" s{self.scale_bits}"
 
+    @classmethod
+    def uniform(cls, bits: int, group_size: int) -> Self:
+        """Return the parameters of a matrix of one width."""
+        return cls(bit_widths=(bits,), proportions=(1.0,), group_sizes=(group_size,))
+
     def group_counts(self, k: int) -> tuple[int, ...]:
         """Return the number of groups of each bit width in `k` rows (format section 3)."""
         counts, left = [], k
@@ -87,27 +107,30 @@ class QuantParams:
             left -= counts[-1] * size
         return tuple(counts)
 
-    def groups(self, k: int) -> tuple[Group, ...]:
-        """Return the groups of a matrix with `k` rows."""
-        groups: list[Group] = []
+    def bands(self, k: int) -> tuple[Band, ...]:
+        """Return the bands of a matrix with `k` rows, those without a row left out."""
+        bands: list[Band] = []
         row = 0
         counts = self.group_counts(k)
         for bits, size, count in zip(self.bit_widths, self.group_sizes, counts, strict=True):
-            for _ in range(count):
-                rows = min(size, k - row)
-                groups.append(Group(bits=bits, start=row, rows=rows))
+            rows = min(count * size, k - row)
+            if rows > 0:
+                bands.append(Band(bits=bits, group_size=size, start=row, rows=rows))
                 row += rows
-        return tuple(groups)
+        return tuple(bands)
+
+    def groups(self, k: int) -> tuple[Group, ...]:
+        """Return the groups of a matrix with `k` rows."""
+        return tuple(
+            Group(bits=band.bits, start=start, rows=min(band.group_size, band.stop - start))
+            for band in self.bands(k)
+            for start in range(band.start, band.stop, band.group_size)
+        )
 
     def total_bits(self, k: int, n: int, *, has_bias: bool = False) -> int:
         """Return all stored bits of a `(k, n)` matrix, `n` already padded."""
-        counts = self.group_counts(k)
-        bits, left = 0, k
-        for width, size, count in zip(self.bit_widths, self.group_sizes, counts, strict=True):
-            rows = min(count * size, left)
-            bits += rows * width * n
-            left -= rows
-        bits += sum(counts) * (16 + 32 + self.scale_bits * n) + 32 * k
+        bits = sum(band.rows * band.bits * n for band in self.bands(k))
+        bits += sum(self.group_counts(k)) * (16 + 32 + self.scale_bits * n) + 32 * k
         return bits + (16 * n if has_bias else 0)
 
     def to_json(self) -> dict[str, object]:

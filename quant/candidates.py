@@ -2,8 +2,11 @@
 
 A cell reads `bits/bits@share/share gSIZE/SIZE`; one size serves all widths of the cell. The tables
 of sublayers are exllamav2's (`docs/format.md` section 5): a row sets all projections at once. The
-lists for single projections and for the head are this project's (`docs/concepts/quality.md`).
+options of single projections and of the head are this project's (`docs/concepts/quality.md`).
 """
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 from exl2flow.core.config import HEAD_BITS
 from exl2flow.model import SublayerSpec
@@ -60,32 +63,6 @@ HEAD_TABLE = """
 8/6@0.15/0.85 g128
 8 g128
 """
-PROJECTION_LIST = """
-2 g64 | 2 g32
-3/2@0.1/0.9 g64 | 3/2@0.25/0.75 g64 | 3/2@0.5/0.5 g64 | 3/2@0.75/0.25 g64
-3 g128 | 3 g64 | 3 g32
-4/3@0.25/0.75 g128 | 4/3@0.5/0.5 g128 | 4/3@0.75/0.25 g128
-4/3@0.1/0.9 g32 | 4/3@0.25/0.75 g32 | 4/3@0.5/0.5 g32
-4 g128 | 4 g64 | 4 g32
-5/4@0.25/0.75 g128 | 5/4@0.5/0.5 g128 | 5/4@0.75/0.25 g128
-5/4@0.25/0.75 g32 | 5/4@0.5/0.5 g32
-5 g128 | 5 g64 | 5 g32
-6/5@0.25/0.75 g128 | 6/5@0.5/0.5 g128
-6 g128 | 6 g32
-8/6@0.5/0.5 g128
-8 g128 | 8 g32
-"""
-HEAD_LIST = """
-3 g128 | 3 g64
-4/3@0.25/0.75 g128 | 4/3@0.5/0.5 g128 | 4/3@0.75/0.25 g128
-4 g128 | 4 g64
-5/4@0.25/0.75 g128 | 5/4@0.5/0.5 g128
-5 g128 | 5 g64
-6/5@0.15/0.85 g128 | 6/5@0.5/0.5 g128
-6 g128
-8/6@0.15/0.85 g128
-8 g128
-"""
 
 
 def parse_params(text: str) -> QuantParams:
@@ -114,12 +91,26 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 }
 
 
-def _parse_list(text: str) -> tuple[QuantParams, ...]:
-    return tuple(parse_params(cell) for cell in text.replace("\n", "|").split("|") if cell.strip())
+def _mixes(
+    widths: tuple[int, ...], group_sizes: tuple[int, ...], shares: tuple[float, ...]
+) -> Iterator[QuantParams]:
+    """Yield every width alone, then each with shares of the next width above it."""
+    for size in group_sizes:
+        yield from (QuantParams.uniform(bits, size) for bits in widths)
+        for lower, upper in pairwise(widths):
+            for share in shares:
+                yield QuantParams(
+                    bit_widths=(upper, lower),
+                    proportions=(share, 1 - share),
+                    group_sizes=(size, size),
+                )
 
 
-PROJECTION_OPTIONS = _parse_list(PROJECTION_LIST)
-HEAD_OPTIONS = _parse_list(HEAD_LIST)
+PROJECTION_OPTIONS = (
+    *_mixes((3, 4, 5, 6, 8), (128,), (0.1, 0.25, 0.5, 0.75)),
+    *_mixes((2, 3, 4, 5, 6, 8), (64, 32), (0.1, 0.25, 0.5, 0.75)),
+)
+HEAD_OPTIONS = tuple(_mixes((3, 4, 5, 6, 8), (128, 64), (0.15, 0.25, 0.5, 0.75)))
 HEAD_PARAMS: dict[int, QuantParams] = dict(
     zip(HEAD_BITS, map(parse_params, HEAD_TABLE.strip().splitlines()), strict=True)
 )

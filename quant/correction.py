@@ -4,64 +4,127 @@ Rounding for quantized inputs X̂ towards W keeps X̂W, not the source's XW. The
 for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goes part of the way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from exl2flow.model import DenseLinear, Linear, Sublayer
+from exl2flow.model import DenseLinear, Head, Linear, Sublayer
+from exl2flow.quant.divergence import divergence
 from exl2flow.quant.hessian import LEAST_DAMPING
 from exl2flow.quant.source import device_of
 
-
-def cross_products(
-    sublayer: Sublayer, quantized: torch.Tensor, source: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return capture name → `Σ X̂ᵀ(X - X̂) / rows`, fp32 (k, k).
-
-    Args:
-        sublayer: with the source's weights.
-        quantized: states fp32 (rows, t, hidden) that the quantized model puts in.
-        source: states of the same rows in the source.
-    """
-    sums: dict[str, torch.Tensor] = {}
-    for found, expected in zip(quantized, source, strict=True):
-        read = _read(sublayer, found)
-        wanted = _read(sublayer, expected)
-        for capture, x in read.items():
-            product = x.T @ (wanted[capture] - x)
-            sums[capture] = sums[capture] + product if capture in sums else product
-    return {capture: total / len(quantized) for capture, total in sums.items()}
+JUDGE_STEP = 8  # one row in so many judges a correction
 
 
-def corrected_linears(
-    sublayer: Sublayer,
-    hessians: Mapping[str, torch.Tensor],
-    crosses: Mapping[str, torch.Tensor],
-    *,
-    strength: float,
-    damping: float,
-) -> dict[str, Linear]:
-    """Return the projections with their targets in place of the weights.
+class CrossProducts:
+    """Sums `X̂ᵀ(X - X̂)` over rows while the source's states pass the sublayer."""
 
-    Args:
-        sublayer: with the source's weights.
-        hessians: by capture, of the quantized inputs, fp32 (k, k).
-        crosses: by capture, from `cross_products`.
-        strength: how far to go, 0 to 1.
-        damping: added to a Hessian, in mean diagonals.
-    """
-    moves: dict[str, torch.Tensor] = {}
-    for capture, hessian in hessians.items():
+    def __init__(self, sublayer: Sublayer, source: torch.Tensor, rows: Collection[int]) -> None:
+        """Begin with zeros.
+
+        Args:
+            sublayer: with the source's weights.
+            source: states fp32 (rows, t, hidden) of the source; become those after the sublayer.
+            rows: those that are summed over, at least one.
+        """
+        self.sublayer, self.source, self.rows = sublayer, source, rows
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
+        """Add what the quantized model reads of a row, by capture, (1, t, k)."""
+        hidden = self.source[row : row + 1].to(device_of(self.sublayer))
+        normed = self.sublayer.normed(hidden)
+        inner = self.sublayer.inner(normed)
+        self.source[row] = self.sublayer.output(hidden, inner)[0].cpu()
+        if row not in self.rows:
+            return
+        for capture, wanted in (("input", normed), ("inner", inner)):
+            found = read[capture][0]
+            product = found.T @ (wanted[0] - found)
+            self._sums[capture] = self._sums.get(capture, 0) + product
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Return capture name → the mean over rows, fp32 (k, k)."""
+        return {capture: total / len(self.rows) for capture, total in self._sums.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """strength: how far to go, 0 to 1; damping: added to a Hessian, in mean diagonals."""
+
+    strength: float
+    damping: float
+
+    def target(self, linear: Linear, hessian: torch.Tensor, cross: torch.Tensor) -> Linear:
+        """Return a projection with its target in place of the weight.
+
+        Args:
+            linear: with the source's weight.
+            hessian: mean over rows of `X̂ᵀX̂`, fp32 (k, k).
+            cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k).
+        """
         damped = hessian.clone()
         mean = float(hessian.diagonal().mean())
-        damped.diagonal().add_(max(damping * mean, LEAST_DAMPING))
-        moves[capture] = strength * torch.linalg.solve(damped, crosses[capture])
-    targets: dict[str, Linear] = {}
-    for projection in sublayer.spec.projections:
-        linear = sublayer.linears[projection.name]
-        weight = linear.weight + linear.weight @ moves[projection.capture].T  # (n, k)
-        targets[projection.name] = DenseLinear(weight, linear.bias)
-    return targets
+        damped.diagonal().add_(max(self.damping * mean, LEAST_DAMPING))
+        move = self.strength * torch.linalg.solve(damped, cross)
+        return DenseLinear(linear.weight + linear.weight @ move.T, linear.bias)  # (n, k)
+
+    def sublayer_targets(
+        self,
+        sublayer: Sublayer,
+        states: torch.Tensor,
+        hessians: Mapping[str, torch.Tensor],
+        crosses: CrossProducts,
+    ) -> dict[str, Linear]:
+        """Return targets if with them outputs come nearer to the source's, else the weights.
+
+        Args:
+            sublayer: with the source's weights.
+            states: fp32 (rows, t, hidden) that the quantized model puts in.
+            hessians: by capture, fp32 (k, k).
+            crosses: has seen all rows.
+        """
+        means = crosses.means()
+        own = dict(sublayer.linears)
+        targets = {
+            p.name: self.target(own[p.name], hessians[p.capture], means[p.capture])
+            for p in sublayer.spec.projections
+        }
+        errors = []
+        for linears in (own, targets):
+            sublayer.linears.update(linears)
+            errors.append(output_error(sublayer, _judging(states), _judging(crosses.source)))
+        sublayer.linears.update(own)
+        return targets if errors[1] < errors[0] else own
+
+    def head_target(
+        self, head: Head, hessian: torch.Tensor, states: torch.Tensor, source: torch.Tensor
+    ) -> Linear:
+        """Return the head's target if predictions come nearer to the source's, else its weight.
+
+        Args:
+            head: of the source.
+            hessian: of what it reads, fp32 (hidden, hidden).
+            states: final ones of the quantized model, fp32 (rows, t, hidden).
+            source: those of the source.
+        """
+        rows = fitting_rows(len(states))
+
+        def read(row: torch.Tensor) -> torch.Tensor:
+            return head.normed(row.to(hessian.device))
+
+        cross = torch.zeros_like(hessian)
+        for row in rows:
+            found = read(states[row])
+            cross += found.T @ (read(source[row]) - found)
+        target = self.target(head.linear, hessian, cross / len(rows))
+
+        def error(linear: Linear) -> float:
+            pairs = zip(_judging(source), _judging(states), strict=True)
+            return sum(divergence(head.linear, read(x), linear, read(y)) for x, y in pairs)
+
+        return target if error(target) < error(head.linear) else head.linear
 
 
 def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:
@@ -74,7 +137,10 @@ def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Ten
     return sum(errors) / len(errors)
 
 
-def _read(sublayer: Sublayer, state: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return capture name → what is read of a row (t, hidden), fp32 (t, k)."""
-    normed = sublayer.normed(state[None].to(device_of(sublayer)))
-    return {"input": normed[0], "inner": sublayer.inner(normed)[0]}
+def fitting_rows(rows: int) -> Sequence[int]:
+    """Return the rows that make a correction: all but those that judge it."""
+    return [row for row in range(rows) if row % JUDGE_STEP] or range(rows)
+
+
+def _judging(states: torch.Tensor) -> torch.Tensor:
+    return states[::JUDGE_STEP]

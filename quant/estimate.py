@@ -1,10 +1,11 @@
 """Estimate what rounding each projection costs in nats, from its Fisher factors.
 
 The second kind of measurement: no candidate is run through the model. Every projection, and the
-head, is a slot of its own (`docs/concepts/quality.md`).
+head, is a slot of its own. Only matrices of one width are rounded: a mixed one costs what its rows
+cost in those (`docs/concepts/quality.md`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,23 +15,16 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
-from exl2flow.model import DenseLinear, ProjectionSpec, Sublayer
+from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.divergence import divergence
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import (
-    HessianFactor,
-    HessianSum,
-    collect_hessians,
-    factor,
-    mixed,
-    relative_error,
-)
+from exl2flow.quant.hessian import HessianSum, collect_hessians, factor, mixed, relative_error
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import read_factors
-from exl2flow.quant.source import SourceModel, device_of
+from exl2flow.quant.source import SourceModel
 from exl2flow.quant.walk import OverSource, walk
 
 HEAD_FILE = "sublayers/head.json"
@@ -55,78 +49,139 @@ class Estimating(OverSource):
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
-        device = device_of(sublayer)
-        factors = {
-            name: item.to(device)
-            for name, item in read_factors(self.factors, sublayer.spec.index).items()
-        }
+        factors = read_factors(self.factors, sublayer.spec.index)
         results: dict[str, list[CandidateResult]] = {}
-        for projection in sublayer.spec.projections:
-            hessian = hessians[projection.capture]
-            weight = padded_weight(sublayer.linears[projection.name])
-            results[projection.key] = self._results(
-                projection, weight, hessian, factors[projection.name]
-            )
+        for spec in sublayer.spec.projections:
+            linear, hessian = sublayer.linears[spec.name], hessians[spec.capture]
+            found = self.projection(spec, linear, hessian, factors[spec.name])
+            results[spec.key] = found.results(PROJECTION_OPTIONS, gain=found.gain())
         for row, output in outputs.items():
             states[row] = output
         return _write(path, results)
 
-    def _results(
+    def projection(
+        self, spec: ProjectionSpec, linear: Linear, hessian: torch.Tensor, factors: Factors
+    ) -> "Projection":
+        """Factor the Hessian of a projection, and record what had to be done for that."""
+        found = Projection(spec, linear, hessian, factors.to(hessian.device), self.options)
+        if found.item.remedy:
+            self.folder.note(f"{spec.key}: {found.item.remedy}")
+        return found
+
+
+class Projection:
+    """A projection, and what rounding it costs."""
+
+    def __init__(
         self,
-        projection: ProjectionSpec,
-        weight: torch.Tensor,
+        spec: ProjectionSpec,
+        linear: Linear,
         hessian: torch.Tensor,
         factors: Factors,
+        options: RoundingOptions,
+    ) -> None:
+        self.spec, self.hessian, self.factors, self.options = spec, hessian, factors, options
+        self.weight = padded_weight(linear)
+        shared = mixed(hessian, factors.input, options.fisher_share)
+        self.item = factor(shared, damping=options.damping, name=spec.key)
+
+    def results(
+        self,
+        options: Sequence[QuantParams],
+        *,
+        gain: float = 1.0,
+        nats: Callable[[torch.Tensor], float] | None = None,
     ) -> list[CandidateResult]:
-        """Round a projection with every candidate and estimate the cost of each."""
-        item = factor(
-            mixed(hessian, factors.input, self.options.fisher_share),
-            damping=self.options.damping,
-            name=projection.key,
-        )
-        if item.remedy:
-            self.folder.note(f"{projection.key}: {item.remedy}")
-        rounded = self.rounded(weight, PROJECTION_OPTIONS, item)
-        gain = self._gain(weight, item, factors)
-        results = [
-            CandidateResult(
-                accuracy=max(0.0, 1 - relative_error(hessian, weight, matrix)),
-                total_bits=projection_bits(projection, params),
-                params={projection.name: params},
-                nats=gain * estimate(matrix - weight, factors),
-            )
-            for params, matrix in rounded.items()
-        ]
-        best = min(1 - result.accuracy for result in results)
+        """Return the cost of every candidate.
+
+        Args:
+            options: the candidates.
+            gain: what all costs are multiplied by.
+            nats: cost of a matrix fp32 (k, n); the estimate by the factors when None.
+
+        Raises:
+            QuantizationError: the best one is hopeless.
+        """
+        bands = {
+            band: QuantParams.uniform(*band)
+            for params in options
+            for band in zip(params.bit_widths, params.group_sizes, strict=True)
+        }
+        costs = {
+            band: self._row_costs(matrix, (nats or self.nats)(matrix))
+            for band, matrix in zip(bands, self.rounded(bands.values()), strict=True)
+        }
+        found = [self._result(params, costs, gain) for params in options]
+        best = 1 - max(result.accuracy for result in found)
         if best > HOPELESS_ERROR:
             raise QuantizationError(
-                f"the best candidate of `{projection.key}` has a relative error of {best:.3f}; "
+                f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
-        return results
+        return found
+
+    def _result(
+        self,
+        params: QuantParams,
+        costs: Mapping[tuple[int, int], torch.Tensor],
+        gain: float,
+    ) -> CandidateResult:
+        """Add up the costs (2, k) of each band's rows at its width."""
+        nats, squared_error = (
+            torch.stack(
+                [
+                    costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
+                    for band in params.bands(self.spec.in_features)
+                ]
+            )
+            .sum(dim=0)
+            .tolist()
+        )
+        return CandidateResult(
+            accuracy=max(0.0, 1 - squared_error**0.5),
+            total_bits=projection_bits(self.spec, params),
+            params={self.spec.name: params},
+            nats=gain * nats,
+        )
+
+    def nats(self, matrix: torch.Tensor) -> float:
+        """Return the estimate for a matrix fp32 (k, n)."""
+        return estimate(matrix - self.weight, self.factors)
+
+    def _row_costs(self, matrix: torch.Tensor, nats: float) -> torch.Tensor:
+        """Divide nats and squared relative error of a matrix among its rows, fp64 (2, k).
+
+        Error feedback makes of a row's error what later rows cannot mend: rows of `U⁻ᵀ E` do not
+        correlate in the metric of the Hessian, so that each has a share of the objective.
+        """
+        error = (matrix - self.weight)[self.item.perm]
+        unmended: torch.Tensor = torch.linalg.solve_triangular(
+            self.item.upper.T, error, upper=False
+        )
+        objective = (self.factors.output.apply(unmended) * unmended).sum(dim=1)
+        shares = objective.clamp(min=0).double().cpu()
+        shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
+        squared = relative_error(self.hessian, self.weight, matrix) ** 2
+        whole = torch.tensor([[nats], [squared]], dtype=torch.float64)
+        return whole * shares
 
     def rounded(
-        self,
-        weight: torch.Tensor,
-        options: tuple[QuantParams, ...],
-        item: HessianFactor,
-        output: torch.Tensor | None = None,
-    ) -> dict[QuantParams, torch.Tensor]:
-        """Return parameters → dequantized matrix fp32 (k, n)."""
-        jobs = [RoundingJob(weight=weight, params=params, output=output) for params in options]
-        found = round_matrices(jobs, item, search=self.options.scale_search)
-        return {job.params: r.dequantize().float() for job, r in zip(jobs, found, strict=True)}
+        self, options: Iterable[QuantParams], output: torch.Tensor | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield the dequantized matrix fp32 (k, n) of each of the parameters."""
+        jobs = [RoundingJob(weight=self.weight, params=p, output=output) for p in options]
+        found = round_matrices(jobs, self.item, search=self.options.scale_search)
+        return (matrix.dequantize().float() for matrix in found)
 
-    def _gain(self, weight: torch.Tensor, item: HessianFactor, factors: Factors) -> float:
+    def gain(self) -> float:
         """Return by what part of its cost a projection is left when outputs are regarded, too."""
         if not self.options.rounds:
             return 1.0
-        output = factors.output.damped(self.options.output_damping).blocks
-        costs = [
-            estimate(self.rounded(weight, (REFERENCE,), item, metric)[REFERENCE] - weight, factors)
-            for metric in (output, None)
-        ]
-        return min(1.0, costs[0] / costs[1]) if costs[1] > 0 else 1.0
+        output = self.factors.output.damped(self.options.output_damping).blocks
+        with_outputs, without = (
+            self.nats(next(self.rounded([REFERENCE], metric))) for metric in (output, None)
+        )
+        return min(1.0, with_outputs / without) if without > 0 else 1.0
 
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:
@@ -150,7 +205,6 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
     if states is not None:
         sha256 = _write(folder.path / HEAD_FILE, {model.spec.head.key: _head(model, states, work)})
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
-    run.tick(folder.manifest.total, folder.manifest.total, model.spec.head.key)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
     files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
     return {key: value for name in files for key, value in read_json(folder.path / name).items()}
@@ -158,38 +212,22 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
 
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
-    projection, head = model.spec.head, model.head()
-    weight = padded_weight(head.linear)
-    total = HessianSum(projection.in_features, device=model.device)
+    spec, head = model.spec.head, model.head()
+    total = HessianSum(spec.in_features, device=model.device)
     for row in states:
         total.add(head.normed(row[None].to(model.device)))
-    hessian = total.mean()
-    factors = read_factors(work.factors, "head")[projection.name].to(model.device)
-    item = factor(
-        mixed(hessian, factors.input, work.options.fisher_share),
-        damping=work.options.damping,
-        name=projection.key,
-    )
-    if item.remedy:
-        work.folder.note(f"{projection.key}: {item.remedy}")
+    factors = read_factors(work.factors, "head")[spec.name]
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])
-    results = []
-    for params in HEAD_OPTIONS:
-        matrix = work.rounded(weight, (params,), item)[params]
-        found = DenseLinear(
-            matrix.T.contiguous(), head.linear.bias, out_features=len(head.linear.weight)
-        )
-        results.append(
-            CandidateResult(
-                accuracy=max(0.0, 1 - relative_error(hessian, weight, matrix)),
-                total_bits=projection_bits(projection, params),
-                params={projection.name: params},
-                nats=divergence(head.linear, inputs, found, inputs),
-            )
-        )
-    return results
+
+    def nats(matrix: torch.Tensor) -> float:
+        columns = len(head.linear.weight)
+        found = DenseLinear(matrix.T.contiguous(), head.linear.bias, out_features=columns)
+        return divergence(head.linear, inputs, found, inputs)
+
+    found = work.projection(spec, head.linear, total.mean(), factors)
+    return found.results(HEAD_OPTIONS, nats=nats)
 
 
 def _write(path: Path, results: Mapping[str, list[CandidateResult]]) -> str:

@@ -6,7 +6,7 @@ vectorized over columns (`docs/format.md` section 4).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +81,10 @@ def padded_weight(linear: Linear) -> torch.Tensor:
 
 def round_matrices(
     jobs: Sequence[RoundingJob], factor: HessianFactor, *, search: ScaleSearch
-) -> list[RoundedMatrix]:
-    """Round matrices that share a Hessian; the results are independent of their company.
+) -> Iterator[RoundedMatrix]:
+    """Round matrices that share a Hessian, as many at a time as fit into `BATCH_ELEMENTS`.
+
+    Each result is independent of its company.
 
     Args:
         jobs: what to round.
@@ -95,16 +97,16 @@ def round_matrices(
     k = len(factor.perm)
     if k % ROW_MULTIPLE:
         raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
-    results: list[RoundedMatrix] = []
     batch: list[RoundingJob] = []
     for job in jobs:
         elements = sum(j.weight.numel() for j in [*batch, job])
         coupled = job.output is not None or (batch and batch[-1].output is not None)
         if batch and (coupled or elements > BATCH_ELEMENTS):
-            results += _Batch(batch, factor, search).round()
+            yield from _Batch(batch, factor, search).round()
             batch = []
         batch.append(job)
-    return results + _Batch(batch, factor, search).round() if batch else results
+    if batch:
+        yield from _Batch(batch, factor, search).round()
 
 
 class _Batch:

@@ -5,7 +5,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,7 +96,11 @@ def _normalized(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def collect_hessians(
-    sublayer: Sublayer, states: torch.Tensor, *, keep: range | None = None
+    sublayer: Sublayer,
+    states: torch.Tensor,
+    *,
+    keep: range | None = None,
+    observe: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
     """Run every row through the unquantized sublayer.
 
@@ -104,6 +108,7 @@ def collect_hessians(
         sublayer: with its own weights.
         states: fp32 (rows, t, hidden), not changed.
         keep: rows whose outputs are wanted; all when None.
+        observe: is given each row's number and, by capture, what is read of it, (1, t, k).
 
     Returns:
         Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
@@ -114,7 +119,10 @@ def collect_hessians(
         hidden = states[row : row + 1].to(device_of(sublayer))
         normed = sublayer.normed(hidden)
         inner = sublayer.inner(normed)
-        for capture, x in (("input", normed), ("inner", inner)):
+        read = {"input": normed, "inner": inner}
+        if observe is not None:
+            observe(row, read)
+        for capture, x in read.items():
             if capture not in sums:
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)
             sums[capture].add(x)

@@ -128,7 +128,7 @@ def _round_variants(
         keys = list(dict.fromkeys((name, c[name]) for name in names for c in candidates))
         weights = {name: padded_weight(sublayer.linears[name]) for name in names}
         jobs = [RoundingJob(weight=weights[name], params=params) for name, params in keys]
-        variants |= dict(zip(keys, round_matrices(jobs, item, search=search), strict=True))
+        variants |= zip(keys, round_matrices(jobs, item, search=search), strict=True)
     return variants
 
 
@@ -179,7 +179,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=2,
+    schema=3,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,

@@ -25,11 +25,11 @@ from exl2flow.quant.tune import tune_memory
 
 FLOAT = 4  # bytes of states and working weights, fp32
 SUBLAYER = 34  # per weight of a sublayer: read, padded, rounded, refined, decoded, packed
-CORRECTED = 9  # in addition: targets, a second rounding, what is tried
+CORRECTED = 8  # in addition: targets, and one that is being made
 VARIANTS = 14  # distinct candidates of a projection where sublayers are measured
+UNIFORM = 17  # matrices of one width that a projection is rounded to
 BATCHED = 13  # per weight rounded side by side: joined, ordered, codes, the search for scales
-VARIANT = 5  # per weight and candidate: codes and what they stand for
-OWN = 12  # per weight of a projection that is measured: read, padded, an error
+OWN = 28  # per weight of a projection that is measured: read, padded, errors and products of them
 ENTRY = 1100  # of a measured candidate, in both files that hold it
 IDS = 8  # of a token's id
 HEAD = 28  # per weight of the head: like a sublayer's, one candidate at a time
@@ -118,10 +118,9 @@ def _measure(config: ConversionConfig, spec: ModelSpec) -> Need:
     states = _states(spec, rows.measure_rows * row_tokens)
     largest = _largest(spec)
     if config.sensitivity.kind == "fisher":
-        widest, count = _largest_projection(spec), len(PROJECTION_OPTIONS)
-        batch = min(max(widest, BATCH_ELEMENTS), count * widest)
-        rounding = max(BATCHED * batch + count * widest, VARIANT * count * widest)
-        working = FLOAT * largest + OWN * widest + rounding
+        widest = _largest_projection(spec)
+        batch = min(max(widest, BATCH_ELEMENTS), UNIFORM * widest)
+        working = FLOAT * largest + OWN * widest + BATCHED * batch
     else:
         working = SUBLAYER * largest + BATCHED * min(BATCH_ELEMENTS, VARIANTS * largest)
     working = max(working, _head(spec, row_tokens)) + _shared(config, spec, row_tokens)
@@ -148,7 +147,7 @@ def _trials(config: ConversionConfig, spec: ModelSpec) -> int:
 def _quantize(config: ConversionConfig, spec: ModelSpec, packed: int) -> Need:
     """Corrected targets need the source's states beside the quantized model's."""
     rows = config.calibration
-    corrected = bool(config.rounding.correction)
+    corrected = bool(config.rounding.correction) and not isinstance(config, RefinementConfig)
     states = _states(spec, rows.rows * rows.row_tokens)
     copies = 2 if corrected else 1
     working = max(
@@ -208,7 +207,7 @@ def _largest(spec: ModelSpec) -> int:
 
 
 def _largest_projection(spec: ModelSpec) -> int:
-    projections = [p for s in spec.sublayers for p in s.projections]
+    projections = [*(p for s in spec.sublayers for p in s.projections), spec.head]
     return max(p.in_features * padded_columns(p.out_features) for p in projections)
 
 

@@ -19,7 +19,6 @@ from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import read_metadata, read_tensors, tensor_bytes, write_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.model import (
-    DenseLinear,
     Exl2Linear,
     Linear,
     ModelSpec,
@@ -29,7 +28,7 @@ from exl2flow.model import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.allocate import read_choice
-from exl2flow.quant.correction import corrected_linears, cross_products, output_error
+from exl2flow.quant.correction import Correction, CrossProducts, fitting_rows
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded, padded_weight, round_matrices
 from exl2flow.quant.hessian import (
@@ -121,6 +120,7 @@ class Rounding:
         self.options = run.config.rounding
         self.factors = run.inputs.get("sensitivity")
         self.choice = choice
+        self.correction = Correction(strength=self.options.correction, damping=self.options.damping)
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
@@ -167,7 +167,7 @@ class Rounding:
             )
             for p in projections
         ]
-        rounded = round_matrices(jobs, item, search=options.scale_search)
+        rounded = list(round_matrices(jobs, item, search=options.scale_search))
         if not (options.rounds and feedback):
             return rounded
         metric = item.damped()
@@ -213,12 +213,19 @@ class Quantizing:
         """See `SublayerWork`: round, pack, and let the states pass quantized."""
         quantized = states[: len(states) // self.copies]
         kept = range(0, len(quantized), max(1, len(quantized) // ERROR_ROWS))
-        hessians, reference = collect_hessians(sublayer, quantized, keep=kept)
-        factors = self.rounding.read_factors(sublayer.spec.index)
-        source = dict(sublayer.linears)
-        rounded = self._round(sublayer, source, hessians, factors)
+        crosses = None
         if self.copies > 1:
-            rounded = self._correct(sublayer, states, hessians, factors, rounded)
+            source_states, rows = states[len(quantized) :], fitting_rows(len(quantized))
+            crosses = CrossProducts(sublayer, source_states, rows)
+        hessians, reference = collect_hessians(
+            sublayer, quantized, keep=kept, observe=crosses.add if crosses else None
+        )
+        factors = self.rounding.read_factors(sublayer.spec.index)
+        source = targets = dict(sublayer.linears)
+        if crosses:
+            correction = self.rounding.correction
+            targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+        rounded = self._round(sublayer, targets, hessians, factors)
         tensors: dict[str, torch.Tensor] = {}
         reports: dict[str, object] = {}
         bits = 0
@@ -264,41 +271,6 @@ class Quantizing:
             rounded |= {p.name: matrix for p, matrix in zip(members, found, strict=True)}
         return rounded
 
-    def _correct(
-        self,
-        sublayer: Sublayer,
-        states: torch.Tensor,
-        hessians: Mapping[str, torch.Tensor],
-        factors: Mapping[str, Factors],
-        plain: dict[str, RoundedMatrix],
-    ) -> dict[str, RoundedMatrix]:
-        """Round for corrected targets and keep that where outputs come nearer to the source's.
-
-        The second half of the states is the source's; it moves past the sublayer here.
-        """
-        options = self.rounding.options
-        quantized, source = states.chunk(2)
-        targets = corrected_linears(
-            sublayer,
-            hessians,
-            cross_products(sublayer, quantized, source),
-            strength=options.correction,
-            damping=options.damping,
-        )
-        advance(sublayer, source)
-        own = dict(sublayer.linears)
-        step = max(1, len(quantized) // ERROR_ROWS)
-        found = {}
-        for rounded in (plain, self._round(sublayer, targets, hessians, factors)):
-            for name, matrix in rounded.items():
-                weight = matrix.dequantize().T.float()
-                n = len(own[name].weight)
-                sublayer.linears[name] = DenseLinear(weight, own[name].bias, out_features=n)
-            error = output_error(sublayer, quantized[::step], source[::step])
-            found[error] = rounded
-        sublayer.linears.update(own)
-        return found[min(found)]
-
 
 def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
     """Put a matrix into a sublayer."""
@@ -316,13 +288,17 @@ def quantize_head(
     """Quantize the head on the final states and commit its file."""
     projection = model.spec.head
     head = model.head()
+    quantized, source = states.chunk(2) if rounding.options.correction else (states, None)
     total = HessianSum(projection.in_features, device=model.device)
-    for row in states:
-        total.add(head.final_norm(row[None].to(model.device)))
+    for row in quantized:
+        total.add(head.normed(row[None].to(model.device)))
+    target = head.linear
+    if source is not None:
+        target = rounding.correction.head_target(head, total.mean(), quantized, source)
     factors = rounding.read_factors("head")
     (matrix,) = rounding.round(
         [projection],
-        {projection.name: head.linear},
+        {projection.name: target},
         total.mean(),
         factors,
         feedback=head.linear.weight.numel() <= FEEDBACK_LIMIT,
@@ -357,8 +333,7 @@ def quantize(run: StageRun) -> None:
     head_is_open = not run.folder.valid(HEAD_FILE)
     states = walk(run, model, ids, Quantizing(rounding), to_end=head_is_open)
     if states is not None:
-        quantized = states[: len(ids)]
-        quantize_head(run, model, rounding, quantized)
+        quantize_head(run, model, rounding, states)
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 
@@ -369,7 +344,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 QUANTIZE = Stage(
     name="quantize",
-    schema=3,
+    schema=4,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,

@@ -7,8 +7,42 @@ from pathlib import Path
 
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.exl2 import QuantParams
-from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS
+from exl2flow.quant.candidates import parse_params
 from exl2flow.quant.measurement import CandidateResult, Measurement, projection_bits
+
+OPTION_LIST = """
+2 g64 | 2 g32
+3/2@0.1/0.9 g64 | 3/2@0.25/0.75 g64 | 3/2@0.5/0.5 g64 | 3/2@0.75/0.25 g64
+3 g128 | 3 g64 | 3 g32
+4/3@0.25/0.75 g128 | 4/3@0.5/0.5 g128 | 4/3@0.75/0.25 g128
+4/3@0.1/0.9 g32 | 4/3@0.25/0.75 g32 | 4/3@0.5/0.5 g32
+4 g128 | 4 g64 | 4 g32
+5/4@0.25/0.75 g128 | 5/4@0.5/0.5 g128 | 5/4@0.75/0.25 g128
+5/4@0.25/0.75 g32 | 5/4@0.5/0.5 g32
+5 g128 | 5 g64 | 5 g32
+6/5@0.25/0.75 g128 | 6/5@0.5/0.5 g128
+6 g128 | 6 g32
+8/6@0.5/0.5 g128
+8 g128 | 8 g32
+"""
+HEAD_OPTION_LIST = """
+3 g128 | 3 g64
+4/3@0.25/0.75 g128 | 4/3@0.5/0.5 g128 | 4/3@0.75/0.25 g128
+4 g128 | 4 g64
+5/4@0.25/0.75 g128 | 5/4@0.5/0.5 g128
+5 g128 | 5 g64
+6/5@0.15/0.85 g128 | 6/5@0.5/0.5 g128
+6 g128
+8/6@0.15/0.85 g128
+8 g128
+"""
+
+
+def _parse(text: str) -> tuple[QuantParams, ...]:
+    return tuple(parse_params(cell) for cell in text.replace("\n", "|").split("|") if cell.strip())
+
+
+OPTIONS, HEAD_OPTIONS = _parse(OPTION_LIST), _parse(HEAD_OPTION_LIST)
 
 
 def decoder_projections(spec: ModelSpec) -> list[ProjectionSpec]:
@@ -39,7 +73,7 @@ def slot(
 def measured_in_nats(
     spec: ModelSpec,
     *,
-    options: Sequence[QuantParams] = PROJECTION_OPTIONS,
+    options: Sequence[QuantParams] = OPTIONS,
     head_options: Sequence[QuantParams] = HEAD_OPTIONS,
     seed: int = 0,
 ) -> Measurement:

@@ -80,7 +80,7 @@ class Matrix:
             params=parse_params(cell),
             output=self.output if in_metric else None,
         )
-        return round_matrices([job], self.item, search=search)[0]  # type: ignore[arg-type]
+        return next(round_matrices([job], self.item, search=search))  # type: ignore[arg-type]
 
     def cost(self, rounded: RoundedMatrix) -> float:
         """Return the estimated cost in nats per token."""

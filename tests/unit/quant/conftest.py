@@ -43,9 +43,9 @@ def convert(root: Path, **values: object) -> Converted:
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """A conversion with the defaults: Fisher factors, rounds of refinement."""
+    """A conversion with the defaults (Fisher factors, rounds), but the targets are the weights."""
     root = tmp_path_factory.mktemp("converted")
-    return convert(root, quality="standard", sensitivity={"rows": 2})
+    return convert(root, quality="standard", sensitivity={"rows": 2}, rounding={"correction": 0.0})
 
 
 @pytest.fixture(scope="session")

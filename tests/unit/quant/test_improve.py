@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conversions import small_config
-from measurements import decoder_projections, measured_in_nats, written_in_nats
+from measurements import OPTIONS, decoder_projections, measured_in_nats, written_in_nats
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
@@ -28,7 +28,7 @@ from exl2flow.quant.allocate import (
     read_choice,
     total_target,
 )
-from exl2flow.quant.candidates import HEAD_PARAMS, PROJECTION_OPTIONS
+from exl2flow.quant.candidates import HEAD_PARAMS
 from exl2flow.quant.layout import output_bytes
 from exl2flow.quant.measurement import Measurement, projection_bits
 from exl2flow.quant.rounds import (
@@ -287,7 +287,7 @@ def test_the_same_for_all_is_the_cheapest_that_fits(seed: int, bpw: float, spec:
     slots = decoder_projections(spec)
     budget = sum(projection_bits(p, first[1][p.key]) for p in slots)
     costs = {}
-    for params in PROJECTION_OPTIONS:
+    for params in OPTIONS:
         picked = [
             result
             for p in slots
@@ -300,14 +300,14 @@ def test_the_same_for_all_is_the_cheapest_that_fits(seed: int, bpw: float, spec:
     allocation, choice = uniform_allocation(spec, measurement, first)
 
     best = min(costs, key=costs.__getitem__)
-    assert 1 < len(costs) < len(PROJECTION_OPTIONS)
+    assert 1 < len(costs) < len(OPTIONS)
     assert choice == {**dict.fromkeys((p.key for p in slots), best), spec.head.key: HEAD_PARAMS[8]}
     assert allocation.value == pytest.approx(costs[best])
 
 
 def test_where_no_uniform_one_fits_the_first_stays(spec: ModelSpec) -> None:
     projections = decoder_projections(spec)
-    smallest, *larger = sorted(PROJECTION_OPTIONS, key=lambda o: projection_bits(projections[0], o))
+    smallest, *larger = sorted(OPTIONS, key=lambda o: projection_bits(projections[0], o))
     all_smallest = measured_in_nats(spec, options=[smallest])
     first = allotted(spec, all_smallest, 8, head=6)
 

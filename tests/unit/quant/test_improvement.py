@@ -51,7 +51,7 @@ def roughly(weight: torch.Tensor, item: HessianFactor, params: QuantParams) -> R
     """Round to nearest in an order that no Hessian gives."""
     shuffled = replace(item, perm=torch.randperm(ROWS)).without_feedback()
     job = RoundingJob(weight=weight, params=params)
-    return round_matrices([job], shuffled, search="grid")[0]
+    return next(round_matrices([job], shuffled, search="grid"))
 
 
 def metric_of(rounded: RoundedMatrix, item: HessianFactor) -> Metric:

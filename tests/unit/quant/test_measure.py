@@ -122,7 +122,7 @@ def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
             weight = padded_weight(sublayer.linears[projection.name])
             job = RoundingJob(weight=weight, params=candidate[projection.name])
             item = factor(total.mean(), damping=0.12, name="")
-            matrix = round_matrices([job], item, search="grid")[0].dequantize()
+            matrix = next(round_matrices([job], item, search="grid")).dequantize()
             rounded[projection.name] = matrix.float().T[: projection.out_features].contiguous()
         for name, weight in rounded.items():
             sublayer.linears[name] = DenseLinear(weight, sublayer.linears[name].bias)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measurements import measured_in_nats, written_in_nats
+from measurements import HEAD_OPTIONS, OPTIONS, measured_in_nats, written_in_nats
 from stage_runs import foreign_measurement
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
 from exl2flow.model import ModelSpec, QuantParams, resolve
-from exl2flow.quant.candidates import CANDIDATES, HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
+from exl2flow.quant.candidates import CANDIDATES, parse_params
 from exl2flow.quant.measurement import (
     CandidateResult,
     candidate_bits,
@@ -132,7 +132,7 @@ def test_projections_are_the_slots_of_a_measurement_in_nats(
     assert found.decoder == expected.decoder
     assert list(found.decoder) == [p.key for s in spec.sublayers for p in s.projections]
     assert list(found.head) == (expected.head if head else [])
-    assert len(found.decoder["model.layers.0.mlp.up_proj"]) == len(PROJECTION_OPTIONS)
+    assert len(found.decoder["model.layers.0.mlp.up_proj"]) == len(OPTIONS)
     assert len(expected.head) == len(HEAD_OPTIONS)
 
 

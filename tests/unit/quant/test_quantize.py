@@ -97,7 +97,7 @@ def original(
     """Round as exllamav2 does: its damping, one multiplier per group, and nothing after that."""
     item = factor(hessian, damping=0.12, name="")
     item = item if feedback else item.without_feedback()
-    return round_matrices([RoundingJob(weight=weight, params=params)], item, search="grid")[0]
+    return next(round_matrices([RoundingJob(weight=weight, params=params)], item, search="grid"))
 
 
 def refined(
@@ -107,7 +107,7 @@ def refined(
     item = factor(mixed(hessian, factors.input, 0.5), damping=0.05, name="")
     output = factors.output.damped(0.3).blocks
     job = RoundingJob(weight=weight, params=params, output=output)
-    start = round_matrices([job], item, search="column")[0]
+    start = next(round_matrices([job], item, search="column"))
     metric = Metric(hessian=item.damped(), output=output)
     return refine(start, weight, metric, rounds=3, sweeps=2)
 

@@ -43,7 +43,7 @@ def weight() -> torch.Tensor:
 
 def rounded(weight: torch.Tensor, params: QuantParams, item: HessianFactor) -> RoundedMatrix:
     job = RoundingJob(weight=weight, params=params)
-    return round_matrices([job], item, search="column")[0]
+    return next(round_matrices([job], item, search="column"))
 
 
 def exact(matrix: RoundedMatrix) -> torch.Tensor:
