@@ -1,6 +1,7 @@
 """The command line on a tiny model, without Prefect."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -280,8 +281,9 @@ def test_a_signal_commits_and_the_printed_command_goes_on(
     arguments = ["measure", str(converted.source), "--out", str(out), *CALIBRATION]
     program = "from exl2flow.flows.cli import main; main()"
     command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the other one was measured
     lines = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         watchdog = threading.Timer(60, process.kill)
         watchdog.start()
         assert process.stderr is not None
