@@ -4,7 +4,7 @@ Rounding for quantized inputs X̂ towards W keeps X̂W, not the source's XW. The
 for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goes part of the way.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,30 +14,35 @@ from exl2flow.quant.divergence import divergence
 from exl2flow.quant.hessian import LEAST_DAMPING
 from exl2flow.quant.source import device_of
 
-JUDGE_STEP = 8  # one row in so many judges a correction
+PAIRED_ROWS = 40  # at most so many rows pass the source beside the quantized model
+JUDGE_STEP = 8  # one of them in so many judges a correction
 
 
 class CrossProducts:
     """Sums `X̂ᵀ(X - X̂)` over rows while the source's states pass the sublayer."""
 
-    def __init__(self, sublayer: Sublayer, source: torch.Tensor, rows: Collection[int]) -> None:
+    def __init__(self, sublayer: Sublayer, source: torch.Tensor, pairs: range) -> None:
         """Begin with zeros.
 
         Args:
             sublayer: with the source's weights.
-            source: states fp32 (rows, t, hidden) of the source; become those after the sublayer.
-            rows: those that are summed over, at least one.
+            source: states fp32 (p, t, hidden) of the source; become those after the sublayer.
+            pairs: the rows that they belong to.
         """
-        self.sublayer, self.source, self.rows = sublayer, source, rows
+        self.sublayer, self.source, self.pairs = sublayer, source, pairs
+        self._fitting = fitting(len(pairs))
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
         """Add what the quantized model reads of a row, by capture, (1, t, k)."""
-        hidden = self.source[row : row + 1].to(device_of(self.sublayer))
+        if row not in self.pairs:
+            return
+        place = self.pairs.index(row)
+        hidden = self.source[place : place + 1].to(device_of(self.sublayer))
         normed = self.sublayer.normed(hidden)
         inner = self.sublayer.inner(normed)
-        self.source[row] = self.sublayer.output(hidden, inner)[0].cpu()
-        if row not in self.rows:
+        self.source[place] = self.sublayer.output(hidden, inner)[0].cpu()
+        if place not in self._fitting:
             return
         for capture, wanted in (("input", normed), ("inner", inner)):
             found = read[capture][0]
@@ -46,7 +51,7 @@ class CrossProducts:
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return capture name → the mean over rows, fp32 (k, k)."""
-        return {capture: total / len(self.rows) for capture, total in self._sums.items()}
+        return {capture: total / len(self._fitting) for capture, total in self._sums.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,7 @@ class Correction:
             hessians: by capture, fp32 (k, k).
             crosses: has seen all rows.
         """
-        means = crosses.means()
+        means, paired = crosses.means(), states[:: crosses.pairs.step]
         own = dict(sublayer.linears)
         targets = {
             p.name: self.target(own[p.name], hessians[p.capture], means[p.capture])
@@ -94,7 +99,7 @@ class Correction:
         errors = []
         for linears in (own, targets):
             sublayer.linears.update(linears)
-            errors.append(output_error(sublayer, _judging(states), _judging(crosses.source)))
+            errors.append(output_error(sublayer, _judging(paired), _judging(crosses.source)))
         sublayer.linears.update(own)
         return targets if errors[1] < errors[0] else own
 
@@ -106,10 +111,10 @@ class Correction:
         Args:
             head: of the source.
             hessian: of what it reads, fp32 (hidden, hidden).
-            states: final ones of the quantized model, fp32 (rows, t, hidden).
+            states: final ones of the quantized model, of paired rows, fp32 (p, t, hidden).
             source: those of the source.
         """
-        rows = fitting_rows(len(states))
+        rows = fitting(len(states))
 
         def read(row: torch.Tensor) -> torch.Tensor:
             return head.normed(row.to(hessian.device))
@@ -137,9 +142,14 @@ def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Ten
     return sum(errors) / len(errors)
 
 
-def fitting_rows(rows: int) -> Sequence[int]:
-    """Return the rows that make a correction: all but those that judge it."""
-    return [row for row in range(rows) if row % JUDGE_STEP] or range(rows)
+def paired_rows(rows: int) -> range:
+    """Return the rows that pass the source beside the quantized model."""
+    return range(0, rows, -(-rows // PAIRED_ROWS))
+
+
+def fitting(pairs: int) -> Sequence[int]:
+    """Return the places of the pairs that make a correction: all but those that judge it."""
+    return [place for place in range(pairs) if place % JUDGE_STEP] or range(pairs)
 
 
 def _judging(states: torch.Tensor) -> torch.Tensor:

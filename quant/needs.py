@@ -16,6 +16,7 @@ from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant import sensitivity
 from exl2flow.quant.calibration_plan import composing_bytes
 from exl2flow.quant.candidates import PROJECTION_OPTIONS
+from exl2flow.quant.correction import paired_rows
 from exl2flow.quant.divergence import LOGIT_POSITIONS
 from exl2flow.quant.fisher import factor_bytes
 from exl2flow.quant.gptq import BATCH_ELEMENTS
@@ -145,19 +146,19 @@ def _trials(config: ConversionConfig, spec: ModelSpec) -> int:
 
 
 def _quantize(config: ConversionConfig, spec: ModelSpec, packed: int) -> Need:
-    """Corrected targets need the source's states beside the quantized model's."""
+    """Corrected targets need some of the source's states beside the quantized model's."""
     rows = config.calibration
     corrected = bool(config.rounding.correction) and not isinstance(config, RefinementConfig)
     states = _states(spec, rows.rows * rows.row_tokens)
-    copies = 2 if corrected else 1
+    paired = _states(spec, len(paired_rows(rows.rows)) * rows.row_tokens) if corrected else 0
     working = max(
         (SUBLAYER + CORRECTED * corrected) * _largest(spec), _head(spec, rows.row_tokens)
     ) + _shared(config, spec, rows.row_tokens)
-    begun = _begun(spec, states) + (copies - 1) * states
+    begun = _begun(spec, states) + 2 * paired
     return Need(
-        memory=max(begun, copies * states + working),
+        memory=max(begun, states + paired + working),
         kept=packed,
-        passing=STATE_FILES * copies * states,
+        passing=STATE_FILES * (states + paired),
     )
 
 

@@ -28,7 +28,7 @@ from exl2flow.model import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.allocate import read_choice
-from exl2flow.quant.correction import Correction, CrossProducts, fitting_rows
+from exl2flow.quant.correction import Correction, CrossProducts, paired_rows
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded, padded_weight, round_matrices
 from exl2flow.quant.hessian import (
@@ -186,9 +186,10 @@ class Rounding:
 class Quantizing:
     """The work of `quantize` at a sublayer."""
 
-    def __init__(self, rounding: Rounding) -> None:
+    def __init__(self, rounding: Rounding, rows: int) -> None:
         self.rounding = rounding
-        self.copies = 2 if rounding.options.correction else 1
+        self.rows = rows
+        self.again = paired_rows(rows) if rounding.options.correction else range(0)
 
     def file(self, sublayer: SublayerSpec) -> str:
         """See `SublayerWork`."""
@@ -201,8 +202,8 @@ class Quantizing:
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """See `SublayerWork`: let states pass the matrices of an earlier run."""
-        quantized = states[: len(states) // self.copies]
-        advance(sublayer, states[len(quantized) :])  # the source's, if they are there
+        quantized, source = states[: self.rows], states[self.rows :]
+        advance(sublayer, source)
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
@@ -211,18 +212,13 @@ class Quantizing:
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
         """See `SublayerWork`: round, pack, and let the states pass quantized."""
-        quantized = states[: len(states) // self.copies]
-        kept = range(0, len(quantized), max(1, len(quantized) // ERROR_ROWS))
-        crosses = None
-        if self.copies > 1:
-            source_states, rows = states[len(quantized) :], fitting_rows(len(quantized))
-            crosses = CrossProducts(sublayer, source_states, rows)
-        hessians, reference = collect_hessians(
-            sublayer, quantized, keep=kept, observe=crosses.add if crosses else None
-        )
+        quantized = states[: self.rows]
+        kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
+        crosses = CrossProducts(sublayer, states[self.rows :], self.again)
+        hessians, reference = collect_hessians(sublayer, quantized, keep=kept, observe=crosses.add)
         factors = self.rounding.read_factors(sublayer.spec.index)
         source = targets = dict(sublayer.linears)
-        if crosses:
+        if self.again:
             correction = self.rounding.correction
             targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
         rounded = self._round(sublayer, targets, hessians, factors)
@@ -283,18 +279,20 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
 
 
 def quantize_head(
-    run: StageRun, model: SourceModel, rounding: Rounding, states: torch.Tensor
+    run: StageRun, model: SourceModel, work: Quantizing, states: torch.Tensor
 ) -> None:
     """Quantize the head on the final states and commit its file."""
+    rounding = work.rounding
     projection = model.spec.head
     head = model.head()
-    quantized, source = states.chunk(2) if rounding.options.correction else (states, None)
+    quantized, source = states[: work.rows], states[work.rows :]
     total = HessianSum(projection.in_features, device=model.device)
     for row in quantized:
         total.add(head.normed(row[None].to(model.device)))
     target = head.linear
-    if source is not None:
-        target = rounding.correction.head_target(head, total.mean(), quantized, source)
+    if work.again:
+        paired = quantized[:: work.again.step]
+        target = rounding.correction.head_target(head, total.mean(), paired, source)
     factors = rounding.read_factors("head")
     (matrix,) = rounding.round(
         [projection],
@@ -331,9 +329,10 @@ def quantize(run: StageRun) -> None:
     rounding = Rounding(run, read_choice(run.inputs["allocate"]))
     ids = load_rows(run.inputs["tokenize"], "quantize")
     head_is_open = not run.folder.valid(HEAD_FILE)
-    states = walk(run, model, ids, Quantizing(rounding), to_end=head_is_open)
+    work = Quantizing(rounding, len(ids))
+    states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
-        quantize_head(run, model, rounding, states)
+        quantize_head(run, model, work, states)
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 

@@ -52,7 +52,7 @@ KEPT = "kept"  # said of a matrix that is not refined
 class Upgrading:
     """The work of `refine` at a sublayer, and at the head."""
 
-    copies = 1
+    again = range(0)
 
     def __init__(self, run: StageRun, stored: StoredModel) -> None:
         self.run = run

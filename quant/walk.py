@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class SublayerWork(Protocol):
     """What a walk does at each sublayer."""
 
-    copies: int  # how often the states of all rows run side by side
+    again: range  # rows whose states run a second time, after those of all rows
 
     def file(self, sublayer: SublayerSpec) -> str:
         """Return the name of the sublayer's result inside the stage folder."""
@@ -30,7 +30,7 @@ class SublayerWork(Protocol):
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
         """Do the work, move `states` past the sublayer in place, write `path`, return its sha256.
 
-        States are fp32 (rows, t, hidden).
+        States are fp32 (rows, t, hidden), those of `again` last.
         """
         ...
 
@@ -46,7 +46,7 @@ class SublayerWork(Protocol):
 class OverSource:
     """What works share whose states are the source's own, and whose results are JSON."""
 
-    copies = 1
+    again = range(0)
 
     def file(self, sublayer: SublayerSpec) -> str:
         """See `SublayerWork`."""
@@ -78,7 +78,7 @@ def walk(
         to_end: whether the states after the last sublayer are wanted.
 
     Returns:
-        States fp32 (rows, t, hidden) after the last sublayer when `to_end`.
+        States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
     """
     order = model.spec.sublayers
     folder = run.folder
@@ -91,7 +91,7 @@ def walk(
     if saved is not None and saved[0] <= first_open:
         start, states = saved
     else:
-        start, states = 0, model.initial_states(ids).repeat(work.copies, 1, 1)
+        start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
     run.tick(sum(finished), folder.manifest.total)
     for spec in order[start:stop]:
         begun = time.monotonic()

@@ -20,11 +20,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from exl2flow.core.config import build_config
-from exl2flow.core.files import read_json
+from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.progress import silent
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.kernels import get_ops
-from exl2flow.model import DenseLinear, Linear, ProjectionSpec
+from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
 from exl2flow.quant.allocate import ALLOCATION_FILE
 from exl2flow.quant.candidates import parse_params
 from exl2flow.quant.divergence import divergence
@@ -32,6 +32,7 @@ from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, mixed
 from exl2flow.quant.measurement import MEASUREMENT_FILE, read_measurement
+from exl2flow.quant.quantize import install, sublayer_file
 from exl2flow.quant.refine import Metric, refine
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
@@ -296,6 +297,44 @@ def draw_refine(demo: Demo, axes: Axes) -> None:
     axes.legend(loc="upper right")
 
 
+@torch.no_grad()
+def draw_correction(demo: Demo, axes: Axes) -> None:
+    """How far states on held-out rows are from the source's after every sublayer."""
+    names = [sublayer.name.removeprefix("model.layers.") for sublayer in demo.model.spec.sublayers]
+    source = demo.model.initial_states(demo.held_out)
+    expected = []
+    for spec in demo.model.spec.sublayers:
+        advance(demo.model.sublayer(spec), source)
+        expected.append(source.clone())
+    for strength, colour in ((0.0, "#b5482f"), (0.5, "#2e8b57")):
+        config = demo.config.model_copy(
+            update={
+                "rounding": demo.config.rounding.model_copy(update={"correction": strength}),
+                "target_bytes": None,
+                "bpw": 3.0,
+            }
+        )
+        pipeline = open_pipeline(config, STAGES)
+        for name in pipeline.stages:
+            pipeline.run(name, progress=silent)
+            if name == "quantize":
+                break
+        states, errors = demo.model.initial_states(demo.held_out), []
+        for spec, wanted in zip(demo.model.spec.sublayers, expected, strict=True):
+            sublayer = demo.model.sublayer(spec)
+            tensors = read_tensors(pipeline.path("quantize") / sublayer_file(spec))
+            for p in spec.projections:
+                install(sublayer, p, QuantizedMatrix.from_tensors(p.key, tensors))
+            advance(sublayer, states)
+            errors.append(float((states - wanted).norm() / wanted.norm()))
+        print("correction", strength, [round(error, 4) for error in errors])
+        axes.plot(errors, "o-", color=colour, markersize=4, label=f"strength {strength:g}")
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("relative error of the states")
+    axes.legend(loc="upper left")
+
+
 def draw_allocation(demo: Demo, axes: Axes) -> None:
     """The cost of every candidate of every matrix, and those that are chosen."""
     spec = demo.model.spec
@@ -330,6 +369,7 @@ FIGURES: dict[str, tuple[Callable[[Demo, Axes], None], tuple[float, float]]] = {
     "columns": (draw_columns, (6.0, 3.4)),
     "rows": (draw_rows, (5.2, 3.8)),
     "refine": (draw_refine, (6.0, 3.4)),
+    "correction": (draw_correction, (6.0, 3.2)),
     "allocation": (draw_allocation, (6.0, 3.6)),
 }
 

@@ -151,3 +151,18 @@ def test_zero_columns_do_not_disturb_the_others() -> None:
     alone_codes, alone_maxima = TORCH_OPS.search_columns(x[:, :, others], 4, torch.ones(64))
     assert torch.equal(codes[:, others], alone_codes)
     assert torch.equal(maxima, alone_maxima)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 6.0], ids=["alike", "one far wider"])
+def test_some_columns_choose_the_maximum_for_all(outlier: float) -> None:
+    x = torch.randn(1, 32, 700) * (0.5 + torch.rand(1, 1, 700))
+    x[:, :, 333] *= outlier
+    weights = torch.rand(32) + 0.1
+
+    codes, maxima = TORCH_OPS.search_columns(x, 4, weights)
+
+    costs = naive_search(x[0], 4, weights)
+    total, columns = costs[float(maxima[0])]
+    assert total <= 1.02 * min(cost for cost, _ in costs.values())
+    found = total_cost(x[0], 4, weights, codes[0], maxima[0])
+    assert found == pytest.approx(sum(cost for cost, _ in columns), rel=1e-4)

@@ -18,7 +18,7 @@ from exl2flow.core.files import read_tensors
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import Exl2Linear, Linear, QuantizedMatrix, Sublayer, resolve
-from exl2flow.quant.correction import Correction, CrossProducts, output_error
+from exl2flow.quant.correction import Correction, CrossProducts, output_error, paired_rows
 from exl2flow.quant.hessian import collect_hessians
 from exl2flow.quant.quantize import HEAD_FILE, result_files, sublayer_file
 from exl2flow.quant.source import SourceModel
@@ -27,7 +27,7 @@ from exl2flow.tasks.stages import STAGES
 
 HIDDEN = 64
 DAMPING = 0.05
-STATES = 96  # tokens per row, more than there are in-features
+STATES = 192  # tokens per row, more than there are in-features
 STOP_AFTER = 3
 BITS = 3.8
 
@@ -114,8 +114,10 @@ def inputs(sublayer: Sublayer, states: torch.Tensor) -> dict[str, torch.Tensor]:
 def targets_of(
     sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor], *, strength: float
 ) -> dict[str, Linear]:
-    sums = CrossProducts(sublayer, states[1].clone(), range(len(states[1])))
-    hessians, _ = collect_hessians(sublayer, states[0], observe=sums.add)
+    """Return the targets of the first row: it alone makes them."""
+    quantized, source = (x[:1].clone() for x in states)
+    sums = CrossProducts(sublayer, source, range(1))
+    hessians, _ = collect_hessians(sublayer, quantized, observe=sums.add)
     crosses = sums.means()
     correction = Correction(strength=strength, damping=DAMPING)
     return {
@@ -133,7 +135,7 @@ def test_targets_are_those_of_damped_least_squares(
 ) -> None:
     targets = targets_of(sublayer, states, strength=1.0)
 
-    quantized, source = (inputs(sublayer, x) for x in states)
+    quantized, source = (inputs(sublayer, x[:1]) for x in states)
     for p in sublayer.spec.projections:
         x, wanted = quantized[p.capture], source[p.capture]
         weight = sublayer.linears[p.name].weight.T.double()  # (k, n)
@@ -173,7 +175,7 @@ def test_equal_states_need_no_correction(
 def test_targets_bring_outputs_nearer_to_the_sources(
     sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    quantized, source = states
+    quantized, source = (x[:1] for x in states)
     outputs = sublayer(source)
     before = output_error(sublayer, quantized, outputs)
     targets = targets_of(sublayer, states, strength=1.0)
@@ -181,6 +183,28 @@ def test_targets_bring_outputs_nearer_to_the_sources(
     sublayer.linears.update(targets)
 
     assert output_error(sublayer, quantized, outputs) < before
+
+
+@pytest.mark.parametrize(("rows", "step", "pairs"), [(1, 1, 1), (40, 1, 40), (115, 3, 39)])
+def test_source_runs_beside_some_rows_only(rows: int, step: int, pairs: int) -> None:
+    found = paired_rows(rows)
+
+    assert (len(found), found.step) == (pairs, step)
+
+
+def test_rows_that_judge_are_not_fitted(
+    sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    source = states[1][::2].clone()
+    sums = CrossProducts(sublayer, source, range(0, 3, 2))
+
+    collect_hessians(sublayer, states[0], observe=sums.add)
+
+    quantized, wanted = (inputs(sublayer, x[2:]) for x in states)  # the first pair judges
+    for capture, found in sums.means().items():
+        expected = quantized[capture].T @ (wanted[capture] - quantized[capture])
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(source, sublayer(states[1][::2]))
 
 
 def test_error_of_outputs_is_relative_and_the_mean_over_rows(
