@@ -29,7 +29,7 @@ def test_record_and_score_are_read_together(tmp_path: Path) -> None:
     found = read(tmp_path, RECORD, SCORES)
 
     assert found is not None
-    assert found.reports == {"lm_head": RECORD["layers"][0]}  # type: ignore[index]
+    assert found.reports == {"lm_head": RECORD["layers"][0]}  # type: ignore[index]  # JSON
     assert (found.series, found.is_tuned) == ("best", True)
     assert (found.allocated_kl, found.predicted_kl) == (0.25, 0.3)
     assert found.score == {"kl_divergence": 0.4}

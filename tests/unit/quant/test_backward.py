@@ -61,8 +61,8 @@ def naive_backward(config: ConversionConfig, ids: torch.Tensor) -> tuple[Decoder
     decoder.embedding.weight.requires_grad_()
     for sublayer in decoder.sublayers:
         for name, linear in sublayer.linears.items():
-            sublayer.linears[name] = Recorded(linear)  # type: ignore[assignment]
-    decoder.head.linear = Recorded(decoder.head.linear)  # type: ignore[assignment]
+            sublayer.linears[name] = Recorded(linear)  # type: ignore[assignment]  # a spy
+    decoder.head.linear = Recorded(decoder.head.linear)  # type: ignore[assignment]  # a spy
     kept = []
     for row, tokens in enumerate(ids):
         logits = decoder.forward(tokens[None])[0]

@@ -91,8 +91,8 @@ def hessians(config: ConversionConfig, rows: torch.Tensor) -> dict[str, torch.Te
     taps = {}
     for sublayer in decoder.sublayers:
         for p in sublayer.spec.projections:
-            taps[p.key] = sublayer.linears[p.name] = Reading(sublayer.linears[p.name])  # type: ignore[assignment]
-    taps[decoder.spec.head.key] = decoder.head.linear = Reading(decoder.head.linear)  # type: ignore[assignment]
+            taps[p.key] = sublayer.linears[p.name] = Reading(sublayer.linears[p.name])  # type: ignore[assignment]  # a spy
+    taps[decoder.spec.head.key] = decoder.head.linear = Reading(decoder.head.linear)  # type: ignore[assignment]  # a spy
     decoder.forward(rows)
     return {key: (tap.sum / len(rows)).float() for key, tap in taps.items()}
 
