@@ -5,8 +5,8 @@ of sublayers are exllamav2's (`docs/format.md` section 5): a row sets all projec
 options of single projections and of the head are this project's (`docs/concepts/quality.md`).
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 
 from exl2flow.core.config import HEAD_BITS
 from exl2flow.model import SublayerSpec
@@ -104,6 +104,12 @@ def _mixes(
                     proportions=(share, 1 - share),
                     group_sizes=(size, size),
                 )
+
+
+def single_widths(options: Iterable[QuantParams]) -> list[tuple[int, int]]:
+    """Return the distinct (bits, group size) that candidates are made of."""
+    parts = (zip(p.bit_widths, p.group_sizes, strict=True) for p in options)
+    return list(dict.fromkeys(chain.from_iterable(parts)))
 
 
 PROJECTION_OPTIONS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
-from exl2flow.quant.divergence import divergence
+from exl2flow.quant.divergence import mean_divergence
 from exl2flow.quant.hessian import LEAST_DAMPING
 from exl2flow.quant.source import device_of
 
@@ -126,8 +126,8 @@ class Correction:
         target = self.target(head.linear, hessian, cross / len(rows))
 
         def error(linear: Linear) -> float:
-            pairs = zip(_judging(source), _judging(states), strict=True)
-            return sum(divergence(head.linear, read(x), linear, read(y)) for x, y in pairs)
+            other = Head(final_norm=head.final_norm, linear=linear)
+            return mean_divergence(head, _judging(source), other, _judging(states))
 
         return target if error(target) < error(head.linear) else head.linear
 

@@ -2,9 +2,31 @@
 
 import torch
 
-from exl2flow.model import Linear
+from exl2flow.model import Head, Linear
 
 LOGIT_POSITIONS = 256  # logits exist for that many positions at a time
+
+
+def mean_divergence(
+    reference: Head, expected: torch.Tensor, head: Head, found: torch.Tensor
+) -> float:
+    """Return the divergence of predictions from final states fp32 (rows, t, hidden), in nats.
+
+    Args:
+        reference: of the source.
+        expected: final states of the source.
+        head: that is compared.
+        found: final states that it reads.
+    """
+    device = reference.linear.weight.device
+    parts = [
+        divergence(
+            reference.linear, reference.normed(x[None].to(device))[0],
+            head.linear, head.normed(y[None].to(device))[0],
+        )
+        for x, y in zip(expected, found, strict=True)
+    ]  # fmt: skip
+    return sum(parts) / len(parts)
 
 
 def divergence(

@@ -17,11 +17,11 @@ from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
-from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
+from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.divergence import divergence
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import HessianSum, collect_hessians, factor, mixed, relative_error
+from exl2flow.quant.hessian import collect_hessians, factor, head_hessian, mixed, relative_error
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
@@ -30,7 +30,10 @@ from exl2flow.quant.walk import OverSource, walk
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
 HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
-REFERENCE = parse_params("3 g128")  # where the gain of rounding in the outputs' metric is measured
+REFERENCE = (
+    3,
+    128,
+)  # bits and group size where the gain of rounding in the outputs' metric is measured
 
 
 class Estimating(OverSource):
@@ -54,7 +57,7 @@ class Estimating(OverSource):
         for spec in sublayer.spec.projections:
             linear, hessian = sublayer.linears[spec.name], hessians[spec.capture]
             found = self.projection(spec, linear, hessian, factors[spec.name])
-            results[spec.key] = found.results(PROJECTION_OPTIONS, gain=found.gain())
+            results[spec.key] = found.results(PROJECTION_OPTIONS)
         for row, output in outputs.items():
             states[row] = output
         return _write(path, results)
@@ -88,29 +91,25 @@ class Projection:
     def results(
         self,
         options: Sequence[QuantParams],
-        *,
-        gain: float = 1.0,
         nats: Callable[[torch.Tensor], float] | None = None,
     ) -> list[CandidateResult]:
         """Return the cost of every candidate.
 
         Args:
             options: the candidates.
-            gain: what all costs are multiplied by.
-            nats: cost of a matrix fp32 (k, n); the estimate by the factors when None.
+            nats: cost of a matrix fp32 (k, n). None: the estimate by the factors, less what is
+                gained when outputs are regarded, too.
 
         Raises:
             QuantizationError: the best one is hopeless.
         """
-        bands = {
-            band: QuantParams.uniform(*band)
-            for params in options
-            for band in zip(params.bit_widths, params.group_sizes, strict=True)
-        }
+        bands = single_widths(options)
+        rounded = self.rounded(QuantParams.uniform(*band) for band in bands)
         costs = {
             band: self._row_costs(matrix, (nats or self.nats)(matrix))
-            for band, matrix in zip(bands, self.rounded(bands.values()), strict=True)
+            for band, matrix in zip(bands, rounded, strict=True)
         }
+        gain = 1.0 if nats else self._gain(float(costs[REFERENCE][0].sum()))
         found = [self._result(params, costs, gain) for params in options]
         best = 1 - max(result.accuracy for result in found)
         if best > HOPELESS_ERROR:
@@ -173,15 +172,13 @@ class Projection:
         found = round_matrices(jobs, self.item, search=self.options.scale_search)
         return (matrix.dequantize().float() for matrix in found)
 
-    def gain(self) -> float:
-        """Return by what part of its cost a projection is left when outputs are regarded, too."""
-        if not self.options.rounds:
+    def _gain(self, without: float) -> float:
+        """Return what part is left of the cost of `REFERENCE` when outputs are regarded, too."""
+        if not self.options.rounds or without <= 0:
             return 1.0
         output = self.factors.output.damped(self.options.output_damping).blocks
-        with_outputs, without = (
-            self.nats(next(self.rounded([REFERENCE], metric))) for metric in (output, None)
-        )
-        return min(1.0, with_outputs / without) if without > 0 else 1.0
+        matrix = next(self.rounded([QuantParams.uniform(*REFERENCE)], output))
+        return min(1.0, self.nats(matrix) / without)
 
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:
@@ -213,9 +210,6 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
     spec, head = model.spec.head, model.head()
-    total = HessianSum(spec.in_features, device=model.device)
-    for row in states:
-        total.add(head.normed(row[None].to(model.device)))
     factors = read_factors(work.factors, "head")[spec.name]
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
@@ -226,8 +220,8 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
         found = DenseLinear(matrix.T.contiguous(), head.linear.bias, out_features=columns)
         return divergence(head.linear, inputs, found, inputs)
 
-    found = work.projection(spec, head.linear, total.mean(), factors)
-    return found.results(HEAD_OPTIONS, nats=nats)
+    found = work.projection(spec, head.linear, head_hessian(head, states), factors)
+    return found.results(HEAD_OPTIONS, nats)
 
 
 def _write(path: Path, results: Mapping[str, list[CandidateResult]]) -> str:

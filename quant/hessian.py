@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from exl2flow.core.errors import SingularHessian
-from exl2flow.model import Sublayer
+from exl2flow.model import Head, Sublayer
 from exl2flow.quant.source import check_states, device_of
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,15 @@ def collect_hessians(
             outputs[row] = sublayer.output(hidden, inner)[0].cpu()
             check_states(outputs[row], where=sublayer.spec.name, row=row)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
+
+
+def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
+    """Return the Hessian of what the head reads of final states (rows, t, hidden), fp32 (k, k)."""
+    device = head.linear.weight.device
+    total = HessianSum(states.shape[-1], device=device)
+    for row in states:
+        total.add(head.normed(row[None].to(device)))
+    return total.mean()
 
 
 def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:

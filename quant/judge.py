@@ -12,7 +12,7 @@ import torch
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import digest, write_json
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.quant.divergence import divergence
+from exl2flow.quant.divergence import mean_divergence
 from exl2flow.quant.source import SourceModel
 from exl2flow.quant.stored import StoredModel, refinement
 from exl2flow.quant.tokens import split_rows
@@ -44,23 +44,9 @@ def divergences(
         run.tick(spec.index + 1, len(order) + 1, spec.name)
         run.stop_if_asked()
     return {
-        name: _mean_divergence(reference, expected, model, found[name])
+        name: mean_divergence(reference.head(), expected, model.head(), found[name])
         for name, model in models.items()
     }
-
-
-def _mean_divergence(
-    reference: SourceModel, expected: torch.Tensor, model: SourceModel, found: torch.Tensor
-) -> float:
-    device, (source, head) = reference.device, (reference.head(), model.head())
-    parts = [
-        divergence(
-            source.linear, source.normed(x[None].to(device))[0],
-            head.linear, head.normed(y[None].to(device))[0],
-        )
-        for x, y in zip(expected, found, strict=True)
-    ]  # fmt: skip
-    return sum(parts) / len(parts)
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from exl2flow.model import ModelSpec
 from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant import sensitivity
 from exl2flow.quant.calibration_plan import composing_bytes
-from exl2flow.quant.candidates import PROJECTION_OPTIONS
+from exl2flow.quant.candidates import PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.correction import paired_rows
 from exl2flow.quant.divergence import LOGIT_POSITIONS
 from exl2flow.quant.fisher import factor_bytes
@@ -28,7 +28,6 @@ FLOAT = 4  # bytes of states and working weights, fp32
 SUBLAYER = 34  # per weight of a sublayer: read, padded, rounded, refined, decoded, packed
 CORRECTED = 8  # in addition: targets, and one that is being made
 VARIANTS = 14  # distinct candidates of a projection where sublayers are measured
-UNIFORM = 17  # matrices of one width that a projection is rounded to
 BATCHED = 13  # per weight rounded side by side: joined, ordered, codes, the search for scales
 OWN = 28  # per weight of a projection that is measured: read, padded, errors and products of them
 ENTRY = 1100  # of a measured candidate, in both files that hold it
@@ -120,7 +119,7 @@ def _measure(config: ConversionConfig, spec: ModelSpec) -> Need:
     largest = _largest(spec)
     if config.sensitivity.kind == "fisher":
         widest = _largest_projection(spec)
-        batch = min(max(widest, BATCH_ELEMENTS), UNIFORM * widest)
+        batch = min(max(widest, BATCH_ELEMENTS), len(single_widths(PROJECTION_OPTIONS)) * widest)
         working = FLOAT * largest + OWN * widest + BATCHED * batch
     else:
         working = SUBLAYER * largest + BATCHED * min(BATCH_ELEMENTS, VARIANTS * largest)

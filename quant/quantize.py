@@ -32,9 +32,9 @@ from exl2flow.quant.correction import Correction, CrossProducts, paired_rows
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded, padded_weight, round_matrices
 from exl2flow.quant.hessian import (
-    HessianSum,
     collect_hessians,
     factor,
+    head_hessian,
     mixed,
     relative_error,
 )
@@ -286,23 +286,21 @@ def quantize_head(
     projection = model.spec.head
     head = model.head()
     quantized, source = states[: work.rows], states[work.rows :]
-    total = HessianSum(projection.in_features, device=model.device)
-    for row in quantized:
-        total.add(head.normed(row[None].to(model.device)))
+    hessian = head_hessian(head, quantized)
     target = head.linear
     if work.again:
         paired = quantized[:: work.again.step]
-        target = rounding.correction.head_target(head, total.mean(), paired, source)
+        target = rounding.correction.head_target(head, hessian, paired, source)
     factors = rounding.read_factors("head")
     (matrix,) = rounding.round(
         [projection],
         {projection.name: target},
-        total.mean(),
+        hessian,
         factors,
         feedback=head.linear.weight.numel() <= FEEDBACK_LIMIT,
     )
     packed, report = quantize_projection(
-        projection, head.linear, matrix, total.mean(), factors.get(projection.name)
+        projection, head.linear, matrix, hessian, factors.get(projection.name)
     )
     numel = packed.shape[0] * packed.shape[1]
     params = str(rounding.choice[projection.key])

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.config import RoundingOptions
-from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
+from exl2flow.model import DenseLinear, Head, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
-from exl2flow.quant.divergence import divergence
+from exl2flow.quant.divergence import mean_divergence
+from exl2flow.quant.estimate import Projection
 from exl2flow.quant.fisher import Factors
-from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import HessianSum, collect_hessians, factor, mixed
+from exl2flow.quant.hessian import collect_hessians, head_hessian
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
@@ -97,20 +97,10 @@ class Trials:
         hessian: torch.Tensor,
         factors: Factors,
     ) -> dict[QuantParams, Linear]:
-        item = factor(
-            mixed(hessian, factors.input, self.options.fisher_share),
-            damping=self.options.damping,
-            name=projection.key,
-        )
-        jobs = [RoundingJob(weight=padded_weight(linear), params=params) for params in wanted]
-        rounded = round_matrices(jobs, item, search=self.options.scale_search)
+        found = Projection(projection, linear, hessian, factors, self.options)
         return {
-            job.params: DenseLinear(
-                matrix.dequantize().T.float().contiguous(),
-                linear.bias,
-                out_features=len(linear.weight),
-            )
-            for job, matrix in zip(jobs, rounded, strict=True)
+            params: DenseLinear(matrix.T.contiguous(), linear.bias, out_features=len(linear.weight))
+            for params, matrix in zip(wanted, found.rounded(wanted), strict=True)
         }
 
     def _verdict(
@@ -123,24 +113,13 @@ class Trials:
     ) -> Verdict:
         """Compare logits, each allocation with its own head."""
         head, projection = self.model.head(), self.model.spec.head
-        device = self.model.device
-        total = HessianSum(projection.in_features, device=device)
-        for row in seen:
-            total.add(head.normed(row[None].to(device)))
         wanted = tuple(dict.fromkeys(choice[projection.key] for choice in choices.values()))
         factors = read_factors(self.factors, "head")[projection.name]
-        heads = self._round(projection, head.linear, wanted, total.mean(), factors)
+        heads = self._round(projection, head.linear, wanted, head_hessian(head, seen), factors)
 
         def compare(found: torch.Tensor, choice: Choice) -> float:
-            linear = heads[choice[projection.key]]
-            parts = [
-                divergence(
-                    head.linear, head.normed(a[None].to(device))[0],
-                    linear, head.normed(b[None].to(device))[0],
-                )
-                for a, b in zip(reference, found, strict=True)
-            ]  # fmt: skip
-            return sum(parts) / len(parts)
+            own = Head(final_norm=head.final_norm, linear=heads[choice[projection.key]])
+            return mean_divergence(head, reference, own, found)
 
         first = next(iter(choices.values()))
         return Verdict(

@@ -19,9 +19,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from exl2flow.core.config import build_config
+from exl2flow.core.config import ScaleSearch, build_config
 from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.progress import silent
+from exl2flow.core.stage import Pipeline
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.kernels import get_ops
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
@@ -44,7 +45,9 @@ FOLDER = Path(__file__).parent
 SOURCE = FOLDER.parents[1] / "demo" / "model"
 TARGET_BYTES = 4_100_000  # of the allocation that is shown
 SETTINGS = ("2 g64", "3 g128", "4 g128", "5 g128")
-STARTS = {  # label: (search of the scales, whether rows are rounded in the outputs' metric)
+STARTS: dict[
+    str, tuple[ScaleSearch, bool]
+] = {  # label: (search of the scales, whether rows are rounded in the outputs' metric)
     "one multiplier per group, then steps": ("grid", False),
     "a scale per column, then steps": ("column", False),
     "rows rounded in the metric O, then steps": ("column", True),
@@ -74,14 +77,14 @@ class Matrix:
     item: HessianFactor
     output: torch.Tensor
 
-    def rounded(self, cell: str, search: str, *, in_metric: bool) -> RoundedMatrix:
+    def rounded(self, cell: str, search: ScaleSearch, *, in_metric: bool) -> RoundedMatrix:
         """Return the matrix rounded as a cell of the candidates' tables says."""
         job = RoundingJob(
             weight=self.weight,
             params=parse_params(cell),
             output=self.output if in_metric else None,
         )
-        return next(round_matrices([job], self.item, search=search))  # type: ignore[arg-type]
+        return next(round_matrices([job], self.item, search=search))
 
     def cost(self, rounded: RoundedMatrix) -> float:
         """Return the estimated cost in nats per token."""
@@ -92,6 +95,15 @@ class Matrix:
         error = (rounded.dequantize().float() - self.weight)[self.item.perm]
         metric = Metric(hessian=self.item.damped(), output=self.output)
         return float(((metric.hessian @ error) * metric.times_output(error)).sum())
+
+
+def run_until(pipeline: Pipeline, last: str) -> Path:
+    """Run the stages up to one of them and return its folder."""
+    for name in pipeline.stages:
+        pipeline.run(name, progress=silent)
+        if name == last:
+            break
+    return pipeline.path(last)
 
 
 class Demo:
@@ -116,11 +128,7 @@ class Demo:
 
     def stage(self, last: str) -> Path:
         """Run the stages up to one of them and return its folder."""
-        for name in self.pipeline.stages:
-            self.pipeline.run(name, progress=silent)
-            if name == last:
-                break
-        return self.pipeline.path(last)
+        return run_until(self.pipeline, last)
 
     @cached_property
     def held_out(self) -> torch.Tensor:
@@ -314,15 +322,11 @@ def draw_correction(demo: Demo, axes: Axes) -> None:
                 "bpw": 3.0,
             }
         )
-        pipeline = open_pipeline(config, STAGES)
-        for name in pipeline.stages:
-            pipeline.run(name, progress=silent)
-            if name == "quantize":
-                break
+        folder = run_until(open_pipeline(config, STAGES), "quantize")
         states, errors = demo.model.initial_states(demo.held_out), []
         for spec, wanted in zip(demo.model.spec.sublayers, expected, strict=True):
             sublayer = demo.model.sublayer(spec)
-            tensors = read_tensors(pipeline.path("quantize") / sublayer_file(spec))
+            tensors = read_tensors(folder / sublayer_file(spec))
             for p in spec.projections:
                 install(sublayer, p, QuantizedMatrix.from_tensors(p.key, tensors))
             advance(sublayer, states)

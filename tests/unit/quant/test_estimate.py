@@ -187,7 +187,9 @@ def test_cost_is_that_of_the_error_on_states_of_the_source(
     projection, weight, item, factors = problem(converted.pipeline, index, name)
     output = factors.output.damped(OUTPUT_DAMPING).blocks
     with_metric, without = (
-        estimate(dequantized(weight, REFERENCE, item, metric) - weight, factors)
+        estimate(
+            dequantized(weight, QuantParams.uniform(*REFERENCE), item, metric) - weight, factors
+        )
         for metric in (output, None)
     )
     gain = min(1.0, with_metric / without)
@@ -198,7 +200,7 @@ def test_cost_is_that_of_the_error_on_states_of_the_source(
 
         # fp32 sums in another order may move single codes by one
         assert entry_of(written, projection, option)["nats"] == pytest.approx(expected, rel=0.02)
-    assert parse_params("3 g128") == REFERENCE
+    assert parse_params("3 g128") == QuantParams.uniform(*REFERENCE)
     assert gain < 0.95
 
 
