@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 CHECKSUM = "checksum"  # the manifest's entry on all its others
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
+STATES_SHARE = 0.1  # of the time may go into saving them, where that takes longer than usual
+STATES_LONGEST = 15  # intervals without saving, however long it takes
 
 
 class StageRef(BaseModel):
@@ -108,6 +110,7 @@ class StageFolder:
         self.path = path
         self.manifest = manifest
         self._states_time = time.monotonic()
+        self._states_cost = 0.0
         self._begun = time.monotonic()
         self._seconds_before = manifest.seconds
 
@@ -147,16 +150,23 @@ class StageFolder:
         write_json(self.path / "manifest.json", self.manifest.sealed())
 
     def save_states(self, states: torch.Tensor, index: int, *, force: bool = False) -> None:
-        """Store the hidden states entering sublayer `index` unless the last ones are recent."""
-        if not force and time.monotonic() - self._states_time < STATES_INTERVAL_SECONDS:
+        """Store the hidden states entering sublayer `index` unless the last ones are recent.
+
+        The more time that took, the longer they count as recent.
+        """
+        begun = time.monotonic()
+        longest = STATES_LONGEST * STATES_INTERVAL_SECONDS
+        pause = min(max(STATES_INTERVAL_SECONDS, self._states_cost / STATES_SHARE), longest)
+        if not force and begun - self._states_time < pause:
             return
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
-        write_tensors(self.path / name, {"states": states})
+        write_tensors(self.path / name, {"states": states.cpu()})
         record = FileRecord.of(self.path / name, sha256=None)
         self.manifest.states = SavedStates(file=name, index=index, record=record)
         self.save()
         self._states_time = time.monotonic()
+        self._states_cost = self._states_time - begun
 
     def load_states(self) -> tuple[int, torch.Tensor] | None:
         """Return (sublayer index, states) of the last saved states, if they still hold."""

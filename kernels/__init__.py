@@ -1,5 +1,21 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
-from exl2flow.kernels.ops import Group, Ops, get_ops, resolve_device
+from exl2flow.kernels.ops import (
+    PANEL_ROWS,
+    Group,
+    Ops,
+    device_table,
+    get_ops,
+    resolve_device,
+    tensor_cores,
+)
 
-__all__ = ["Group", "Ops", "get_ops", "resolve_device"]
+__all__ = [
+    "PANEL_ROWS",
+    "Group",
+    "Ops",
+    "device_table",
+    "get_ops",
+    "resolve_device",
+    "tensor_cores",
+]

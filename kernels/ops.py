@@ -1,12 +1,16 @@
 """The `Ops` interface: all that quantization and inference ask of a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
+
+PANEL_ROWS = 32  # rows are rounded so many at a time; every group begins at a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +25,14 @@ class Group:
 class Ops(Protocol):
     """Tensor operations of the format; all tensors of a call lie on one device."""
 
-    def search_grid(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def search_grid(
+        self, x: torch.Tensor, bits: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose scale codes by each column's range, and the best maximum, for several matrices.
 
         Args:
-            x: fp32 (j, r, n), current rows of the group in `j` matrices.
-            bits: bit width of the group.
+            x: fp32 (j, r, n), current rows of a group in each of `j` matrices.
+            bits: bit width of each group.
 
         Returns:
             Scale codes uint8 (j, n) of 0 to 15, and the stored maxima fp16 (j,).
@@ -34,13 +40,13 @@ class Ops(Protocol):
         ...
 
     def search_columns(
-        self, x: torch.Tensor, bits: int, row_weights: torch.Tensor
+        self, x: torch.Tensor, bits: Sequence[int], row_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the maximum and every column's scale code by the weighted squared error.
 
         Args:
-            x: fp32 (j, r, n), current rows of the group in `j` matrices.
-            bits: bit width of the group.
+            x: fp32 (j, r, n), current rows of a group in each of `j` matrices.
+            bits: bit width of each group.
             row_weights: fp32 (r,), weight of each row's squared error.
 
         Returns:
@@ -59,7 +65,7 @@ class Ops(Protocol):
         """Round a panel of rows in order, each row's error fed to the panel's rows below.
 
         Args:
-            rows: fp32 (p, m), overwritten.
+            rows: fp32 (p, m), overwritten; p is at most `PANEL_ROWS`.
             upper: fp32 (p, p), the panel's diagonal block of the upper factor of H⁻¹.
             scales: fp32 (m,), decoder scale of each column.
             half_range: fp32 (m,), 2 ** (bits - 1) of each column.
@@ -83,7 +89,7 @@ class Ops(Protocol):
         """Improve a panel's steps by coordinate descent on tr(O Eᵀ H E), row after row.
 
         Args:
-            steps: fp32 (p, m), signed codes; overwritten.
+            steps: fp32 (p, m), signed codes; overwritten; p is at most `PANEL_ROWS`.
             gradient: fp32 (p, m), H E O of the panel's rows; overwritten.
             hessian: fp32 (p, p), the panel's diagonal block of H.
             scales: fp32 (m,), decoder scale of each column.
@@ -138,8 +144,45 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def get_ops(device: torch.device | str) -> Ops:
-    """Return the implementation for a device; the torch one serves all devices."""
-    from exl2flow.kernels.torch_ops import TORCH_OPS  # ops and torch_ops name each other
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Let a GPU multiply fp32 matrices as TF32: of fp16 and bf16 weights nothing is lost.
 
-    return TORCH_OPS
+    What that changes is told in `docs/concepts/gpu.md`.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@lru_cache(maxsize=4096)
+def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return integers as int64 on a device; a table is sent once, for sending waits for the device.
+
+    The result is shared: never change it.
+    """
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def get_ops(device: torch.device | str) -> Ops:
+    """Return the implementation for a device.
+
+    Raises:
+        BackendUnavailable: the device needs CuPy, which is not installed.
+    """
+    # the implementations import this module
+    if torch.device(device).type == "cpu":
+        from exl2flow.kernels.torch_ops import TORCH_OPS
+
+        return TORCH_OPS
+    try:
+        from exl2flow.kernels.cuda_ops import CUDA_OPS
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the kernels for `{device}` need CuPy ({error}): install `exl2flow[cuda13]` or "
+            "`exl2flow[cuda12]`, whichever your driver has, or use `--device cpu`"
+        ) from error
+    return CUDA_OPS

@@ -45,8 +45,8 @@ class CoupledRowDescent(RowDescent):
     """The same on h e O eᵀ + 2 e gᵀ; g, the `gradient`, has been multiplied by O.
 
     Every `CLASSES`-th column of a block moves at the same time, each to its own best step; in
-    order, they lie side by side. A move that makes the row worse, as columns depend on each other,
-    is tried again with the strongest changes only.
+    order, they lie side by side. Where that makes a block's part of the row worse, as columns
+    depend on each other, it is tried again with the strongest changes only.
     """
 
     def __init__(
@@ -107,23 +107,25 @@ class CoupledRowDescent(RowDescent):
     def _move(
         self, index: int, step: torch.Tensor, slope: torch.Tensor, curvature: float
     ) -> torch.Tensor | None:
-        """Move a class of columns if that lowers the objective; return the change times O."""
+        """Move a class of columns in the blocks where that lowers the objective."""
         scales, inverse, low, high, diagonal, output = self.classes[index]
         best = torch.addcmul(step, slope, inverse, value=-1 / curvature).round_()
         torch.clamp(best, low, high, out=best)
         if torch.equal(best, step):
             return None
-        change = torch.sub(best, step).mul_(scales)
-        for attempt in range(RETRIES + 1):
+        change = torch.sub(best, step).mul_(scales)  # (blocks, b / CLASSES)
+        for attempt in range(1, RETRIES + 3):
             pushed = _block_product(change, output)
             own = pushed.chunk(CLASSES, dim=1)[index]
-            rise = torch.add(slope, own, alpha=curvature / 2).mul_(change).sum()
-            if float(rise) < 0:
-                step.copy_(torch.where(change != 0, best, step) if attempt else best)
-                return pushed
+            rise = torch.add(slope, own, alpha=curvature / 2).mul_(change).sum(dim=1, keepdim=True)
+            worse = (rise >= 0) & (change != 0)
+            if not worse.any():
+                break
             gain = -change * (curvature * change * diagonal + 2 * slope)
-            change = torch.where(gain >= gain.amax() * (attempt + 1) / RETRIES, change, 0)
-        return None
+            weak = gain < gain.amax(dim=1, keepdim=True) * (attempt / RETRIES)
+            change[worse & weak if attempt <= RETRIES else worse] = 0
+        step.copy_(torch.where(change != 0, best, step))
+        return pushed
 
 
 def descent_of(

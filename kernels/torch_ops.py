@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from exl2flow.kernels.ops import Group, Ops
+from exl2flow.kernels.ops import Group, Ops, device_table
 from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
@@ -30,56 +30,70 @@ CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in i
 class TorchOps:
     """Vectorized over columns, and over matrices that share a Hessian."""
 
-    def search_grid(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def search_grid(
+        self, x: torch.Tensor, bits: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.search_grid`; `docs/format.md` section 4 has the formulas."""
-        half = float(2 ** (bits - 1))
-        base = _column_ranges(x, bits)  # (j, n)
+        base = self._column_ranges(x, bits)  # (j, n)
         largest = base.amax(dim=1, keepdim=True)
         levels = (SCALE_LEVELS * (base / largest).sqrt()).round().clamp(1, SCALE_LEVELS)
         steps = (levels / SCALE_LEVELS).square() * largest  # (j, n)
         grid = _grid(x.device)
-        cost = torch.stack([_grid_cost(x[j], steps[j], half, grid) for j in range(x.shape[0])])
-        best = grid[cost.argmin(dim=1)]  # argmin takes the first minimum
+        best = grid[self._grid_costs(x, bits, steps, grid).argmin(dim=1)]  # the first minimum
         return (levels - 1).to(torch.uint8), (largest[:, 0] * best).half()
 
     def search_columns(
-        self, x: torch.Tensor, bits: int, row_weights: torch.Tensor
+        self, x: torch.Tensor, bits: Sequence[int], row_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.search_columns`."""
-        found = [self._search_columns(matrix, bits, row_weights) for matrix in x]
-        codes, maxima = zip(*found, strict=True)
-        return torch.stack(codes), torch.stack(maxima)
+        base = self._column_ranges(x, bits)  # (j, n)
+        maxima = (base.amax(dim=1, keepdim=True) * _factors(x.device)).half()  # (j, MAXIMA)
+        sample, weights = _sample(base)  # (j, s), (s,)
+        seen = x.gather(2, sample[:, None].expand(-1, x.shape[1], -1))  # (j, r, s)
+        _, cost = self._best_codes(seen, bits, row_weights, base.gather(1, sample), maxima)
+        best = (cost * weights).sum(dim=2).argmin(dim=1, keepdim=True)
+        chosen = maxima.gather(1, best)  # (j, 1)
+        codes, _ = self._best_codes(x, bits, row_weights, base, chosen)
+        return codes[:, 0], chosen[:, 0]
 
-    def _search_columns(
-        self, x: torch.Tensor, bits: int, row_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Search one matrix: x fp32 (r, n) → codes uint8 (n,), maximum fp16 ()."""
-        base = _column_ranges(x, bits)  # (n,)
-        factors = torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA, device=x.device)
-        maxima = (base.amax() * factors).half()  # (MAXIMA,)
-        sample, weights = _sample(base)
-        _, cost = self._best_codes(x[:, sample], bits, row_weights, base[sample], maxima)
-        best = (cost @ weights).argmin()
-        codes, _ = self._best_codes(x, bits, row_weights, base, maxima[best, None])
-        return codes[0], maxima[best]
+    def _column_ranges(self, x: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
+        """Return the scales at which codes just span each column; x fp32 (j, r, n) → (j, n)."""
+        spans = device_table(tuple(bits), x.device).exp2().sub_(1).div_(2)
+        return (x.abs().amax(dim=1) + EPSILON) / spans[:, None]
+
+    def _grid_costs(
+        self, x: torch.Tensor, bits: Sequence[int], steps: torch.Tensor, grid: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what every multiplier of steps (j, n) costs in all columns, (j, 97)."""
+        halves = [float(2 ** (b - 1)) for b in bits]
+        parts = zip(x, steps, halves, strict=True)
+        return torch.stack([_grid_cost(*part, grid) for part in parts])
 
     def _best_codes(
         self,
         x: torch.Tensor,
-        bits: int,
+        bits: Sequence[int],
         row_weights: torch.Tensor,
         base: torch.Tensor,
         maxima: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each column's best scale code under each of `m` maxima, and its cost, (m, n)."""
-        expected = SCALE_LEVELS * (EXPECTED_SHARE * base / maxima[:, None].float()).sqrt()
+        """Return each column's best scale code under each of maxima (j, m), and its cost.
+
+        x fp32 (j, r, n), base fp32 (j, n) → uint8 and fp32 (j, m, n).
+        """
+        share = EXPECTED_SHARE * base[:, None] / maxima[:, :, None].float()
         reach = torch.arange(-CODE_REACH, CODE_REACH + 1, device=x.device)
-        levels = expected.round()[:, None] + reach[:, None]  # (m, reach, n)
-        codes = (levels.clamp(1, SCALE_LEVELS) - 1).to(torch.uint8)
-        scales = self.decode_scales(codes, maxima[:, None].expand(codes.shape[:2]))
-        cost = _weighted_cost(x, scales.float().flatten(0, 1), float(2 ** (bits - 1)), row_weights)
-        least, chosen = cost.view(codes.shape).min(dim=1)  # (m, n)
-        return codes.gather(1, chosen[:, None])[:, 0], least
+        levels = (SCALE_LEVELS * share.sqrt()).round()[:, :, None] + reach[:, None]
+        codes = (levels.clamp(1, SCALE_LEVELS) - 1).to(torch.uint8)  # (j, m, reach, n)
+        scales = self.decode_scales(codes, maxima[:, :, None].expand(codes.shape[:3])).float()
+        cost = torch.stack(
+            [
+                _weighted_cost(x[j], scales[j].flatten(0, 1), float(2 ** (b - 1)), row_weights)
+                for j, b in enumerate(bits)
+            ]
+        )
+        least, chosen = cost.view(codes.shape).min(dim=2)  # (j, m, n)
+        return codes.gather(2, chosen[:, :, None])[:, :, 0], least
 
     def round_panel(
         self,
@@ -191,19 +205,19 @@ class TorchOps:
 TORCH_OPS: Ops = TorchOps()
 
 
-def _column_ranges(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the scales at which the codes just span each column; x fp32 (..., r, n) → (..., n)."""
-    return (x.abs().amax(dim=-2) + EPSILON) / ((2.0**bits - 1) / 2)
+def _factors(device: torch.device) -> torch.Tensor:
+    return torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA, device=device)
 
 
 def _sample(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns that stand for all (n,), and how many each stands for: the widest and some."""
-    order = base.argsort(descending=True, stable=True)
-    step = max(1, len(base) // SAMPLED_COLUMNS)
-    widest, others = order[:WIDEST_COLUMNS], order[WIDEST_COLUMNS::step]
-    return torch.cat([widest, others]), torch.cat(
-        [torch.ones_like(base[widest]), torch.full_like(base[others], step)]
-    )
+    """Return columns that stand for all of base (j, n), (j, s), and for how many each, (s,)."""
+    n = base.shape[1]
+    order = base.argsort(dim=1, descending=True, stable=True)
+    step = max(1, n // SAMPLED_COLUMNS)
+    sample = torch.cat([order[:, :WIDEST_COLUMNS], order[:, WIDEST_COLUMNS::step]], dim=1)
+    weights = torch.full_like(base[0, : sample.shape[1]], step)
+    weights[:WIDEST_COLUMNS] = 1
+    return sample, weights
 
 
 def _weighted_cost(

@@ -132,9 +132,12 @@ def attend(
     mask = None
     if not is_causal and (count > 1 or is_windowed):
         mask = _visible(count, positions, window, q.device)
+    if q.is_cuda and q.dtype == torch.float32:  # its fused kernels know no groups of heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
-    )
+        q, k, v,
+        attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1],
+    )  # fmt: skip
 
 
 def _visible(count: int, positions: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -104,8 +104,8 @@ def load_linear(
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
     bias = tensors.read(f"{key}.bias") if projection.has_bias else None
     return DenseLinear(
-        weight.to(device=device, dtype=dtype),
-        None if bias is None else bias.to(device=device, dtype=dtype),
+        weight.to(device).to(dtype),  # the device converts what travels in the file's dtype
+        None if bias is None else bias.to(device).to(dtype),
         out_features=projection.out_features,
     )
 

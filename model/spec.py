@@ -33,6 +33,12 @@ class ProjectionSpec:
     has_bias: bool
     capture: Capture
 
+    @property
+    def reads(self) -> str:
+        """The name of the activation that it reads; the head's is its own."""
+        sublayer = self.key.rpartition(".")[0]
+        return f"{sublayer}.{self.capture}" if sublayer else self.key
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerSpec:

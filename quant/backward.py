@@ -62,7 +62,7 @@ def sublayer_backward(
             if name in sums:
                 sums[name].add(tap.read[0].float(), by_output[0].float())
         # last, for the gradient by an output may share its memory
-        gradient[row] = found[0][0].cpu()
+        gradient[row] = found[0][0]
         _check_gradient(gradient[row], where=sublayer.spec.name, row=row)
 
 
@@ -88,7 +88,7 @@ def head_backward(
         with torch.enable_grad():
             normed = head.normed(hidden)
         by_normed = _by_normed(head.linear, normed.detach(), uniform[row].to(device), sums)
-        gradient[row] = torch.autograd.grad(normed, hidden, by_normed)[0].cpu()
+        gradient[row] = torch.autograd.grad(normed, hidden, by_normed)[0]
         _check_gradient(gradient[row], where="lm_head", row=row)
     return gradient
 

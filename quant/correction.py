@@ -41,7 +41,7 @@ class CrossProducts:
         hidden = self.source[place : place + 1].to(device_of(self.sublayer))
         normed = self.sublayer.normed(hidden)
         inner = self.sublayer.inner(normed)
-        self.source[place] = self.sublayer.output(hidden, inner)[0].cpu()
+        self.source[place] = self.sublayer.output(hidden, inner)[0]
         if place not in self._fitting:
             return
         for capture, wanted in (("input", normed), ("inner", inner)):
@@ -61,19 +61,17 @@ class Correction:
     strength: float
     damping: float
 
-    def target(self, linear: Linear, hessian: torch.Tensor, cross: torch.Tensor) -> Linear:
-        """Return a projection with its target in place of the weight.
+    def move(self, hessian: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+        """Return by what inputs are multiplied to make up for a part of their error, fp32 (k, k).
 
         Args:
-            linear: with the source's weight.
             hessian: mean over rows of `X̂ᵀX̂`, fp32 (k, k).
             cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k).
         """
         damped = hessian.clone()
-        mean = float(hessian.diagonal().mean())
-        damped.diagonal().add_(max(self.damping * mean, LEAST_DAMPING))
-        move = self.strength * torch.linalg.solve(damped, cross)
-        return DenseLinear(linear.weight + linear.weight @ move.T, linear.bias)  # (n, k)
+        mean = hessian.diagonal().mean()
+        damped.diagonal().add_((self.damping * mean).clamp(min=LEAST_DAMPING))
+        return self.strength * torch.cholesky_solve(cross, torch.linalg.cholesky(damped))
 
     def sublayer_targets(
         self,
@@ -92,10 +90,10 @@ class Correction:
         """
         means, paired = crosses.means(), states[:: crosses.pairs.step]
         own = dict(sublayer.linears)
-        targets = {
-            p.name: self.target(own[p.name], hessians[p.capture], means[p.capture])
-            for p in sublayer.spec.projections
+        moves = {
+            capture: self.move(hessian, means[capture]) for capture, hessian in hessians.items()
         }
+        targets = {p.name: moved(own[p.name], moves[p.capture]) for p in sublayer.spec.projections}
         errors = []
         for linears in (own, targets):
             sublayer.linears.update(linears)
@@ -123,7 +121,7 @@ class Correction:
         for row in rows:
             found = read(states[row])
             cross += found.T @ (read(source[row]) - found)
-        target = self.target(head.linear, hessian, cross / len(rows))
+        target = moved(head.linear, self.move(hessian, cross / len(rows)))
 
         def error(linear: Linear) -> float:
             other = Head(final_norm=head.final_norm, linear=linear)
@@ -132,11 +130,16 @@ class Correction:
         return target if error(target) < error(head.linear) else head.linear
 
 
+def moved(linear: Linear, move: torch.Tensor) -> Linear:
+    """Return a projection with the target `W + move W` in place of its weight."""
+    return DenseLinear(linear.weight + linear.weight @ move.T, linear.bias)  # (n, k)
+
+
 def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:
     """Return the mean over rows of ‖y - y_source‖ / ‖y_source‖, with the linears as they are."""
     device = device_of(sublayer)
     errors = [
-        float((sublayer(row[None].to(device))[0].cpu() - y).norm() / y.norm())
+        float((sublayer(row[None].to(device))[0].to(y.device) - y).norm() / y.norm())
         for row, y in zip(quantized, outputs, strict=True)
     ]
     return sum(errors) / len(errors)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import RoundingOptions
+from exl2flow.core.config import RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import StageRun
@@ -19,21 +19,19 @@ from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.divergence import divergence
-from exl2flow.quant.fisher import Factors, estimate
-from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import collect_hessians, factor, head_hessian, mixed, relative_error
+from exl2flow.quant.fisher import Factors, estimated_nats
+from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
+from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, head_hessian, mixed
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import read_factors
-from exl2flow.quant.source import SourceModel
+from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.walk import OverSource, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
 HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
-REFERENCE = (
-    3,
-    128,
-)  # bits and group size where the gain of rounding in the outputs' metric is measured
+LEAST_SIZE = 1e-30  # of what a projection puts out
+REFERENCE = (3, 128)  # bits and group size where rounding in the outputs' metric is measured
 
 
 class Estimating(OverSource):
@@ -52,24 +50,39 @@ class Estimating(OverSource):
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
-        factors = read_factors(self.factors, sublayer.spec.index)
+        factors = read_factors(self.factors, sublayer.spec.index, device_of(sublayer))
         results: dict[str, list[CandidateResult]] = {}
-        for spec in sublayer.spec.projections:
-            linear, hessian = sublayer.linears[spec.name], hessians[spec.capture]
-            found = self.projection(spec, linear, hessian, factors[spec.name])
-            results[spec.key] = found.results(PROJECTION_OPTIONS)
+        for capture, hessian in hessians.items():
+            specs = [p for p in sublayer.spec.projections if p.capture == capture]
+            item = self.factor(specs[0], hessian, factors)
+            results |= estimated(
+                [
+                    Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
+                    for spec in specs
+                ],
+                PROJECTION_OPTIONS,
+                self.options,
+            )
         for row, output in outputs.items():
             states[row] = output
         return _write(path, results)
 
-    def projection(
-        self, spec: ProjectionSpec, linear: Linear, hessian: torch.Tensor, factors: Factors
-    ) -> "Projection":
-        """Factor the Hessian of a projection, and record what had to be done for that."""
-        found = Projection(spec, linear, hessian, factors.to(hessian.device), self.options)
-        if found.item.remedy:
-            self.folder.note(f"{spec.key}: {found.item.remedy}")
-        return found
+    def factor(
+        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
+    ) -> HessianFactor:
+        """Factor the Hessian of what projections read, and record what had to be done for that."""
+        item = shared_factor(hessian, factors[first.name], self.options, name=first.reads)
+        if item.remedy:
+            self.folder.note(f"{first.reads}: {item.remedy}")
+        return item
+
+
+def shared_factor(
+    hessian: torch.Tensor, factors: Factors, options: RoundingOptions, *, name: str
+) -> HessianFactor:
+    """Factor the Hessian that all projections which read one activation are rounded for."""
+    blend = mixed(hessian, factors.input, options.fisher_share)
+    return factor(blend, damping=options.damping, name=name)
 
 
 class Projection:
@@ -80,36 +93,74 @@ class Projection:
         spec: ProjectionSpec,
         linear: Linear,
         hessian: torch.Tensor,
+        item: HessianFactor,
         factors: Factors,
-        options: RoundingOptions,
     ) -> None:
-        self.spec, self.hessian, self.factors, self.options = spec, hessian, factors, options
+        self.spec, self.hessian, self.item = spec, hessian, item
+        self.factors = factors.to(hessian.device)
         self.weight = padded_weight(linear)
-        shared = mixed(hessian, factors.input, options.fisher_share)
-        self.item = factor(shared, damping=options.damping, name=spec.key)
+
+    def rounded(
+        self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
+    ) -> Iterator[RoundedMatrix]:
+        """Yield the matrix rounded with each of the parameters."""
+        jobs = [RoundingJob(weight=self.weight, params=params) for params in options]
+        return round_matrices(jobs, self.item, search=search, keep_fed_back=keep_fed_back)
+
+    def row_costs(
+        self,
+        options: Iterable[QuantParams],
+        search: ScaleSearch,
+        nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return nats and squared relative error of each row for parameters of one width.
+
+        What error feedback leaves of a row's error cannot be mended by later rows: rows of
+        `U⁻ᵀ E` do not correlate in the metric of the Hessian, so that each has a share of the
+        objective.
+
+        Args:
+            options: the parameters.
+            search: how scales are chosen.
+            nats: cost of a matrix fp32 (k, n). None: the estimate by the factors.
+
+        Returns:
+            fp64 (options, 2, k), in act-order.
+        """
+        size = ((self.hessian @ self.weight) * self.weight).sum().clamp(min=LEAST_SIZE)
+        costs = []
+        for matrix in self.rounded(options, search, keep_fed_back=True):
+            assert matrix.fed_back is not None
+            found = matrix.dequantize().float()
+            objective = (self.factors.output.apply(matrix.fed_back) * matrix.fed_back).sum(dim=1)
+            shares = objective.clamp(min=0).double()
+            shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
+            error = found - self.weight
+            squared = ((self.hessian @ error) * error).sum().clamp(min=0) / size
+            cost = self.nats(error) if nats is None else nats(found)
+            costs.append(torch.stack([cost, squared])[:, None].double() * shares)
+        return torch.stack(costs)
+
+    def nats(self, error: torch.Tensor) -> torch.Tensor:
+        """Return the estimate for an error fp32 (k, n)."""
+        return estimated_nats(error, self.factors)
 
     def results(
         self,
         options: Sequence[QuantParams],
-        nats: Callable[[torch.Tensor], float] | None = None,
+        costs: Mapping[tuple[int, int], torch.Tensor],
+        gain: float,
     ) -> list[CandidateResult]:
         """Return the cost of every candidate.
 
         Args:
             options: the candidates.
-            nats: cost of a matrix fp32 (k, n). None: the estimate by the factors, less what is
-                gained when outputs are regarded, too.
+            costs: bits and group size → fp64 (2, k), as of `row_costs`.
+            gain: what part of the nats is left when outputs are regarded, too.
 
         Raises:
             QuantizationError: the best one is hopeless.
         """
-        bands = single_widths(options)
-        rounded = self.rounded(QuantParams.uniform(*band) for band in bands)
-        costs = {
-            band: self._row_costs(matrix, (nats or self.nats)(matrix))
-            for band, matrix in zip(bands, rounded, strict=True)
-        }
-        gain = 1.0 if nats else self._gain(float(costs[REFERENCE][0].sum()))
         found = [self._result(params, costs, gain) for params in options]
         best = 1 - max(result.accuracy for result in found)
         if best > HOPELESS_ERROR:
@@ -125,7 +176,7 @@ class Projection:
         costs: Mapping[tuple[int, int], torch.Tensor],
         gain: float,
     ) -> CandidateResult:
-        """Add up the costs (2, k) of each band's rows at its width."""
+        """Add up the costs of each band's rows at its width."""
         nats, squared_error = (
             torch.stack(
                 [
@@ -143,42 +194,51 @@ class Projection:
             nats=gain * nats,
         )
 
-    def nats(self, matrix: torch.Tensor) -> float:
-        """Return the estimate for a matrix fp32 (k, n)."""
-        return estimate(matrix - self.weight, self.factors)
 
-    def _row_costs(self, matrix: torch.Tensor, nats: float) -> torch.Tensor:
-        """Divide nats and squared relative error of a matrix among its rows, fp64 (2, k).
+def estimated(
+    projections: Sequence[Projection],
+    options: Sequence[QuantParams],
+    rounding: RoundingOptions,
+    nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> dict[str, list[CandidateResult]]:
+    """Return the costs of all candidates of projections that read one activation, by key.
 
-        Error feedback makes of a row's error what later rows cannot mend: rows of `U⁻ᵀ E` do not
-        correlate in the metric of the Hessian, so that each has a share of the objective.
-        """
-        error = (matrix - self.weight)[self.item.perm]
-        unmended: torch.Tensor = torch.linalg.solve_triangular(
-            self.item.upper.T, error, upper=False
+    Args:
+        projections: what to round.
+        options: the candidates.
+        rounding: how.
+        nats: cost of a matrix fp32 (k, n). None: the estimate by the factors, less what is gained
+            when outputs are regarded, too.
+    """
+    bands = single_widths(options)
+    params = [QuantParams.uniform(*band) for band in bands]
+    costs = [p.row_costs(params, rounding.scale_search, nats) for p in projections]
+    gains = torch.ones(len(projections))
+    if nats is None and rounding.rounds:
+        without = torch.stack([cost[bands.index(REFERENCE), 0].sum() for cost in costs])
+        gains = (_with_metric(projections, rounding) / without).clamp(max=1).nan_to_num(nan=1)
+    found = zip(projections, costs, gains.tolist(), strict=True)
+    return {
+        projection.spec.key: projection.results(
+            options, dict(zip(bands, cost.cpu(), strict=True)), gain
         )
-        objective = (self.factors.output.apply(unmended) * unmended).sum(dim=1)
-        shares = objective.clamp(min=0).double().cpu()
-        shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        squared = relative_error(self.hessian, self.weight, matrix) ** 2
-        whole = torch.tensor([[nats], [squared]], dtype=torch.float64)
-        return whole * shares
+        for projection, cost, gain in found
+    }
 
-    def rounded(
-        self, options: Iterable[QuantParams], output: torch.Tensor | None = None
-    ) -> Iterator[torch.Tensor]:
-        """Yield the dequantized matrix fp32 (k, n) of each of the parameters."""
-        jobs = [RoundingJob(weight=self.weight, params=p, output=output) for p in options]
-        found = round_matrices(jobs, self.item, search=self.options.scale_search)
-        return (matrix.dequantize().float() for matrix in found)
 
-    def _gain(self, without: float) -> float:
-        """Return what part is left of the cost of `REFERENCE` when outputs are regarded, too."""
-        if not self.options.rounds or without <= 0:
-            return 1.0
-        output = self.factors.output.damped(self.options.output_damping).blocks
-        matrix = next(self.rounded([QuantParams.uniform(*REFERENCE)], output))
-        return min(1.0, self.nats(matrix) / without)
+def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -> torch.Tensor:
+    """Return what `REFERENCE` costs when rounding regards outputs, too, (projections,)."""
+    jobs = [
+        RoundingJob(
+            weight=p.weight,
+            params=QuantParams.uniform(*REFERENCE),
+            output=p.factors.output.damped(rounding.output_damping).blocks,
+        )
+        for p in projections
+    ]
+    rounded = round_matrices(jobs, projections[0].item, search=rounding.scale_search)
+    pairs = zip(projections, rounded, strict=True)
+    return torch.stack([p.nats(matrix.dequantize().float() - p.weight) for p, matrix in pairs])
 
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:
@@ -210,18 +270,20 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
     spec, head = model.spec.head, model.head()
-    factors = read_factors(work.factors, "head")[spec.name]
+    factors = read_factors(work.factors, "head", model.device)[spec.name]
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])
 
-    def nats(matrix: torch.Tensor) -> float:
+    def nats(matrix: torch.Tensor) -> torch.Tensor:
         columns = len(head.linear.weight)
         found = DenseLinear(matrix.T.contiguous(), head.linear.bias, out_features=columns)
-        return divergence(head.linear, inputs, found, inputs)
+        return torch.tensor(divergence(head.linear, inputs, found, inputs), device=matrix.device)
 
-    found = work.projection(spec, head.linear, head_hessian(head, states), factors)
-    return found.results(HEAD_OPTIONS, nats)
+    hessian = head_hessian(head, states)
+    item = work.factor(spec, hessian, {spec.name: factors})
+    projection = Projection(spec, head.linear, hessian, item, factors)
+    return estimated([projection], HEAD_OPTIONS, work.options, nats)[spec.key]
 
 
 def _write(path: Path, results: Mapping[str, list[CandidateResult]]) -> str:

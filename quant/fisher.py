@@ -78,13 +78,21 @@ class Factors:
 
 
 def estimate(error: torch.Tensor, factors: Factors) -> float:
+    """Return `estimated_nats` as a number."""
+    return float(estimated_nats(error, factors))
+
+
+def estimated_nats(error: torch.Tensor, factors: Factors) -> torch.Tensor:
     """Return `½ Σ (H_I E H_O) E`, the KL divergence in nats per token that an error causes.
 
     Args:
         error: `Q - W`, fp32 (k, n), columns as stored.
         factors: of the projection, on the same device.
+
+    Returns:
+        fp32 (), on the device: nothing waits for it.
     """
-    return 0.5 * float((factors.input @ error).mul_(factors.output.apply(error)).sum())
+    return (factors.input @ error).mul_(factors.output.apply(error)).sum() / 2
 
 
 def block_size(columns: int, limit: int) -> int:
@@ -160,21 +168,23 @@ def write_factors(
     return write_tensors(path, tensors, metadata={CAPTURES_KEY: json.dumps(captures)})
 
 
-def read_file(path: Path) -> dict[str, Factors]:
-    """Return projection → factors of a file that `write_factors` wrote, on the CPU.
+def read_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Factors]:
+    """Return projection → factors of a file that `write_factors` wrote, on a device.
 
     Raises:
         CorruptCheckpoint: the file is missing or damaged.
     """
     tensors = read_tensors(path)
     captures: dict[str, tuple[str, int]] = json.loads(read_metadata(path)[CAPTURES_KEY])
-    inputs = {shared: unpack_symmetric(tensors[shared]) for shared, _ in captures.values()}
+
+    def unpacked(name: str) -> torch.Tensor:
+        return unpack_symmetric(tensors[name].to(device))
+
+    inputs = {shared: unpacked(shared) for shared in {shared for shared, _ in captures.values()}}
     return {
         name: Factors(
             input=inputs[shared],
-            output=OutputFactor(
-                blocks=unpack_symmetric(tensors[f"{name}.output"]), columns=columns
-            ),
+            output=OutputFactor(blocks=unpacked(f"{name}.output"), columns=columns),
         )
         for name, (shared, columns) in captures.items()
     }

@@ -8,18 +8,19 @@ vectorized over columns (`docs/format.md` section 4).
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import Group, get_ops
+from exl2flow.kernels import PANEL_ROWS, Group, device_table, get_ops
 from exl2flow.model import Linear
 from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams, padded_columns
 from exl2flow.quant.hessian import HessianFactor
 
-PANEL_ROWS = ROW_MULTIPLE  # every group begins at a multiple of it
-BATCH_ELEMENTS = 1 << 26  # weights rounded side by side; bounds the working memory
+WINDOW_ROWS = 8 * PANEL_ROWS  # errors of so many rows reach all rows below in one product
+BATCH_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}  # weights side by side, to bound memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class RoundedMatrix:
     """A coded matrix before packing.
 
     codes: uint8 (k, n) in act-order; scale_codes: uint8 (g, n); max_scales: fp16 (g,);
-    perm: int64 (k,).
+    perm: int64 (k,). fed_back: fp32 (k, n), `U⁻ᵀ (W - Q)` in act-order, where it was asked for.
     """
 
     codes: torch.Tensor
@@ -35,6 +36,7 @@ class RoundedMatrix:
     scale_codes: torch.Tensor
     max_scales: torch.Tensor
     perm: torch.Tensor
+    fed_back: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix fp16 (k, n) in the order of the in-features."""
@@ -79,8 +81,22 @@ def padded_weight(linear: Linear) -> torch.Tensor:
     return padded(linear.weight.T.float()).contiguous()
 
 
+def alike(jobs: Sequence[RoundingJob]) -> Iterator[list[RoundingJob]]:
+    """Divide jobs into runs that can lie side by side: of one shape and size of blocks."""
+
+    def shape(job: RoundingJob) -> tuple[torch.Size, torch.Size | None]:
+        return job.weight.shape, None if job.output is None else job.output.shape
+
+    for _, run in groupby(jobs, key=shape):
+        yield list(run)
+
+
 def round_matrices(
-    jobs: Sequence[RoundingJob], factor: HessianFactor, *, search: ScaleSearch
+    jobs: Sequence[RoundingJob],
+    factor: HessianFactor,
+    *,
+    search: ScaleSearch,
+    keep_fed_back: bool = False,
 ) -> Iterator[RoundedMatrix]:
     """Round matrices that share a Hessian, as many at a time as fit into `BATCH_ELEMENTS`.
 
@@ -90,6 +106,7 @@ def round_matrices(
         jobs: what to round.
         factor: of the Hessian.
         search: how scales are chosen.
+        keep_fed_back: whether results keep `fed_back`.
 
     Raises:
         TensorShapeError: the number of rows is not a multiple of 32.
@@ -97,90 +114,110 @@ def round_matrices(
     k = len(factor.perm)
     if k % ROW_MULTIPLE:
         raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
-    batch: list[RoundingJob] = []
-    for job in jobs:
-        elements = sum(j.weight.numel() for j in [*batch, job])
-        coupled = job.output is not None or (batch and batch[-1].output is not None)
-        if batch and (coupled or elements > BATCH_ELEMENTS):
-            yield from _Batch(batch, factor, search).round()
-            batch = []
-        batch.append(job)
-    if batch:
-        yield from _Batch(batch, factor, search).round()
+    for run in alike(jobs):
+        most = max(1, BATCH_ELEMENTS[factor.perm.device.type] // run[0].weight.numel())
+        for begin in range(0, len(run), most):
+            batch = _Batch(run[begin : begin + most], factor, search, keep_fed_back)
+            yield from batch.round()
 
 
 class _Batch:
-    """The columns of several jobs side by side, and the state of their rounding."""
+    """The columns of jobs that are alike side by side, and the state of their rounding."""
 
     def __init__(
-        self, jobs: Sequence[RoundingJob], factor: HessianFactor, search: ScaleSearch
+        self,
+        jobs: Sequence[RoundingJob],
+        factor: HessianFactor,
+        search: ScaleSearch,
+        keep_fed_back: bool,
     ) -> None:
         self.factor = factor
         self.search = search
-        self.output = jobs[0].output
+        self.output = side_by_side([job.output for job in jobs])
         self.ops = get_ops(factor.upper.device)
-        self.rows = torch.cat([job.weight for job in jobs], dim=1)[factor.perm]  # (k, m)
-        k, m = self.rows.shape
-        device = self.rows.device
-        self.codes = torch.empty(k, m, dtype=torch.uint8, device=device)
-        self.scales = torch.empty(m, dtype=torch.float32, device=device)
-        self.half_range = torch.empty(m, dtype=torch.float32, device=device)
+        k, n = jobs[0].weight.shape
+        self.shape = len(jobs), n
         self.groups = [job.params.groups(k) for job in jobs]
-        self.columns: list[slice] = []
-        for job in jobs:
-            begin = self.columns[-1].stop if self.columns else 0
-            self.columns.append(slice(begin, begin + job.weight.shape[1]))
-        counts = [len(groups) for groups in self.groups]
-        widths = [s.stop - s.start for s in self.columns]
-        self.scale_codes = [
-            torch.empty(g, n, dtype=torch.uint8, device=device)
-            for g, n in zip(counts, widths, strict=True)
-        ]
-        self.max_scales = [torch.empty(g, dtype=torch.float16, device=device) for g in counts]
+        self.starts = group_starts(self.groups)
+        self.rows = torch.cat([job.weight for job in jobs], dim=1)[factor.perm]  # (k, m)
+        self.codes = torch.empty_like(self.rows, dtype=torch.uint8)
+        self.scales = torch.empty_like(self.rows[0])
+        self.half_range = torch.empty_like(self.scales)
+        panels = k // PANEL_ROWS  # groups are told apart by the panel that they begin with
+        self.scale_codes = torch.empty_like(self.codes[:panels]).view(panels, *self.shape)
+        self.max_scales = torch.empty(
+            panels, len(jobs), dtype=torch.float16, device=self.rows.device
+        )
+        self.keep_fed_back = keep_fed_back
+        self.fed_back = torch.empty_like(self.rows if keep_fed_back else self.rows[:WINDOW_ROWS])
 
-    def round(self) -> list[RoundedMatrix]:
+    def round(self) -> Iterator[RoundedMatrix]:
         """Round panel after panel, feeding each panel's errors to all rows below it."""
-        upper = self.factor.upper
-        for begin in range(0, len(self.rows), PANEL_ROWS):
-            end = begin + PANEL_ROWS
-            self._begin_groups(begin)
-            self.codes[begin:end], errors = self.ops.round_panel(
-                self.rows[begin:end],
-                upper[begin:end, begin:end],
-                self.scales,
-                self.half_range,
-                self.output,
+        upper, k = self.factor.upper, len(self.rows)
+        for top in range(0, k, WINDOW_ROWS):
+            bottom = min(top + WINDOW_ROWS, k)
+            errors = (
+                self.fed_back[top:bottom] if self.keep_fed_back else self.fed_back[: bottom - top]
             )
-            self.rows[end:].addmm_(upper[begin:end, end:].T, errors, alpha=-1)
-        return [
-            RoundedMatrix(
-                codes=self.codes[:, self.columns[j]].contiguous(),
-                groups=self.groups[j],
-                scale_codes=self.scale_codes[j],
-                max_scales=self.max_scales[j],
-                perm=self.factor.perm,
-            )
-            for j in range(len(self.groups))
-        ]
+            for begin in range(top, bottom, PANEL_ROWS):
+                panel, below = slice(begin, begin + PANEL_ROWS), slice(begin + PANEL_ROWS, bottom)
+                self._begin_groups(begin)
+                self.codes[panel], found = self.ops.round_panel(
+                    self.rows[panel],
+                    upper[panel, panel],
+                    self.scales,
+                    self.half_range,
+                    self.output,
+                )
+                self.rows[below].addmm_(upper[panel, below].T, found, alpha=-1)
+                errors[begin - top : begin - top + PANEL_ROWS] = found
+            window = upper[top:bottom, bottom:]
+            self.rows[bottom:].addmm_(window.T, errors, alpha=-1)
+        return map(self._result, range(len(self.groups)))
+
+    def _result(self, j: int) -> RoundedMatrix:
+        columns = slice(j * self.shape[1], (j + 1) * self.shape[1])
+        begun = device_table(
+            tuple(group.start // PANEL_ROWS for group in self.groups[j]), self.rows.device
+        )
+        return RoundedMatrix(
+            codes=self.codes[:, columns].contiguous(),
+            groups=self.groups[j],
+            scale_codes=self.scale_codes[begun, j],
+            max_scales=self.max_scales[begun, j],
+            perm=self.factor.perm,
+            fed_back=self.fed_back[:, columns] if self.keep_fed_back else None,
+        )
 
     def _begin_groups(self, row: int) -> None:
-        """Search the scales of all groups that begin at a row, alike ones together."""
-        alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
-        for j, groups in enumerate(self.groups):
-            for index, group in enumerate(groups):
-                if group.start == row:
-                    width = self.columns[j].stop - self.columns[j].start
-                    alike[group.bits, group.rows, width].append((j, index))
-        for (bits, rows, _), members in alike.items():
-            x = torch.stack([self.rows[row : row + rows, self.columns[j]] for j, _ in members])
+        """Search the scales of all groups that begin at a row, those of one size together."""
+        j, n = self.shape
+        for rows, members in self.starts.get(row, {}).items():
+            places = device_table(tuple(members), self.rows.device)
+            x = self.rows[row : row + rows].view(rows, j, n).transpose(0, 1)[places]
+            bits = tuple(members.values())
             if self.search == "grid":
                 codes, maxima = self.ops.search_grid(x, bits)
             else:
                 diagonal = self.factor.upper.diagonal()[row : row + rows]
                 codes, maxima = self.ops.search_columns(x, bits, diagonal.reciprocal().square())
-            scales = self.ops.decode_scales(codes, maxima).float()
-            for place, (j, index) in enumerate(members):
-                self.scale_codes[j][index] = codes[place]
-                self.max_scales[j][index] = maxima[place]
-                self.scales[self.columns[j]] = scales[place]
-                self.half_range[self.columns[j]] = 2.0 ** (bits - 1)
+            half_range = (device_table(bits, self.rows.device) - 1).exp2()
+            self.scale_codes[row // PANEL_ROWS, places] = codes
+            self.max_scales[row // PANEL_ROWS, places] = maxima
+            self.scales.view(j, n)[places] = self.ops.decode_scales(codes, maxima).float()
+            self.half_range.view(j, n)[places] = half_range[:, None].expand(-1, n)
+
+
+def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, dict[int, int]]]:
+    """Return first row → rows of a group → which matrices have such a group → its bits."""
+    starts: dict[int, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    for j, groups in enumerate(matrices):
+        for group in groups:
+            starts[group.start][group.rows][j] = group.bits
+    return starts
+
+
+def side_by_side(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the blocks (blocks, b, b) of several matrices together; all have some, or none."""
+    blocks = [output for output in outputs if output is not None]
+    return torch.cat(blocks) if blocks else None

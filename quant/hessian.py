@@ -12,7 +12,7 @@ import torch
 
 from exl2flow.core.errors import SingularHessian
 from exl2flow.model import Head, Sublayer
-from exl2flow.quant.source import check_states, device_of
+from exl2flow.quant.source import StatesCheck, device_of
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ def collect_hessians(
     """
     sums: dict[str, HessianSum] = {}
     outputs: dict[int, torch.Tensor] = {}
+    check = StatesCheck(sublayer.spec.name)
     for row in range(len(states)):
         hidden = states[row : row + 1].to(device_of(sublayer))
         normed = sublayer.normed(hidden)
@@ -127,8 +128,10 @@ def collect_hessians(
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)
             sums[capture].add(x)
         if keep is None or row in keep:
-            outputs[row] = sublayer.output(hidden, inner)[0].cpu()
-            check_states(outputs[row], where=sublayer.spec.name, row=row)
+            output = sublayer.output(hidden, inner)[0]
+            check.add(row, output)
+            outputs[row] = output.to(states.device)
+    check.finish()
     return {capture: total.mean() for capture, total in sums.items()}, outputs
 
 
@@ -186,4 +189,4 @@ def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:
     if failed or not upper.isfinite().all():
         raise SingularHessian("no Cholesky factor")
     factored: torch.Tensor = upper.float()
-    return factored
+    return factored.contiguous()

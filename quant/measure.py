@@ -15,6 +15,7 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import digest, read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import DenseLinear, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import candidates_for
@@ -107,7 +108,7 @@ def _candidate_errors(
             inner = sublayer.inner(sublayer.normed(hidden))
             for index, linears in outputs.items():
                 sublayer.linears.update(zip(last, linears, strict=True))
-                difference = sublayer.output(hidden, inner)[0].cpu() - target
+                difference = sublayer.output(hidden, inner)[0].to(target.device) - target
                 totals[index] += float(difference.norm() / target.norm())
     return [total / len(states) for total in totals]
 
@@ -139,6 +140,7 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
     return DenseLinear(matrix.T.float().contiguous(), original.bias)
 
 
+@tensor_cores()
 @torch.inference_mode()
 def measure(run: StageRun) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
@@ -179,7 +181,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=3,
+    schema=4,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,

@@ -32,7 +32,7 @@ BATCHED = 13  # per weight rounded side by side: joined, ordered, codes, the sea
 OWN = 28  # per weight of a projection that is measured: read, padded, errors and products of them
 ENTRY = 1100  # of a measured candidate, in both files that hold it
 IDS = 8  # of a token's id
-HEAD = 28  # per weight of the head: like a sublayer's, one candidate at a time
+HEAD = 32  # per weight of the head: like a sublayer's, one candidate at a time
 HESSIANS = 10  # matrices (k, k) from a Hessian to its factor
 LOGITS = 6  # copies of logits: of both models, their logarithms, differences
 STATE_FILES = 3  # saved states: two in turn, and the one that takes a place
@@ -119,10 +119,12 @@ def _measure(config: ConversionConfig, spec: ModelSpec) -> Need:
     largest = _largest(spec)
     if config.sensitivity.kind == "fisher":
         widest = _largest_projection(spec)
-        batch = min(max(widest, BATCH_ELEMENTS), len(single_widths(PROJECTION_OPTIONS)) * widest)
-        working = FLOAT * largest + OWN * widest + BATCHED * batch
+        batch = min(
+            max(widest, BATCH_ELEMENTS["cpu"]), len(single_widths(PROJECTION_OPTIONS)) * widest
+        )
+        working = FLOAT * largest + OWN * widest + (BATCHED + FLOAT) * batch  # errors are kept
     else:
-        working = SUBLAYER * largest + BATCHED * min(BATCH_ELEMENTS, VARIANTS * largest)
+        working = SUBLAYER * largest + BATCHED * min(BATCH_ELEMENTS["cpu"], VARIANTS * largest)
     working = max(working, _head(spec, row_tokens)) + _shared(config, spec, row_tokens)
     projections = sum(len(s.projections) for s in spec.sublayers) + 1
     return Need(

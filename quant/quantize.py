@@ -18,6 +18,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import read_metadata, read_tensors, tensor_bytes, write_tensors
 from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import (
     Exl2Linear,
     Linear,
@@ -30,7 +31,15 @@ from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.allocate import read_choice
 from exl2flow.quant.correction import Correction, CrossProducts, paired_rows
 from exl2flow.quant.fisher import Factors, estimate
-from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded, padded_weight, round_matrices
+from exl2flow.quant.gptq import (
+    RoundedMatrix,
+    RoundingJob,
+    alike,
+    padded,
+    padded_weight,
+    round_matrices,
+    side_by_side,
+)
 from exl2flow.quant.hessian import (
     collect_hessians,
     factor,
@@ -39,7 +48,7 @@ from exl2flow.quant.hessian import (
     relative_error,
 )
 from exl2flow.quant.layout import Choice
-from exl2flow.quant.refine import Metric, refine
+from exl2flow.quant.refine import Metric, refine_together
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import DTYPE, SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
@@ -118,13 +127,14 @@ class Rounding:
     def __init__(self, run: StageRun, choice: Choice) -> None:
         self.folder = run.folder
         self.options = run.config.rounding
+        self.device = run.device
         self.factors = run.inputs.get("sensitivity")
         self.choice = choice
         self.correction = Correction(strength=self.options.correction, damping=self.options.damping)
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
-        return {} if self.factors is None else read_factors(self.factors, index)
+        return {} if self.factors is None else read_factors(self.factors, index, self.device)
 
     def round(
         self,
@@ -148,8 +158,7 @@ class Rounding:
         found = {name: item.to(hessian.device) for name, item in factors.items()}
         first = projections[0]
         weighted = found[first.name].input if found else None
-        sublayer = first.key.rpartition(".")[0]
-        name = f"{sublayer}.{first.capture}" if sublayer else first.key
+        name = first.reads
         item = factor(
             mixed(hessian, weighted, options.fisher_share), damping=options.damping, name=name
         )
@@ -167,19 +176,19 @@ class Rounding:
             )
             for p in projections
         ]
-        rounded = list(round_matrices(jobs, item, search=options.scale_search))
         if not (options.rounds and feedback):
-            return rounded
-        metric = item.damped()
+            return list(round_matrices(jobs, item, search=options.scale_search))
+        damped = item.damped()
         return [
-            refine(
-                matrix,
-                job.weight,
-                Metric(hessian=metric, output=job.output),
+            matrix
+            for run in alike(jobs)
+            for matrix in refine_together(
+                list(round_matrices(run, item, search=options.scale_search)),
+                [job.weight for job in run],
+                Metric(hessian=damped, output=side_by_side([job.output for job in run])),
                 rounds=options.rounds,
                 sweeps=options.sweeps,
             )
-            for matrix, job in zip(rounded, jobs, strict=True)
         ]
 
 
@@ -319,6 +328,7 @@ def quantize_head(
     run.folder.commit(HEAD_FILE, sha256, cursor=run.folder.manifest.total)
 
 
+@tensor_cores()
 @torch.inference_mode()
 def quantize(run: StageRun) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
@@ -341,7 +351,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 QUANTIZE = Stage(
     name="quantize",
-    schema=4,
+    schema=5,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,

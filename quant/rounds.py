@@ -13,6 +13,7 @@ import torch
 from exl2flow.core.config import TARGETS, ConversionConfig
 from exl2flow.core.files import digest, write_json
 from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.quant.allocate import (
     ALLOCATION_FILE,
@@ -64,6 +65,7 @@ def allocate(run: StageRun) -> None:
     run.tick(1, 1, f"bpw={allocation.bpw:.4f}")
 
 
+@tensor_cores()
 @torch.inference_mode()
 def improve(
     run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allotted

@@ -17,6 +17,7 @@ from exl2flow.core.config import ConversionConfig, SensitivityOptions
 from exl2flow.core.errors import CalibrationError
 from exl2flow.core.files import read_tensors, write_tensors
 from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, SublayerSpec
 from exl2flow.quant.backward import LOGIT_ELEMENTS, Sums, head_backward, sublayer_backward
 from exl2flow.quant.fisher import Factors, FactorSum, factor_bytes, read_file, write_factors
@@ -41,17 +42,20 @@ def factor_files(spec: ModelSpec) -> list[str]:
     return [*(factor_file(sublayer.index) for sublayer in spec.sublayers), HEAD_FILE]
 
 
-def read_factors(folder: Path, index: int | Literal["head"]) -> dict[str, Factors]:
-    """Return projection → factors of a sublayer or of the head (`lm_head`), on the CPU.
+def read_factors(
+    folder: Path, index: int | Literal["head"], device: torch.device | str = "cpu"
+) -> dict[str, Factors]:
+    """Return projection → factors of a sublayer or of the head (`lm_head`).
 
     Args:
         folder: of the finished stage.
         index: of the sublayer.
+        device: where to.
 
     Raises:
         CorruptCheckpoint: a file is missing or damaged.
     """
-    return read_file(folder / (HEAD_FILE if index == "head" else factor_file(index)))
+    return read_file(folder / (HEAD_FILE if index == "head" else factor_file(index)), device)
 
 
 def spread_rows(folder: Path, count: int) -> torch.Tensor:
@@ -210,7 +214,7 @@ class _WayBack:
             self.model.head(), states, seed=self.options.seed, sums=sums.get(projections[0].name)
         )
         self._finish(len(self.order), HEAD_FILE, projections, sums)
-        log.info("%s elapsed=%.1fs", projections[0].name, time.monotonic() - begun)
+        log.info("%s elapsed=%.2fs", projections[0].name, time.monotonic() - begun)
 
     def _sublayer(self, spec: SublayerSpec) -> None:
         begun = time.monotonic()
@@ -219,7 +223,7 @@ class _WayBack:
         states = self.inputs.at(spec.index)
         sublayer_backward(self.model.sublayer(spec), states, self.gradient, sums)
         self._finish(spec.index, name, spec.projections, sums)
-        log.info("%s elapsed=%.1fs", spec.name, time.monotonic() - begun)
+        log.info("%s elapsed=%.2fs", spec.name, time.monotonic() - begun)
 
     def _sums(self, name: str, projections: Projections, *, block: int) -> Sums:
         """Return empty sums of projections, or none if their file is there."""
@@ -244,6 +248,7 @@ class _WayBack:
         self.run.stop_if_asked()
 
 
+@tensor_cores()
 @torch.no_grad()
 def sensitivity(run: StageRun) -> None:
     """Write the factors of every sublayer and of the head into the stage folder."""

@@ -20,6 +20,7 @@ from exl2flow.model import (
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 
 DTYPE = torch.float32  # of weights and states while converting
+RESIDENT_SHARE = 0.4  # of a device's free memory may be taken by the states of a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +100,38 @@ def device_of(sublayer: Sublayer) -> torch.device:
     return next(iter(sublayer.linears.values())).weight.device
 
 
-def check_states(states: torch.Tensor, *, where: str, row: int) -> None:
-    """Refuse NaN or infinity in the hidden states of a row.
+def place(states: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return states where they are walked: on the device if they take little of its memory."""
+    if device.type == "cpu":
+        return states
+    free, _ = torch.cuda.mem_get_info(device)
+    if states.nbytes <= RESIDENT_SHARE * free:
+        return states.to(device)
+    return states.pin_memory()
 
-    Raises:
-        NonFiniteState: naming sublayer, row and share of elements.
-    """
-    if not states.isfinite().all():
-        share = 1 - float(states.isfinite().float().mean())
-        raise NonFiniteState(
-            f"hidden states after `{where}` hold NaN or infinity in {share:.2%} of row {row}; "
-            "the model overflows on this text: check the source, or try other calibration data"
-        )
+
+class StatesCheck:
+    """Refuses NaN or infinity in hidden states; waits for the device only once."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._shares: dict[int, torch.Tensor] = {}
+
+    def add(self, row: int, states: torch.Tensor) -> None:
+        """Look at a row's states, fp32 (..., hidden)."""
+        self._shares[row] = (~states.isfinite()).sum() / states.numel()
+
+    def finish(self) -> None:
+        """Tell what was found.
+
+        Raises:
+            NonFiniteState: naming sublayer, row and share of elements.
+        """
+        shares = torch.stack(list(self._shares.values())).tolist() if self._shares else []
+        for row, share in zip(self._shares, shares, strict=True):
+            if share:
+                raise NonFiniteState(
+                    f"hidden states after `{self.where}` hold NaN or infinity in {share:.2%} of "
+                    f"row {row}; the model overflows on this text: check the source, or try other "
+                    "calibration data"
+                )

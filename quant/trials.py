@@ -14,9 +14,9 @@ from exl2flow.core.config import RoundingOptions
 from exl2flow.model import DenseLinear, Head, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.divergence import mean_divergence
-from exl2flow.quant.estimate import Projection
+from exl2flow.quant.estimate import Projection, shared_factor
 from exl2flow.quant.fisher import Factors
-from exl2flow.quant.hessian import collect_hessians, head_hessian
+from exl2flow.quant.hessian import HessianFactor, collect_hessians, head_hessian
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
@@ -80,27 +80,35 @@ class Trials:
         choices: Mapping[str, Choice],
     ) -> dict[tuple[str, QuantParams], Linear]:
         """Round every distinct matrix that some allocation asks for."""
-        factors = read_factors(self.factors, sublayer.spec.index)
+        factors = read_factors(self.factors, sublayer.spec.index, self.model.device)
         found: dict[tuple[str, QuantParams], Linear] = {}
-        for p in sublayer.spec.projections:
-            wanted = tuple(dict.fromkeys(choice[p.key] for choice in choices.values()))
-            linear = sublayer.linears[p.name]
-            matrices = self._round(p, linear, wanted, hessians[p.capture], factors[p.name])
-            found |= {(p.name, params): matrix for params, matrix in matrices.items()}
+        for capture, hessian in hessians.items():
+            specs = [p for p in sublayer.spec.projections if p.capture == capture]
+            item = self._factor(specs[0], hessian, factors[specs[0].name])
+            for p in specs:
+                linear = sublayer.linears[p.name]
+                projection = Projection(p, linear, hessian, item, factors[p.name])
+                wanted = dict.fromkeys(choice[p.key] for choice in choices.values())
+                matrices = self._round(projection, linear, tuple(wanted))
+                found |= {(p.name, params): matrix for params, matrix in matrices.items()}
         return found
 
+    def _factor(
+        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Factors
+    ) -> HessianFactor:
+        return shared_factor(hessian, factors, self.options, name=first.reads)
+
     def _round(
-        self,
-        projection: ProjectionSpec,
-        linear: Linear,
-        wanted: tuple[QuantParams, ...],
-        hessian: torch.Tensor,
-        factors: Factors,
+        self, projection: Projection, linear: Linear, wanted: tuple[QuantParams, ...]
     ) -> dict[QuantParams, Linear]:
-        found = Projection(projection, linear, hessian, factors, self.options)
+        rounded = projection.rounded(wanted, self.options.scale_search)
         return {
-            params: DenseLinear(matrix.T.contiguous(), linear.bias, out_features=len(linear.weight))
-            for params, matrix in zip(wanted, found.rounded(wanted), strict=True)
+            params: DenseLinear(
+                matrix.dequantize().float().T.contiguous(),
+                linear.bias,
+                out_features=len(linear.weight),
+            )
+            for params, matrix in zip(wanted, rounded, strict=True)
         }
 
     def _verdict(
@@ -114,8 +122,11 @@ class Trials:
         """Compare logits, each allocation with its own head."""
         head, projection = self.model.head(), self.model.spec.head
         wanted = tuple(dict.fromkeys(choice[projection.key] for choice in choices.values()))
-        factors = read_factors(self.factors, "head")[projection.name]
-        heads = self._round(projection, head.linear, wanted, head_hessian(head, seen), factors)
+        factors = read_factors(self.factors, "head", self.model.device)[projection.name]
+        hessian = head_hessian(head, seen)
+        item = self._factor(projection, hessian, factors)
+        found = Projection(projection, head.linear, hessian, item, factors)
+        heads = self._round(found, head.linear, wanted)
 
         def compare(found: torch.Tensor, choice: Choice) -> float:
             own = Head(final_norm=head.final_norm, linear=heads[choice[projection.key]])

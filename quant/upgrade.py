@@ -16,6 +16,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_tensors, write_tensors
 from exl2flow.core.source import SourceFingerprint
 from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.fisher import Factors, estimate
@@ -136,14 +137,14 @@ class Upgrading:
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
 
     def _read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
-        return {} if self.factors is None else read_factors(self.factors, index)
+        return {} if self.factors is None else read_factors(self.factors, index, self.run.device)
 
     def _factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
         """Return the factor of what a projection and others read."""
         weighted = factors[first.name].input.to(hessian.device) if factors else None
-        name = f"{first.key.rpartition('.')[0]}.{first.capture}"
+        name = first.reads
         metric = mixed(hessian, weighted, self.options.fisher_share)
         item = factor(metric, damping=self.options.damping, name=name)
         if item.remedy:
@@ -228,6 +229,7 @@ def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
     return ids[~is_judge]
 
 
+@tensor_cores()
 @torch.inference_mode()
 def refine_model(run: StageRun) -> None:
     """Write the matrices that take the place of the stored ones into the stage folder."""
@@ -258,7 +260,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 REFINE = Stage(
     name="refine",
-    schema=1,
+    schema=2,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,

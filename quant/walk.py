@@ -13,7 +13,7 @@ import torch
 
 from exl2flow.core.stage import StageRun
 from exl2flow.model import Sublayer, SublayerSpec
-from exl2flow.quant.source import SourceModel, check_states, device_of
+from exl2flow.quant.source import SourceModel, StatesCheck, device_of, place
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,13 @@ class OverSource:
 
 def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
     """Run every row through a sublayer, in place."""
+    check = StatesCheck(sublayer.spec.name)
     for row in range(len(states)):
         hidden = states[row : row + 1].to(device_of(sublayer))
-        states[row] = sublayer(hidden)[0].cpu()
-        check_states(states[row], where=sublayer.spec.name, row=row)
+        output = sublayer(hidden)[0]
+        check.add(row, output)
+        states[row] = output
+    check.finish()
 
 
 def walk(
@@ -92,6 +95,7 @@ def walk(
         start, states = saved
     else:
         start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
+    states = place(states, model.device)
     run.tick(sum(finished), folder.manifest.total)
     for spec in order[start:stop]:
         begun = time.monotonic()
@@ -104,7 +108,7 @@ def walk(
             finished[spec.index] = True
             folder.commit(work.file(spec), sha256, cursor=sum(finished))
             detail = f"{spec.name} {work.describe(path)}"
-            log.info("%s elapsed=%.1fs", detail, time.monotonic() - begun)
+            log.info("%s elapsed=%.2fs", detail, time.monotonic() - begun)
             run.tick(sum(finished), folder.manifest.total, detail)
         folder.save_states(states, spec.index + 1, force=run.stop.signum is not None)
         run.stop_if_asked()

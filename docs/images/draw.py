@@ -218,8 +218,8 @@ def draw_columns(demo: Demo, axes: Axes) -> None:
     x = matrix.weight[matrix.item.perm][:rows]  # (rows, n)
     weights = matrix.item.upper.diagonal()[:rows].reciprocal().square()
     fits = x.abs().amax(dim=0) / ((2**bits - 1) / 2)  # steps at which codes just span the column
-    own = ops.decode_scales(*ops.search_columns(x[None], bits, weights))[0].float() / fits
-    grid = ops.decode_scales(*ops.search_grid(x[None], bits))[0].float() / fits
+    own = ops.decode_scales(*ops.search_columns(x[None], [bits], weights))[0].float() / fits
+    grid = ops.decode_scales(*ops.search_grid(x[None], [bits]))[0].float() / fits
     order = own.argsort()
     shown = [int(order[len(order) * part // 20]) for part in (1, 10, 19)]
     steps = torch.linspace(0.45, 1.15, 141)

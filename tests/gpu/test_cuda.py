@@ -57,7 +57,7 @@ def test_a_panel_is_rounded_to_the_same_codes(weight: torch.Tensor, bits: int) -
 def test_columns_find_the_same_scales(weight: torch.Tensor, bits: int) -> None:
     weights = torch.rand(64) + 0.1
 
-    on_cpu = get_ops("cpu").search_columns(weight[None, :64], bits, weights)
+    on_cpu = get_ops("cpu").search_columns(weight[None, :64], [bits], weights)
     on_cuda = get_ops("cuda").search_columns(weight[None, :64].cuda(), bits, weights.cuda())
 
     assert float(on_cuda[1]) == float(on_cpu[1])

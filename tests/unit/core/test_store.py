@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,6 +229,36 @@ def test_states_are_saved_at_most_every_interval(
     assert early is None
     assert late is not None
     assert late[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pause"), [(0.5, 20), (5, 50), (100, 300)], ids=["fast", "slow", "very slow"]
+)
+def test_states_that_are_slow_to_save_are_saved_less_often(
+    seconds: float, pause: float, work: WorkDir, ref: StageRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(store.time, "monotonic", lambda: now)
+    folder = opened(work, ref)
+    write = store.write_tensors
+
+    def slowly(*args: Any, **kwargs: Any) -> str:
+        nonlocal now
+        now += seconds
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(store, "write_tensors", slowly)
+    folder.save_states(torch.zeros(1), 1, force=True)
+    saved = now
+
+    found = {}
+    for wait in (pause - 0.1, pause + 0.1):
+        now = saved + wait
+        folder.save_states(torch.zeros(1), 2)
+        assert folder.manifest.states is not None
+        found[wait] = folder.manifest.states.index
+
+    assert list(found.values()) == [1, 2]
 
 
 def test_altered_states_are_not_used(work: WorkDir, ref: StageRef) -> None:

@@ -95,6 +95,25 @@ def test_no_row_is_worse_in_the_metric_than_its_nearest_codes(upper: torch.Tenso
     assert float(found.sum()) < 0.75 * float(simple.sum())
 
 
+def test_blocks_of_a_metric_do_not_hear_of_each_other(upper: torch.Tensor) -> None:
+    m = 3 * BLOCK
+    rows, hessian, output = torch.randn(ROWS, m), positive(ROWS), positive(3, BLOCK, rank=4)
+    scales, half = scales_and_ranges(m)
+
+    def results(c: slice, blocks: torch.Tensor) -> list[torch.Tensor]:
+        codes, errors = TORCH_OPS.round_panel(rows[:, c].clone(), upper, scales[c], half[c], blocks)
+        steps, gradient = codes.float() - half[c], rows[:, c].clone()
+        change = TORCH_OPS.descend_panel(steps, gradient, hessian, scales[c], half[c], blocks)
+        return [codes, errors, steps, change]
+
+    together = results(slice(0, m), output)
+
+    for number in range(3):
+        columns = slice(number * BLOCK, (number + 1) * BLOCK)
+        for found, expected in zip(together, results(columns, output[number, None]), strict=True):
+            torch.testing.assert_close(found[:, columns], expected)
+
+
 def test_row_of_few_codes_comes_near_the_best_of_all() -> None:
     scales, half = torch.full((4,), 0.7), torch.full((4,), 2.0)
     choices = torch.cartesian_prod(*4 * [torch.arange(-2.0, 2.0)])  # (256, 4)

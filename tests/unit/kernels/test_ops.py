@@ -1,6 +1,7 @@
 """The interface, and which implementation serves a device."""
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,23 @@ def test_torch_implementation_is_complete() -> None:
     for name, function in wanted.items():
         parameters = list(inspect.signature(function).parameters)[1:]  # without self
         assert list(inspect.signature(getattr(ops, name)).parameters) == parameters
+
+
+def test_kernels_are_those_of_every_operation() -> None:
+    from exl2flow.kernels.cuda_ops import CUDA_OPS
+
+    assert type(get_ops("cpu")) is not type(CUDA_OPS)
+    assert isinstance(CUDA_OPS, type(get_ops("cpu")))
+    assert get_ops("cuda") is CUDA_OPS
+
+
+def test_a_device_without_cupy_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda_ops", raising=False)
+    monkeypatch.delitem(sys.modules, "exl2flow.kernels.compiler", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+    with pytest.raises(BackendUnavailable, match=r"CuPy.*exl2flow\[cuda13\]"):
+        get_ops("cuda")
 
 
 def test_cpu_is_available() -> None:

@@ -62,7 +62,7 @@ def test_search_is_the_naive_loop(bits: int, size: float) -> None:
     x = size * torch.randn(2, 32, 8) * torch.rand(2, 1, 8).square()
     weights = torch.rand(32) + 0.1
 
-    codes, maxima = TORCH_OPS.search_columns(x, bits, weights)
+    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [bits], weights)
 
     assert (codes.dtype, maxima.dtype) == (torch.uint8, torch.float16)
     for j in range(2):
@@ -82,8 +82,8 @@ def test_search_beats_the_grid_in_what_it_judges_by(bits: int) -> None:
     x = torch.randn(4, 64, 32) * torch.rand(4, 1, 32)
     weights = torch.rand(64) + 0.1
 
-    ours = TORCH_OPS.search_columns(x, bits, weights)
-    grid = TORCH_OPS.search_grid(x, bits)
+    ours = TORCH_OPS.search_columns(x, len(x) * [bits], weights)
+    grid = TORCH_OPS.search_grid(x, len(x) * [bits])
 
     for j in range(4):
         found, other = (
@@ -99,7 +99,9 @@ def test_rows_without_weight_have_no_say() -> None:
     other[:, 32:] = 0.01 * torch.randn(2, 32, 8)
     weights = (torch.arange(64) < 32).float()
 
-    found, expected = (TORCH_OPS.search_columns(each, 3, weights) for each in (other, x))
+    found, expected = (
+        TORCH_OPS.search_columns(each, len(each) * [3], weights) for each in (other, x)
+    )
 
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
@@ -111,7 +113,7 @@ def test_heavy_rows_are_rounded_better() -> None:
     heavy[:4] = 1e4
 
     def error(weights: torch.Tensor) -> float:
-        codes, maxima = TORCH_OPS.search_columns(x, 3, weights)
+        codes, maxima = TORCH_OPS.search_columns(x, len(x) * [3], weights)
         return total_cost(x[0, :4], 3, torch.ones(4), codes[0], maxima[0])
 
     assert error(heavy) < 0.8 * error(torch.ones(64))
@@ -121,10 +123,10 @@ def test_heavy_rows_are_rounded_better() -> None:
 def test_search_does_not_depend_on_neighbours(rows: int) -> None:
     x, weights = torch.randn(3, rows, 520), torch.rand(rows)  # columns are searched in chunks
 
-    together = TORCH_OPS.search_columns(x, 4, weights)
+    together = TORCH_OPS.search_columns(x, len(x) * [4], weights)
 
     for j in range(3):
-        alone = TORCH_OPS.search_columns(x[j : j + 1], 4, weights)
+        alone = TORCH_OPS.search_columns(x[j : j + 1], [4], weights)
         assert torch.equal(together[0][j], alone[0][0])
         assert torch.equal(together[1][j], alone[1][0])
 
@@ -134,7 +136,7 @@ def test_search_does_not_depend_on_neighbours(rows: int) -> None:
 def test_all_tiny_groups_give_finite_scales(bits: int, size: float) -> None:
     x = size * torch.randn(1, 32, 8)
 
-    codes, maxima = TORCH_OPS.search_columns(x, bits, torch.ones(32))
+    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [bits], torch.ones(32))
 
     assert maxima.isfinite().all()
     assert int(codes.max()) <= 15
@@ -146,9 +148,9 @@ def test_zero_columns_do_not_disturb_the_others() -> None:
     x[:, :, 3] = 0
     others = [n for n in range(8) if n != 3]
 
-    codes, maxima = TORCH_OPS.search_columns(x, 4, torch.ones(64))
+    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [4], torch.ones(64))
 
-    alone_codes, alone_maxima = TORCH_OPS.search_columns(x[:, :, others], 4, torch.ones(64))
+    alone_codes, alone_maxima = TORCH_OPS.search_columns(x[:, :, others], [4], torch.ones(64))
     assert torch.equal(codes[:, others], alone_codes)
     assert torch.equal(maxima, alone_maxima)
 
@@ -159,7 +161,7 @@ def test_some_columns_choose_the_maximum_for_all(outlier: float) -> None:
     x[:, :, 333] *= outlier
     weights = torch.rand(32) + 0.1
 
-    codes, maxima = TORCH_OPS.search_columns(x, 4, weights)
+    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [4], weights)
 
     costs = naive_search(x[0], 4, weights)
     total, columns = costs[float(maxima[0])]

@@ -18,7 +18,13 @@ from exl2flow.core.files import read_tensors
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import Exl2Linear, Linear, QuantizedMatrix, Sublayer, resolve
-from exl2flow.quant.correction import Correction, CrossProducts, output_error, paired_rows
+from exl2flow.quant.correction import (
+    Correction,
+    CrossProducts,
+    moved,
+    output_error,
+    paired_rows,
+)
 from exl2flow.quant.hessian import collect_hessians
 from exl2flow.quant.quantize import HEAD_FILE, result_files, sublayer_file
 from exl2flow.quant.source import SourceModel
@@ -121,7 +127,9 @@ def targets_of(
     crosses = sums.means()
     correction = Correction(strength=strength, damping=DAMPING)
     return {
-        p.name: correction.target(sublayer.linears[p.name], hessians[p.capture], crosses[p.capture])
+        p.name: moved(
+            sublayer.linears[p.name], correction.move(hessians[p.capture], crosses[p.capture])
+        )
         for p in sublayer.spec.projections
     }
 

@@ -209,19 +209,6 @@ def test_group_whose_scales_decode_to_zero_stays_so_and_disturbs_nothing(
     assert losses[1] < losses[0]
 
 
-def test_several_blocks_are_the_whole_block_diagonal_matrix(
-    weight: torch.Tensor, item: HessianFactor, output: torch.Tensor
-) -> None:
-    start, hessian = rounded(weight, PARAMS[2], item), item.damped()
-
-    found, whole = (
-        refine(start, weight, Metric(hessian=hessian, output=blocks), rounds=2, sweeps=1)
-        for blocks in (output, torch.block_diag(*output)[None])
-    )
-
-    check_same(found, whole)
-
-
 def test_identity_metric_is_no_metric(weight: torch.Tensor, item: HessianFactor) -> None:
     start, hessian = rounded(weight, PARAMS[1], item), item.damped()
     identity = torch.eye(32).repeat(3, 1, 1)

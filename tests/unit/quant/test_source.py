@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.quant.source import SourceModel, check_states, device_of
+from exl2flow.quant.source import SourceModel, StatesCheck, device_of
 
 
 @pytest.fixture
@@ -117,9 +117,12 @@ def test_states_that_are_not_finite_name_sublayer_row_and_share() -> None:
     states = torch.zeros(10, 10)
     states[0, :5] = torch.nan
 
+    check = StatesCheck("layers.3.mlp")
+    check.add(0, torch.full((2, 2), 1e38))
+    check.finish()
+    check.add(7, states)
     with pytest.raises(NonFiniteState, match=r"after `layers\.3\.mlp` .* 5\.00% of row 7"):
-        check_states(states, where="layers.3.mlp", row=7)
-    check_states(torch.full((2, 2), 1e38), where="layers.3.mlp", row=0)
+        check.finish()
 
 
 def test_rope_override_changes_attention_and_nothing_else(source: Path) -> None:

@@ -1,0 +1,155 @@
+"""Time and GPU memory of each stage on layers of a large model's shape, with random weights.
+
+    python benchmarks/layers.py [--shape 7b] [--layers 2] [--quality standard] [--device cuda]
+        [--until compile] [--profile measure] [--rows N]
+
+Builds the model in a temporary folder, runs each stage without Prefect, and prints seconds of the
+stage, of one layer (those of its sublayers, the last layer's, when everything is warm) and the
+highest use of GPU memory. `--profile` adds the kernels that took longest in a stage.
+"""
+
+import argparse
+import json
+import logging
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.files import write_tensors
+from exl2flow.core.progress import report
+from exl2flow.flows.conversion import open_pipeline
+from exl2flow.tasks.stages import STAGES
+
+TOKENIZER = Path(__file__).parent.parent / "demo" / "model"
+SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
+    "tiny": (128, 352, 4, 2, 4096),
+    "7b": (4096, 11008, 32, 32, 32000),
+    "8b": (4096, 14336, 32, 8, 128256),
+    "70b": (8192, 28672, 64, 8, 32000),
+}
+ELAPSED = re.compile(r"(model\.layers\.\d+)\S* .*elapsed=([\d.]+)s")
+
+
+def make_model(folder: Path, shape: str, layers: int) -> None:
+    """Write a Llama of random fp16 weights."""
+    hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
+    config = json.loads((TOKENIZER / "config.json").read_bytes()) | {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": hidden // heads,
+        "vocab_size": vocab, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    folder.mkdir()
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = {"q_proj": hidden, "k_proj": kv_heads * (hidden // heads), "o_proj": hidden}
+    rows |= {"v_proj": rows["k_proj"], "gate_proj": intermediate, "up_proj": intermediate}
+    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    for layer in range(layers):
+        for name, count in rows.items():
+            part = "mlp" if name in ("gate_proj", "up_proj") else "self_attn"
+            shapes[f"model.layers.{layer}.{part}.{name}"] = (count, hidden)
+        shapes[f"model.layers.{layer}.mlp.down_proj"] = (hidden, intermediate)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{key}.weight": (torch.randn(size, generator=generator) * size[1] ** -0.5).half()
+        for key, size in shapes.items()
+    }
+    norms = ["model.norm"]
+    norms += [f"model.layers.{i}.input_layernorm" for i in range(layers)]
+    norms += [f"model.layers.{i}.post_attention_layernorm" for i in range(layers)]
+    tensors |= {f"{key}.weight": torch.ones(hidden).half() for key in norms}
+    write_tensors(folder / "model.safetensors", tensors)
+
+
+class LayerTimes(logging.Handler):
+    """Adds up the seconds that the log gives for sublayers, by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        if match := ELAPSED.search(record.getMessage()):
+            self.seconds[match[1]] = self.seconds.get(match[1], 0) + float(match[2])
+
+    def last(self) -> float:
+        """Return the seconds of the layer that was worked on last."""
+        return list(self.seconds.values())[-1] if self.seconds else 0.0
+
+
+@contextmanager
+def profiled(wanted: bool) -> Iterator[None]:
+    """Print the kernels that took longest."""
+    if not wanted:
+        yield
+        return
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        yield
+        torch.cuda.synchronize()
+    averages = profile.key_averages()
+    print(averages.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60))
+
+
+def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
+    """Run the stages and print a line for each."""
+    pipeline = open_pipeline(config, STAGES)
+    on_gpu = config.device == "cuda"
+    log = logging.getLogger("exl2flow.quant")
+    log.setLevel(logging.INFO)
+    print("| stage | seconds | per layer | peak GB |\n|---|---|---|---|")
+    for name in pipeline.stages:
+        times = LayerTimes()
+        log.addHandler(times)
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.monotonic()
+        with profiled(name in profile):
+            pipeline.run(name, progress=report)
+        seconds = time.monotonic() - begun
+        log.removeHandler(times)
+        peak = torch.cuda.max_memory_reserved() / 1e9 if on_gpu else 0.0
+        print(f"| {name} | {seconds:.2f} | {times.last():.2f} | {peak:.1f} |", flush=True)
+        if name == last:
+            break
+
+
+def main() -> None:
+    """Build the model and run the stages."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--bpw", type=float, default=4.0)
+    parser.add_argument("--quality", nargs="+", default=["standard"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--until", default="compile", help="the last stage")
+    parser.add_argument("--profile", nargs="+", default=[], metavar="STAGE")
+    parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")
+    arguments = parser.parse_args()
+    rows = arguments.rows
+    few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        make_model(root / "source", arguments.shape, arguments.layers)
+        for quality in arguments.quality:
+            config = build_config(
+                source=root / "source", out=root / quality, work_root=root / f"work-{quality}",
+                bpw=arguments.bpw, quality=quality, device=arguments.device, calibration=few,
+            )  # fmt: skip
+            print(f"\n{arguments.shape}, {arguments.layers} layers, {quality}, torch", end=" ")
+            print(f"{torch.__version__}\n")
+            run(config, arguments.until, arguments.profile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+// Coordinate descent of a panel's codes on tr(O Eᵀ H E), row after row.
+#include "exl2.cuh"
+#include "coupled.cuh"
+
+// Independent columns: a thread per column, its gradients in registers.
+// steps fp32 (p, m), overwritten; gradient fp32 (p, m), H E; hessian: the panel's diagonal block,
+// rows `stride` apart -> change fp32 (p, m).
+extern "C" __global__ void __launch_bounds__(128)
+descend_panel(float* steps, const float* gradient, const float* hessian, integer stride,
+              const float* scales, const float* half_range, float* change, integer p, integer m) {
+    __shared__ float h[PANEL_ROWS][PANEL_ROWS];
+    for (int i = threadIdx.x; i < p * p; i += blockDim.x)
+        h[i / p][i % p] = hessian[(i / p) * stride + i % p];
+    __syncthreads();
+    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= m) return;
+    const float scale = scales[column], high = half_range[column];
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    float slope[PANEL_ROWS];
+#pragma unroll
+    for (int r = 0; r < PANEL_ROWS; ++r) slope[r] = r < p ? gradient[r * m + column] : 0.0f;
+#pragma unroll
+    for (int r = 0; r < PANEL_ROWS; ++r) {
+        if (r >= p) break;
+        const float before = steps[r * m + column];
+        const float step =
+            clamped(rintf(before - slope[r] * inverse / h[r][r]), -high, high - 1.0f);
+        const float moved = (step - before) * scale;
+        steps[r * m + column] = step;
+        change[r * m + column] = moved;
+#pragma unroll
+        for (int below = r + 1; below < PANEL_ROWS; ++below)
+            if (below < p) slope[below] += h[below][r] * moved;
+    }
+}
+
+// Columns coupled by O (blocks, b, b): a CTA per block, a thread per column. `gradient`, H E O, is
+// overwritten with what each row's change added to it, over its curvature.
+extern "C" __global__ void __launch_bounds__(MOST_COLUMNS, 1)
+descend_coupled(float* steps, float* gradient, const float* hessian, integer stride,
+                const float* scales, const float* half_range, const float* O, float* change,
+                integer p, integer m, integer size) {
+    __shared__ Room room;
+    __shared__ float h[PANEL_ROWS][PANEL_ROWS];
+    const int b = (int)size, c = threadIdx.x;
+    const integer column = blockIdx.x * size + c;
+    O += blockIdx.x * size * size;
+    for (int i = c; i < p * p; i += blockDim.x)
+        h[i / p][i % p] = hessian[(i / p) * stride + i % p];
+    const Column own = column_of(scales, half_range, O, column, b);
+    __syncthreads();
+    for (int r = 0; r < p; ++r) {
+        const integer place = r * m + column;
+        float before = 0.0f, slope = 0.0f;
+        if (c < b) {
+            before = steps[place];
+            slope = gradient[place];
+            for (int above = 0; above < r; ++above)
+                slope += h[r][above] * gradient[above * m + column];
+        }
+        float step = before, sloped = slope;
+        for (int index = 0; index < CLASSES; ++index)
+            move_class(index, O, b, own, h[r][r], step, sloped, room);
+        if (c < b) {
+            steps[place] = step;
+            change[place] = (step - before) * own.scale;
+            gradient[place] = (sloped - slope) / h[r][r];
+        }
+    }
+}

@@ -1,0 +1,209 @@
+"""The CUDA implementation of `Ops`: the kernels of `cuda/`, on torch's current stream.
+
+Nothing waits for the device. Each method computes what the torch one does, in another order of
+sums; what is not overridden is torch on the device.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import cupy
+import torch
+
+from exl2flow.kernels.compiler import GRID_TOGETHER, function
+from exl2flow.kernels.ops import PANEL_ROWS, Group, Ops, device_table
+from exl2flow.kernels.torch_ops import GRID_EXPONENT, GRID_POINTS, TorchOps
+
+THREADS = 128  # of a CTA where each thread has a column
+MOST_COLUMNS = 1024  # of a block of the output factor: a CTA has a thread for each
+
+
+class CudaOps(TorchOps):
+    """See `Ops`."""
+
+    def _column_ranges(self, x: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
+        j, r, n = x.shape
+        base = torch.empty(j, n, device=x.device)
+        halves = _half_ranges(tuple(bits), x.device)
+        launch("search.cu", "column_ranges", (_tiles(n), j), x.contiguous(), halves, base, r, n)
+        return base
+
+    def _grid_costs(
+        self, x: torch.Tensor, bits: Sequence[int], steps: torch.Tensor, grid: torch.Tensor
+    ) -> torch.Tensor:
+        j, r, n = x.shape
+        partial = torch.empty(j, GRID_POINTS, _tiles(n), device=x.device)
+        parts = -(-GRID_POINTS // GRID_TOGETHER)
+        halves, weights = _half_ranges(tuple(bits), x.device), steps.pow(GRID_EXPONENT)
+        launch(
+            "search.cu", "grid_cost", (_tiles(n), parts, j),
+            x.contiguous(), steps, weights, halves, grid, partial, r, n,
+        )  # fmt: skip
+        return partial.sum(dim=2)
+
+    def _best_codes(
+        self,
+        x: torch.Tensor,
+        bits: Sequence[int],
+        row_weights: torch.Tensor,
+        base: torch.Tensor,
+        maxima: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        j, r, n = x.shape
+        m = maxima.shape[1]
+        codes = torch.empty(j, m, n, dtype=torch.uint8, device=x.device)
+        cost = torch.empty(j, m, n, device=x.device)
+        halves = _half_ranges(tuple(bits), x.device)
+        launch(
+            "search.cu", "choose_codes", (_tiles(n), m, j),
+            x.contiguous(), base.contiguous(), maxima.contiguous(), halves,
+            row_weights.contiguous(), codes, cost, r, n,
+        )  # fmt: skip
+        return codes, cost
+
+    def round_panel(
+        self,
+        rows: torch.Tensor,
+        upper: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.round_panel`."""
+        if output is not None and output.shape[1] > MOST_COLUMNS:
+            return super().round_panel(rows, upper, scales, half_range, output)
+        p, m = rows.shape
+        codes = torch.empty(p, m, dtype=torch.uint8, device=rows.device)
+        errors = torch.empty_like(rows)
+        upper = _by_rows(upper)
+        first = (rows, upper.data_ptr(), upper.stride(0), scales, half_range)
+        if output is None:
+            launch("round.cu", "round_panel", (_tiles(m),), *first, codes, errors, p, m)
+        else:
+            blocks, b, _ = output.shape
+            last = (output, codes, errors, p, m, b)
+            launch("round.cu", "round_coupled", (blocks,), *first, *last, threads=_warps(b))
+        return codes, errors
+
+    def descend_panel(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.descend_panel`."""
+        if output is not None and output.shape[1] > MOST_COLUMNS:
+            return super().descend_panel(steps, gradient, hessian, scales, half_range, output)
+        p, m = steps.shape
+        change = torch.empty_like(steps)
+        hessian = _by_rows(hessian)
+        first = (steps, gradient, hessian.data_ptr(), hessian.stride(0), scales, half_range)
+        if output is None:
+            launch("descend.cu", "descend_panel", (_tiles(m),), *first, change, p, m)
+        else:
+            blocks, b, _ = output.shape
+            last = (output, change, p, m, b)
+            launch("descend.cu", "descend_coupled", (blocks,), *first, *last, threads=_warps(b))
+        return change
+
+    def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.pack`."""
+        k, n = codes.shape
+        table, words = _panel_table(tuple(groups), codes.device)
+        packed = torch.empty(words, n, dtype=torch.int32, device=codes.device)
+        grid = (_tiles(n), k // PANEL_ROWS)
+        launch("pack.cu", "pack", grid, codes.contiguous(), table, packed, n)
+        return packed
+
+    def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.unpack`."""
+        n = packed.shape[1]
+        table, _ = _panel_table(tuple(groups), packed.device)
+        codes = torch.empty(len(table) * PANEL_ROWS, n, dtype=torch.uint8, device=packed.device)
+        launch("pack.cu", "unpack", (_tiles(n), len(table)), packed.contiguous(), table, codes, n)
+        return codes
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
+    ) -> torch.Tensor:
+        """See `Ops.decode`."""
+        n = codes.shape[1]
+        table, _ = _panel_table(tuple(groups), codes.device)
+        matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
+        grid = (_tiles(n), len(table))
+        launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
+        return matrix
+
+
+def launch(
+    file: str,
+    name: str,
+    grid: tuple[int, ...],
+    *arguments: torch.Tensor | int,
+    threads: int = THREADS,
+) -> None:
+    """Launch a function of a source; tensors are contiguous and on one device."""
+    device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+    pointers = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            assert argument.is_contiguous(), f"{name} needs contiguous tensors"
+            argument = argument.data_ptr()
+        pointers.append(argument)
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
+    with cupy.cuda.Device(device.index), stream:
+        function(file, name)(grid, (threads,), tuple(pointers))
+
+
+class _Stream:
+    """A stream of torch in the form that CuPy takes."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer  # version of the protocol, stream
+
+
+@lru_cache(maxsize=64)
+def _stream(pointer: int, device: int) -> cupy.cuda.Stream:
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream.from_external(_Stream(pointer))
+
+
+def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows are contiguous; cuSOLVER's are not."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _tiles(n: int) -> int:
+    return -(-n // THREADS)
+
+
+def _warps(columns: int) -> int:
+    """Return the threads of whole warps for so many columns."""
+    return -(-columns // 32) * 32
+
+
+@lru_cache(maxsize=4096)
+def _half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return (device_table(bits, device) - 1).exp2()
+
+
+@lru_cache(maxsize=1024)
+def _panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return bits, first word and group of every panel, int64 (panels, 3), and all words."""
+    rows: list[tuple[int, int, int]] = []
+    word = 0
+    for index, group in enumerate(groups):
+        for _ in range(group.rows // PANEL_ROWS):
+            rows.append((group.bits, word, index))
+            word += group.bits
+    flat = tuple(value for row in rows for value in row)
+    return device_table(flat, device).view(-1, 3), word
+
+
+CUDA_OPS: Ops = CudaOps()

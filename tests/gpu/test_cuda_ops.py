@@ -1,0 +1,204 @@
+"""Every CUDA operation against its torch twin on the same device.
+
+Torch fills fresh memory with NaN here, so that what a kernel leaves unwritten shows.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from exl2flow.kernels import Group, Ops, get_ops
+from exl2flow.kernels.torch_ops import TORCH_OPS
+
+pytestmark = pytest.mark.gpu
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable products
+DEVICE = "cuda"
+SHARE = 1e-5  # of codes may differ: sums of fp32 in another order decide what is close
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns, and multiply matrices in full precision."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def ops() -> Ops:
+    return get_ops(DEVICE)
+
+
+def check_codes(found: torch.Tensor, expected: torch.Tensor, *, share: float = SHARE) -> None:
+    """Compare codes: a few of very many may differ."""
+    differing = int((found != expected).sum())
+    assert differing <= share * found.numel() + 1, f"{differing} of {found.numel()} codes differ"
+
+
+def columns(r: int, n: int, *, j: int = 1) -> torch.Tensor:
+    """Return groups fp32 (j, r, n) of columns that differ in size, one of them zero."""
+    x = torch.randn(j, r, n, device=DEVICE) * (0.1 + torch.rand(j, 1, n, device=DEVICE))
+    x[:, :, n // 2] = 0
+    return x
+
+
+def positive(*shape: int) -> torch.Tensor:
+    """Return symmetric positive definite matrices fp32 (..., k, k) of strong correlations."""
+    k = shape[-1]
+    noise = torch.randn(*shape, max(1, k // 4), device=DEVICE)
+    return noise @ noise.mT / noise.shape[-1] + 0.3 * torch.eye(k, device=DEVICE)
+
+
+@pytest.mark.parametrize("r", [32, 64, 128, 160])
+@pytest.mark.parametrize("n", [8, 96, 129, 4128])
+def test_search_of_columns(ops: Ops, r: int, n: int) -> None:
+    bits = (2, 3, 4, 5, 6, 8)
+    x, weights = columns(r, n, j=6), torch.rand(r, device=DEVICE) + 0.1
+
+    found, expected = (each.search_columns(x, bits, weights) for each in (ops, TORCH_OPS))
+
+    assert torch.equal(found[1], expected[1])
+    check_codes(found[0], expected[0])
+
+
+@pytest.mark.parametrize("r", [32, 128])
+@pytest.mark.parametrize("n", [8, 96, 129, 4128])
+def test_search_of_a_grid(ops: Ops, r: int, n: int) -> None:
+    bits = (2, 3, 4, 5, 6, 8)
+    x = columns(r, n, j=6)
+
+    found, expected = (each.search_grid(x, bits) for each in (ops, TORCH_OPS))
+
+    assert torch.equal(found[1], expected[1])
+    check_codes(found[0], expected[0])
+
+
+def panel(p: int, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows (p, m), the factor's block (p, p) inside a larger one, scales, half ranges."""
+    upper = torch.linalg.cholesky(positive(2 * p), upper=True)[p // 2 : p // 2 + p][:, p // 2 :]
+    half = 2.0 ** torch.randint(1, 8, (m,), device=DEVICE)
+    scales = (torch.rand(m, device=DEVICE) + 0.5).mul(1.5 / half).half().float()
+    scales[::17] = 0
+    return torch.randn(p, m, device=DEVICE), upper[:, :p], scales, half
+
+
+@pytest.mark.parametrize("p", [1, 7, 32])
+@pytest.mark.parametrize("m", [8, 96, 129, 4128, 70000])
+def test_a_panel_of_independent_columns(ops: Ops, p: int, m: int) -> None:
+    rows, upper, scales, half = panel(p, m)
+
+    codes, errors = ops.round_panel(rows.clone(), upper, scales, half)
+
+    expected, other = TORCH_OPS.round_panel(rows.clone(), upper, scales, half)
+    check_codes(codes, expected)
+    same = (codes == expected).all(dim=0)
+    torch.testing.assert_close(errors[:, same], other[:, same], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("p", [1, 32])
+@pytest.mark.parametrize(
+    "shape", [(1, 4), (3, 32), (2, 96), (8, 256), (4, 512), (2, 1024), (1, 1056)]
+)
+def test_a_panel_in_a_metric(ops: Ops, p: int, shape: tuple[int, int]) -> None:
+    blocks, b = shape
+    output = positive(blocks, b)
+    rows, upper, scales, half = panel(p, blocks * b)
+
+    codes, errors = ops.round_panel(rows.clone(), upper, scales, half, output)
+
+    expected, other = TORCH_OPS.round_panel(rows.clone(), upper, scales, half, output)
+    # a code that differs moves the others of its block, and the rows below
+    check_codes(codes, expected, share=0.1)
+
+    def size(e: torch.Tensor) -> float:
+        split = e.double().view(p, blocks, b)
+        return float((torch.einsum("pkb,kbc->pkc", split, output.double()) * split).sum())
+
+    assert size(errors) == pytest.approx(size(other), rel=1e-3)
+    assert errors.isfinite().all()
+
+
+@pytest.mark.parametrize("p", [1, 7, 32])
+@pytest.mark.parametrize("shape", [(0, 4128), (3, 32), (2, 96), (8, 256), (4, 512), (2, 1024)])
+def test_descent_of_a_panel(ops: Ops, p: int, shape: tuple[int, int]) -> None:
+    blocks, b = shape
+    m = max(1, blocks) * b
+    output = positive(blocks, b) if blocks else None
+    whole = torch.eye(m, device=DEVICE) if output is None else torch.block_diag(*output)
+    target, _, scales, half = panel(p, m)
+    hessian = positive(2 * p)[p // 2 : p // 2 + p, p // 2 : p // 2 + p]
+    start = torch.where(scales > 0, target / scales, 0).round().clamp(-half, half - 1)
+
+    def descend(each: Ops) -> tuple[torch.Tensor, torch.Tensor, float]:
+        steps = start.clone()
+        gradient = hessian @ (steps * scales - target) @ whole
+        change = each.descend_panel(steps, gradient, hessian, scales, half, output)
+        error = (steps * scales - target).double()
+        return steps, change, float(((hessian.double() @ error @ whole.double()) * error).sum())
+
+    steps, change, loss = descend(ops)
+
+    expected, _, other = descend(TORCH_OPS)
+    check_codes(steps, expected, share=0.02 if blocks else SHARE)
+    assert loss == pytest.approx(other, rel=1e-3)
+    torch.testing.assert_close(change, (steps - start) * scales)
+
+
+MIXES = [
+    (2,), (3,), (4,), (5,), (6,), (8,), (3, 2), (8, 4, 3), (6, 3, 2), (8, 6, 5, 4, 3, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", MIXES, ids=str)
+@pytest.mark.parametrize("n", [32, 96, 4128])
+@pytest.mark.parametrize("k", [192, 4096, 20000])
+def test_packing_and_decoding(ops: Ops, bits: tuple[int, ...], n: int, k: int) -> None:
+    if k * n > 1 << 25 and len(bits) == 1:
+        n = 32  # the large ones once per mix
+    groups, start = [], 0
+    for index, width in enumerate(bits):
+        end = k if index == len(bits) - 1 else start + 32
+        while start < end:
+            rows = min(64 if index % 2 else 32, end - start)
+            groups.append(Group(bits=width, start=start, rows=rows))
+            start += rows
+    codes = torch.empty(k, n, dtype=torch.uint8, device=DEVICE)
+    for group in groups:
+        part = codes[group.start : group.start + group.rows]
+        part.random_(0, 2**group.bits)
+    scales = (10.0 ** torch.empty(len(groups), n, device=DEVICE).uniform_(-8, 2)).half()
+
+    packed = ops.pack(codes, groups)
+
+    assert torch.equal(packed, TORCH_OPS.pack(codes, groups))
+    assert torch.equal(ops.unpack(packed, groups), codes)
+    assert torch.equal(ops.decode(codes, scales, groups), TORCH_OPS.decode(codes, scales, groups))
+
+
+def test_results_are_the_same_in_every_run(ops: Ops) -> None:
+    rows, upper, scales, half = panel(32, 4 * 512)
+    output = positive(4, 512)
+
+    first, second = (ops.round_panel(rows.clone(), upper, scales, half, output) for _ in range(2))
+
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_kernels_follow_the_current_stream(ops: Ops) -> None:
+    x = columns(128, 8192, j=32)
+    weights = torch.ones(128, device=DEVICE)
+    expected = ops.search_columns(2 * x, 32 * [4], weights)
+    torch.cuda.synchronize()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        found = ops.search_columns(x.mul_(2), 32 * [4], weights)
+    torch.cuda.synchronize()
+
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])

@@ -1,0 +1,34 @@
+"""Every CUDA source compiles for the devices of the field, without one at hand."""
+
+import pytest
+from cupy_backends.cuda.libs import nvrtc
+
+from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
+
+DEVICES = (80, 86, 89, 90, 120)
+SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("file", SOURCES)
+def test_source_compiles_without_a_warning(file: str, device: int) -> None:
+    program = nvrtc.createProgram(source(file), file, (), ())
+    options = (*OPTIONS, f"-arch=sm_{device}", "-Werror=all-warnings")
+
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+
+    assert nvrtc.getCUBIN(program)
+
+
+def test_no_source_is_left_out() -> None:
+    assert SOURCES == ["descend.cu", "pack.cu", "round.cu", "search.cu"]
+
+
+def test_a_source_holds_its_headers() -> None:
+    text = source("round.cu")
+
+    assert "#include" not in text
+    assert "decoder_scale" in text
