@@ -61,17 +61,20 @@ def test_every_package_has_an_init() -> None:
 
 def test_every_data_file_is_listed() -> None:
     patterns = {
-        package: [*SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]]
-        for package in SETUPTOOLS["packages"]
-    }
+        ROOT / folder: [
+            *SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]
+        ]
+        for package, folder in SETUPTOOLS["package-dir"].items()
+    }  # fmt: skip
     forgotten = []
     for top in TOP:
         for path in (ROOT / top).rglob("*"):
             folder = str(path.parent.relative_to(ROOT))
             if path.suffix in (".py", ".pyc") or path.is_dir() or folder.startswith(SOURCES):
                 continue
-            listed = patterns.get("exl2flow." + folder.replace("/", "."), [])
-            if not any(path.match(pattern) for pattern in listed):
+            package = next((p for p in path.parents if p in patterns), ROOT)
+            inside = path.relative_to(package)
+            if not any(inside.match(pattern) for pattern in patterns.get(package, [])):
                 forgotten.append(str(path.relative_to(ROOT)))
 
     assert forgotten == []

@@ -240,13 +240,10 @@ def test_a_correction_that_moves_nothing_gives_the_bytes_of_none(
 def test_a_correction_that_does_harm_is_not_taken(
     corrected: Pipeline, plain: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubled(correction: Correction, *args: Any) -> Linear:
-        linear = target(correction, *args)
-        linear.weight.mul_(2)
-        return linear
+    def doubling(correction: Correction, hessian: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.eye(len(hessian))
 
-    target = Correction.target
-    monkeypatch.setattr(Correction, "target", doubled)
+    monkeypatch.setattr(Correction, "move", doubling)
     harmed = fresh(corrected, tmp_path)
 
     harmed.run("quantize", progress=silent)
