@@ -114,17 +114,18 @@ class CoupledRowDescent(RowDescent):
         if torch.equal(best, step):
             return None
         change = torch.sub(best, step).mul_(scales)  # (blocks, b / CLASSES)
+        width = change.shape[1]
         for attempt in range(1, RETRIES + 3):
             pushed = _block_product(change, output)
-            own = pushed.chunk(CLASSES, dim=1)[index]
+            own = pushed.narrow(1, index * width, width)
             rise = torch.add(slope, own, alpha=curvature / 2).mul_(change).sum(dim=1, keepdim=True)
-            worse = (rise >= 0) & (change != 0)
-            if not worse.any():
+            if float(rise.max()) <= 0:
                 break
             gain = -change * (curvature * change * diagonal + 2 * slope)
             weak = gain < gain.amax(dim=1, keepdim=True) * (attempt / RETRIES)
-            change[worse & weak if attempt <= RETRIES else worse] = 0
-        step.copy_(torch.where(change != 0, best, step))
+            change[(rise > 0) & weak if attempt <= RETRIES else (rise > 0).expand_as(change)] = 0
+            best = torch.where(change != 0, best, step)
+        step.copy_(best)
         return pushed
 
 

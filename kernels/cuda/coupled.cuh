@@ -105,7 +105,7 @@ __device__ void move_class(int index, const float* O, int b, const Column& own, 
         if (total == 0) return;
         const float pushed = push(total, O, b, room);
         const float rise = sum_of_all((gradient + 0.5f * curvature * pushed) * change, room);
-        if (rise < 0.0f) {
+        if (rise <= 0.0f) {
             gradient += curvature * pushed;
             if (change != 0.0f) step = best;
             return;
