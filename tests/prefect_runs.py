@@ -60,7 +60,10 @@ def log_lines(run: UUID) -> list[Log]:
         with get_client(sync_client=True) as client:
             return client.read_logs(log_filter=chosen)
 
-    return settled(read, lambda logs: any("Finished in state" in log.message for log in logs))
+    def is_whole(logs: list[Log]) -> bool:  # tasks finish, too
+        return any("Finished in state" in log.message and not log.task_run_id for log in logs)
+
+    return settled(read, is_whole)
 
 
 def settled(read: Callable[[], Any], is_settled: Callable[[Any], bool]) -> Any:
