@@ -6,6 +6,7 @@ from exl2flow.kernels.ops import (
     Ops,
     device_table,
     get_ops,
+    half_ranges,
     resolve_device,
     tensor_cores,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "Ops",
     "device_table",
     "get_ops",
+    "half_ranges",
     "resolve_device",
     "tensor_cores",
 ]

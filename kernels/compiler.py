@@ -13,10 +13,12 @@ from exl2flow.kernels import torch_descent, torch_ops
 from exl2flow.kernels.ops import PANEL_ROWS
 
 FOLDER = Path(__file__).with_name("cuda")
+MOST_COLUMNS = 1024  # of a block of the output factor: a CTA has a thread for each
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
 DEFINITIONS = {
     "PANEL_ROWS": PANEL_ROWS,
+    "MOST_COLUMNS": MOST_COLUMNS,
     "GRID_TOGETHER": GRID_TOGETHER,
     "GRID_POINTS": torch_ops.GRID_POINTS,
     "SCALE_LEVELS": torch_ops.SCALE_LEVELS,

@@ -10,12 +10,11 @@ from functools import lru_cache
 import cupy
 import torch
 
-from exl2flow.kernels.compiler import GRID_TOGETHER, function
-from exl2flow.kernels.ops import PANEL_ROWS, Group, Ops, device_table
+from exl2flow.kernels.compiler import GRID_TOGETHER, MOST_COLUMNS, function
+from exl2flow.kernels.ops import PANEL_ROWS, Group, Ops, device_table, half_ranges
 from exl2flow.kernels.torch_ops import GRID_EXPONENT, GRID_POINTS, TorchOps
 
 THREADS = 128  # of a CTA where each thread has a column
-MOST_COLUMNS = 1024  # of a block of the output factor: a CTA has a thread for each
 
 
 class CudaOps(TorchOps):
@@ -24,7 +23,7 @@ class CudaOps(TorchOps):
     def _column_ranges(self, x: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
         j, r, n = x.shape
         base = torch.empty(j, n, device=x.device)
-        halves = _half_ranges(tuple(bits), x.device)
+        halves = half_ranges(tuple(bits), x.device)
         launch("search.cu", "column_ranges", (_tiles(n), j), x.contiguous(), halves, base, r, n)
         return base
 
@@ -34,7 +33,7 @@ class CudaOps(TorchOps):
         j, r, n = x.shape
         partial = torch.empty(j, GRID_POINTS, _tiles(n), device=x.device)
         parts = -(-GRID_POINTS // GRID_TOGETHER)
-        halves, weights = _half_ranges(tuple(bits), x.device), steps.pow(GRID_EXPONENT)
+        halves, weights = half_ranges(tuple(bits), x.device), steps.pow(GRID_EXPONENT)
         launch(
             "search.cu", "grid_cost", (_tiles(n), parts, j),
             x.contiguous(), steps, weights, halves, grid, partial, r, n,
@@ -53,7 +52,7 @@ class CudaOps(TorchOps):
         m = maxima.shape[1]
         codes = torch.empty(j, m, n, dtype=torch.uint8, device=x.device)
         cost = torch.empty(j, m, n, device=x.device)
-        halves = _half_ranges(tuple(bits), x.device)
+        halves = half_ranges(tuple(bits), x.device)
         launch(
             "search.cu", "choose_codes", (_tiles(n), m, j),
             x.contiguous(), base.contiguous(), maxima.contiguous(), halves,
@@ -186,11 +185,6 @@ def _tiles(n: int) -> int:
 def _warps(columns: int) -> int:
     """Return the threads of whole warps for so many columns."""
     return -(-columns // 32) * 32
-
-
-@lru_cache(maxsize=4096)
-def _half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return (device_table(bits, device) - 1).exp2()
 
 
 @lru_cache(maxsize=1024)

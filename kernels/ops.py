@@ -167,6 +167,12 @@ def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
+@lru_cache(maxsize=4096)
+def half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return 2 ** (bits - 1) as fp32 on a device; shared like a `device_table`."""
+    return (device_table(bits, device) - 1).exp2()
+
+
 def get_ops(device: torch.device | str) -> Ops:
     """Return the implementation for a device.
 

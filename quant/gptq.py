@@ -14,7 +14,7 @@ import torch
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import PANEL_ROWS, Group, device_table, get_ops
+from exl2flow.kernels import PANEL_ROWS, Group, device_table, get_ops, half_ranges
 from exl2flow.model import Linear
 from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams, padded_columns
 from exl2flow.quant.hessian import HessianFactor
@@ -177,9 +177,7 @@ class _Batch:
 
     def _result(self, j: int) -> RoundedMatrix:
         columns = slice(j * self.shape[1], (j + 1) * self.shape[1])
-        begun = device_table(
-            tuple(group.start // PANEL_ROWS for group in self.groups[j]), self.rows.device
-        )
+        begun = first_panels(self.groups[j], self.rows.device)
         return RoundedMatrix(
             codes=self.codes[:, columns].contiguous(),
             groups=self.groups[j],
@@ -201,7 +199,7 @@ class _Batch:
             else:
                 diagonal = self.factor.upper.diagonal()[row : row + rows]
                 codes, maxima = self.ops.search_columns(x, bits, diagonal.reciprocal().square())
-            half_range = (device_table(bits, self.rows.device) - 1).exp2()
+            half_range = half_ranges(bits, self.rows.device)
             self.scale_codes[row // PANEL_ROWS, places] = codes
             self.max_scales[row // PANEL_ROWS, places] = maxima
             self.scales.view(j, n)[places] = self.ops.decode_scales(codes, maxima).float()
@@ -215,6 +213,11 @@ def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, dic
         for group in groups:
             starts[group.start][group.rows][j] = group.bits
     return starts
+
+
+def first_panels(groups: Sequence[Group], device: torch.device) -> torch.Tensor:
+    """Return the panel that each group begins with, int64 (g,)."""
+    return device_table(tuple(group.start // PANEL_ROWS for group in groups), device)
 
 
 def side_by_side(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

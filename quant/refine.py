@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exl2flow.kernels import PANEL_ROWS, device_table, get_ops
-from exl2flow.quant.gptq import WINDOW_ROWS, RoundedMatrix, group_starts
+from exl2flow.kernels import PANEL_ROWS, device_table, get_ops, half_ranges
+from exl2flow.quant.gptq import WINDOW_ROWS, RoundedMatrix, first_panels, group_starts
 
 MAXIMA = 31  # maxima tried around the present one
 MAXIMA_SPAN = 0.15  # how far, relative to it
@@ -116,34 +116,31 @@ class _Refinement:
         device = self.steps.device
         groups = list(enumerate(matrix.groups))
         panels = [(i, g.bits) for i, g in groups for _ in range(g.rows // PANEL_ROWS)]
-        of_panel, bits = (device_table(values, device) for values in zip(*panels, strict=True))
+        of_panel, bits = zip(*panels, strict=True)
         scales = self.ops.decode_scales(matrix.scale_codes, matrix.max_scales).float()
-        self.scales[:, j] = scales[of_panel]
-        self.half_range[:, j] = (bits - 1).exp2()[:, None]
-        begun = self._begun(matrix)
+        self.scales[:, j] = scales[device_table(of_panel, device)]
+        self.half_range[:, j] = half_ranges(bits, device)[:, None]
+        begun = first_panels(matrix.groups, device)
         self.scale_codes[begun, j] = matrix.scale_codes
         self.maxima[begun, j] = matrix.max_scales
-
-    def _begun(self, matrix: RoundedMatrix) -> torch.Tensor:
-        """Return the panel that each group begins with."""
-        return device_table(
-            tuple(group.start // PANEL_ROWS for group in matrix.groups), self.steps.device
-        )
 
     def results(self) -> list[RoundedMatrix]:
         """Return the matrices as they are now."""
         panels, j, n = self.scales.shape
         steps = self.steps.view(panels, PANEL_ROWS, j, n)
         codes = (steps + self.half_range[:, None]).to(torch.uint8).view(-1, j, n)
-        return [
-            replace(
-                matrix,
-                codes=codes[:, place].contiguous(),
-                scale_codes=self.scale_codes[self._begun(matrix), place],
-                max_scales=self.maxima[self._begun(matrix), place],
+        found = []
+        for place, matrix in enumerate(self.rounded):
+            begun = first_panels(matrix.groups, codes.device)
+            found.append(
+                replace(
+                    matrix,
+                    codes=codes[:, place].contiguous(),
+                    scale_codes=self.scale_codes[begun, place],
+                    max_scales=self.maxima[begun, place],
+                )
             )
-            for place, matrix in enumerate(self.rounded)
-        ]
+        return found
 
     def _windows(self) -> Iterator[tuple[int, int]]:
         k = len(self.steps)

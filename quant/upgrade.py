@@ -23,9 +23,9 @@ from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import padded_weight
 from exl2flow.quant.hessian import (
     HessianFactor,
-    HessianSum,
     collect_hessians,
     factor,
+    head_hessian,
     mixed,
     relative_error,
 )
@@ -112,16 +112,14 @@ class Upgrading:
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
         """Refine the head on the final states and commit its file."""
         projection, head = model.spec.head, model.head()
-        total = HessianSum(projection.in_features, device=model.device)
-        for row in states:
-            total.add(head.normed(row[None].to(model.device)))
+        hessian = head_hessian(head, states)
         factors = self._read_factors("head")
         matrix, report = self._refine(
             projection,
             self.stored.matrix(projection),
             head.linear,
-            self._factor(projection, total.mean(), factors),
-            total.mean(),
+            self._factor(projection, hessian, factors),
+            hessian,
             factors.get(projection.name),
         )
         summary = _report(projection.key, (projection,), {projection.name: report}) | {

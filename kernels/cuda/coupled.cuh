@@ -2,7 +2,6 @@
 // The columns of a class move together if that lowers the objective, and only moved ones are
 // pushed through O.
 
-#define MOST_COLUMNS 1024
 #define WARPS (MOST_COLUMNS / 32)
 
 struct Room {  // shared by a CTA
