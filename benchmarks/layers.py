@@ -1,11 +1,12 @@
-"""Time and GPU memory of each stage on layers of a large model's shape, with random weights.
+"""Time and GPU memory of each stage on layers of a large model's shape, or on a model.
 
-    python benchmarks/layers.py [--shape 7b] [--layers 2] [--quality standard] [--device cuda]
-        [--until compile] [--profile measure] [--rows N]
+    python benchmarks/layers.py [--shape 7b | --model DIR] [--layers 2] [--quality standard]
+        [--device cuda] [--until compile] [--profile measure] [--rows N]
 
-Builds the model in a temporary folder, runs each stage without Prefect, and prints seconds of the
-stage, of one layer (those of its sublayers, the last layer's, when everything is warm) and the
-highest use of GPU memory. `--profile` adds the kernels that took longest in a stage.
+Builds a model of random weights in a temporary folder unless one is given, runs each stage without
+Prefect, and prints seconds of the stage, of one layer (those of its sublayers, the last layer's,
+when everything is warm) and the highest use of GPU memory. `--profile` adds the kernels that took
+longest in a stage.
 """
 
 import argparse
@@ -128,6 +129,7 @@ def main() -> None:
     """Build the model and run the stages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--model", type=Path, help="a model folder in place of random weights")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--bpw", type=float, default=4.0)
     parser.add_argument("--quality", nargs="+", default=["standard"])
@@ -140,14 +142,16 @@ def main() -> None:
     few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        make_model(root / "source", arguments.shape, arguments.layers)
+        source = arguments.model or root / "source"
+        if not arguments.model:
+            make_model(source, arguments.shape, arguments.layers)
         for quality in arguments.quality:
             config = build_config(
-                source=root / "source", out=root / quality, work_root=root / f"work-{quality}",
+                source=source, out=root / quality, work_root=root / f"work-{quality}",
                 bpw=arguments.bpw, quality=quality, device=arguments.device, calibration=few,
             )  # fmt: skip
-            print(f"\n{arguments.shape}, {arguments.layers} layers, {quality}, torch", end=" ")
-            print(f"{torch.__version__}\n")
+            what = arguments.model or f"{arguments.shape}, {arguments.layers} layers"
+            print(f"\n{what}, {quality}, torch {torch.__version__}\n")
             run(config, arguments.until, arguments.profile)
 
 

@@ -4,20 +4,24 @@ from exl2flow.kernels.ops import (
     PANEL_ROWS,
     Group,
     Ops,
+    Scales,
     device_table,
     get_ops,
     half_ranges,
     resolve_device,
     tensor_cores,
 )
+from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
     "PANEL_ROWS",
     "Group",
     "Ops",
+    "Scales",
     "device_table",
     "get_ops",
     "half_ranges",
     "resolve_device",
     "tensor_cores",
+    "times_output",
 ]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import cupy
 
-from exl2flow.kernels import torch_descent, torch_ops
-from exl2flow.kernels.ops import PANEL_ROWS
+from exl2flow.kernels import torch_descent, torch_ops, torch_refit
+from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS
 
 FOLDER = Path(__file__).with_name("cuda")
 MOST_COLUMNS = 1024  # of a block of the output factor: a CTA has a thread for each
@@ -21,7 +21,10 @@ DEFINITIONS = {
     "MOST_COLUMNS": MOST_COLUMNS,
     "GRID_TOGETHER": GRID_TOGETHER,
     "GRID_POINTS": torch_ops.GRID_POINTS,
-    "SCALE_LEVELS": torch_ops.SCALE_LEVELS,
+    "SCALE_LEVELS": SCALE_LEVELS,
+    "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
+    "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,
+    "LEAST_UNIT": torch_refit.LEAST_UNIT,
     "CODE_REACH": torch_ops.CODE_REACH,
     "EXPECTED_SHARE": torch_ops.EXPECTED_SHARE,
     "EPSILON": torch_ops.EPSILON,

@@ -5,14 +5,22 @@ sums; what is not overridden is torch on the device.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import cupy
 import torch
 
 from exl2flow.kernels.compiler import GRID_TOGETHER, MOST_COLUMNS, function
-from exl2flow.kernels.ops import PANEL_ROWS, Group, Ops, device_table, half_ranges
+from exl2flow.kernels.ops import PANEL_ROWS, Group, Ops, Scales, device_table, half_ranges
 from exl2flow.kernels.torch_ops import GRID_EXPONENT, GRID_POINTS, TorchOps
+from exl2flow.kernels.torch_refit import (
+    REFIT_MAXIMA,
+    STRENGTHS,
+    group_rows,
+    maxima_multiples,
+    steps_of_groups,
+    times_output,
+)
 
 THREADS = 128  # of a CTA where each thread has a column
 
@@ -20,30 +28,30 @@ THREADS = 128  # of a CTA where each thread has a column
 class CudaOps(TorchOps):
     """See `Ops`."""
 
-    def _column_ranges(self, x: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
+    def _column_ranges(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         j, r, n = x.shape
         base = torch.empty(j, n, device=x.device)
-        halves = half_ranges(tuple(bits), x.device)
-        launch("search.cu", "column_ranges", (_tiles(n), j), x.contiguous(), halves, base, r, n)
+        tables = _group_tables(groups, x.device)
+        launch("search.cu", "column_ranges", (_tiles(n), j), x.contiguous(), *tables, base, r, n)
         return base
 
     def _grid_costs(
-        self, x: torch.Tensor, bits: Sequence[int], steps: torch.Tensor, grid: torch.Tensor
+        self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
     ) -> torch.Tensor:
         j, r, n = x.shape
-        partial = torch.empty(j, GRID_POINTS, _tiles(n), device=x.device)
+        costs = torch.empty(j, GRID_POINTS, _tiles(n), device=x.device)
         parts = -(-GRID_POINTS // GRID_TOGETHER)
-        halves, weights = half_ranges(tuple(bits), x.device), steps.pow(GRID_EXPONENT)
+        weights, tables = steps.pow(GRID_EXPONENT), _group_tables(groups, x.device)
         launch(
             "search.cu", "grid_cost", (_tiles(n), parts, j),
-            x.contiguous(), steps, weights, halves, grid, partial, r, n,
+            x.contiguous(), steps, weights, *tables, grid, costs, r, n,
         )  # fmt: skip
-        return partial.sum(dim=2)
+        return costs.sum(dim=2)
 
     def _best_codes(
         self,
         x: torch.Tensor,
-        bits: Sequence[int],
+        groups: Sequence[Group],
         row_weights: torch.Tensor,
         base: torch.Tensor,
         maxima: torch.Tensor,
@@ -52,10 +60,10 @@ class CudaOps(TorchOps):
         m = maxima.shape[1]
         codes = torch.empty(j, m, n, dtype=torch.uint8, device=x.device)
         cost = torch.empty(j, m, n, device=x.device)
-        halves = half_ranges(tuple(bits), x.device)
+        tables = _group_tables(groups, x.device)
         launch(
             "search.cu", "choose_codes", (_tiles(n), m, j),
-            x.contiguous(), base.contiguous(), maxima.contiguous(), halves,
+            x.contiguous(), base.contiguous(), maxima.contiguous(), *tables,
             row_weights.contiguous(), codes, cost, r, n,
         )  # fmt: skip
         return codes, cost
@@ -80,7 +88,7 @@ class CudaOps(TorchOps):
             launch("round.cu", "round_panel", (_tiles(m),), *first, codes, errors, p, m)
         else:
             blocks, b, _ = output.shape
-            last = (output, codes, errors, p, m, b)
+            last = (output, codes, errors, torch.empty_like(rows), p, m, b)
             launch("round.cu", "round_coupled", (blocks,), *first, *last, threads=_warps(b))
         return codes, errors
 
@@ -107,6 +115,62 @@ class CudaOps(TorchOps):
             last = (output, change, p, m, b)
             launch("descend.cu", "descend_coupled", (blocks,), *first, *last, threads=_warps(b))
         return change
+
+    def refit_scales(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        groups: Sequence[Group | None],
+        scales: Scales,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.refit_scales`."""
+        (r, m), (_, j, n) = steps.shape, scales.decoded.shape
+        tiles, device, b = _tiles(n), steps.device, 1 if output is None else output.shape[1]
+        new = partial(torch.empty, device=device)
+        steps = steps_of_groups(steps, groups)
+        pushed = times_output(gradient, output)
+        curvature, wanted = new(2, m)
+        launch(
+            "refit.cu", "wanted_scales", (_tiles(m),),
+            steps, hessian @ steps, pushed, 0 if output is None else output, scales.decoded,
+            curvature, wanted, r, m, b,
+        )  # fmt: skip
+        multiples, misses = maxima_multiples(device), new(STRENGTHS * j, REFIT_MAXIMA, tiles)
+        launch(
+            "refit.cu", "scale_misses", (tiles, STRENGTHS * j),
+            wanted, curvature, scales.decoded, scales.maxima, multiples, misses, n, j,
+        )  # fmt: skip
+        codes, maxima = new(STRENGTHS, m, dtype=torch.uint8), new(STRENGTHS, j, dtype=torch.float16)
+        found, change = new(STRENGTHS, m), new(STRENGTHS, r, m)
+        launch(
+            "refit.cu", "nearest_scales", (tiles, STRENGTHS * j),
+            wanted, scales.decoded, scales.maxima, multiples, misses, steps,
+            codes, maxima, found, change, r, n, j,
+        )  # fmt: skip
+        moved = hessian @ times_output(change.view(-1, m), output).view(change.shape)
+        rises, taken = new(STRENGTHS * j, tiles), new(r, m)
+        launch(
+            "refit.cu", "scale_rises", (tiles, STRENGTHS * j),
+            moved, pushed, change, rises, r, n, j,
+        )  # fmt: skip
+        launch(
+            "refit.cu", "take_scales", (tiles, j),
+            rises, codes, maxima, found, change, group_rows(groups, device),
+            scales.codes, scales.maxima, scales.decoded, taken, r, n, j, STRENGTHS,
+        )  # fmt: skip
+        return taken
+
+    def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """See `Ops.decode_scales`."""
+        n = codes.shape[-1]
+        scales = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
+        grid = (_tiles(n), max_scales.numel())
+        launch(
+            "pack.cu", "decode_scales", grid, codes.contiguous(), max_scales.contiguous(), scales, n
+        )
+        return scales
 
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """See `Ops.pack`."""
@@ -171,6 +235,13 @@ class _Stream:
 def _stream(pointer: int, device: int) -> cupy.cuda.Stream:
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream.from_external(_Stream(pointer))
+
+
+def _group_tables(
+    groups: Sequence[Group], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return half ranges fp32 and rows int64 of groups, (j,)."""
+    return half_ranges(tuple(group.bits for group in groups), device), group_rows(groups, device)
 
 
 def _by_rows(matrix: torch.Tensor) -> torch.Tensor:

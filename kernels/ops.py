@@ -10,6 +10,7 @@ import torch
 
 from exl2flow.core.errors import BackendUnavailable
 
+SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
 PANEL_ROWS = 32  # rows are rounded so many at a time; every group begins at a multiple of it
 
 
@@ -21,18 +22,42 @@ class Group:
     start: int
     rows: int
 
+    @property
+    def half_range(self) -> float:
+        """Return half of the number of codes, that of the zero point."""
+        return float(2 ** (self.bits - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Scales of `j` matrices of n columns, by panel of rows.
+
+    codes: uint8 (panels, j, n); maxima: fp16 (panels, j); both at the panel that a group begins
+    with. decoded: fp32 (panels, j, n), the decoder's, at every panel of a group.
+    """
+
+    codes: torch.Tensor
+    maxima: torch.Tensor
+    decoded: torch.Tensor
+
+    def of(self, panels: slice) -> "Scales":
+        """Return views of some panels."""
+        return Scales(
+            codes=self.codes[panels], maxima=self.maxima[panels], decoded=self.decoded[panels]
+        )
+
 
 class Ops(Protocol):
     """Tensor operations of the format; all tensors of a call lie on one device."""
 
     def search_grid(
-        self, x: torch.Tensor, bits: Sequence[int]
+        self, x: torch.Tensor, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose scale codes by each column's range, and the best maximum, for several matrices.
 
         Args:
-            x: fp32 (j, r, n), current rows of a group in each of `j` matrices.
-            bits: bit width of each group.
+            x: fp32 (j, r, n), current rows in each of `j` matrices from where a group begins.
+            groups: of each matrix; rows beyond a group's own are not looked at.
 
         Returns:
             Scale codes uint8 (j, n) of 0 to 15, and the stored maxima fp16 (j,).
@@ -40,13 +65,13 @@ class Ops(Protocol):
         ...
 
     def search_columns(
-        self, x: torch.Tensor, bits: Sequence[int], row_weights: torch.Tensor
+        self, x: torch.Tensor, groups: Sequence[Group], row_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the maximum and every column's scale code by the weighted squared error.
 
         Args:
-            x: fp32 (j, r, n), current rows of a group in each of `j` matrices.
-            bits: bit width of each group.
+            x: as for `search_grid`.
+            groups: as for `search_grid`.
             row_weights: fp32 (r,), weight of each row's squared error.
 
         Returns:
@@ -98,6 +123,30 @@ class Ops(Protocol):
 
         Returns:
             The change of the panel's values, fp32 (p, m).
+        """
+        ...
+
+    def refit_scales(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        groups: Sequence[Group | None],
+        scales: "Scales",
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Move scales towards the optimum of tr(O Eᵀ H E), as far as each matrix's share falls.
+
+        Args:
+            steps: fp32 (r, m), signed codes of `j` matrices side by side, from where groups begin.
+            gradient: fp32 (r, m), H E of these rows.
+            hessian: fp32 (r, r), their diagonal block of H.
+            groups: of each matrix, one of at most r rows or None.
+            scales: of the r / 32 panels; overwritten.
+            output: fp32 (blocks, b, b), O; None: the identity.
+
+        Returns:
+            The change of the rows' values, fp32 (r, m).
         """
         ...
 

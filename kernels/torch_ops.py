@@ -10,13 +10,13 @@ from math import gcd
 
 import torch
 
-from exl2flow.kernels.ops import Group, Ops, device_table
+from exl2flow.kernels import torch_refit
+from exl2flow.kernels.ops import SCALE_LEVELS, Group, Ops, Scales
 from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
 GRID_START, GRID_END = 0.70, 1.20
 GRID_EXPONENT = 3.5  # of the absolute error that a multiplier is judged by
-SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
 MAXIMA = 12  # multiples of a group's largest range that a column search tries as its maximum
 MAXIMA_START, MAXIMA_END = 0.50, 1.15
 SAMPLED_COLUMNS = 128  # about as many judge the maximum, beside
@@ -31,48 +31,51 @@ class TorchOps:
     """Vectorized over columns, and over matrices that share a Hessian."""
 
     def search_grid(
-        self, x: torch.Tensor, bits: Sequence[int]
+        self, x: torch.Tensor, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.search_grid`; `docs/format.md` section 4 has the formulas."""
-        base = self._column_ranges(x, bits)  # (j, n)
+        base = self._column_ranges(x, groups)  # (j, n)
         largest = base.amax(dim=1, keepdim=True)
         levels = (SCALE_LEVELS * (base / largest).sqrt()).round().clamp(1, SCALE_LEVELS)
         steps = (levels / SCALE_LEVELS).square() * largest  # (j, n)
         grid = _grid(x.device)
-        best = grid[self._grid_costs(x, bits, steps, grid).argmin(dim=1)]  # the first minimum
+        best = grid[self._grid_costs(x, groups, steps, grid).argmin(dim=1)]  # the first minimum
         return (levels - 1).to(torch.uint8), (largest[:, 0] * best).half()
 
     def search_columns(
-        self, x: torch.Tensor, bits: Sequence[int], row_weights: torch.Tensor
+        self, x: torch.Tensor, groups: Sequence[Group], row_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.search_columns`."""
-        base = self._column_ranges(x, bits)  # (j, n)
+        base = self._column_ranges(x, groups)  # (j, n)
         maxima = (base.amax(dim=1, keepdim=True) * _factors(x.device)).half()  # (j, MAXIMA)
         sample, weights = _sample(base)  # (j, s), (s,)
         seen = x.gather(2, sample[:, None].expand(-1, x.shape[1], -1))  # (j, r, s)
-        _, cost = self._best_codes(seen, bits, row_weights, base.gather(1, sample), maxima)
+        _, cost = self._best_codes(seen, groups, row_weights, base.gather(1, sample), maxima)
         best = (cost * weights).sum(dim=2).argmin(dim=1, keepdim=True)
         chosen = maxima.gather(1, best)  # (j, 1)
-        codes, _ = self._best_codes(x, bits, row_weights, base, chosen)
+        codes, _ = self._best_codes(x, groups, row_weights, base, chosen)
         return codes[:, 0], chosen[:, 0]
 
-    def _column_ranges(self, x: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
+    def _column_ranges(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """Return the scales at which codes just span each column; x fp32 (j, r, n) → (j, n)."""
-        spans = device_table(tuple(bits), x.device).exp2().sub_(1).div_(2)
-        return (x.abs().amax(dim=1) + EPSILON) / spans[:, None]
+        parts = zip(x, groups, strict=True)
+        ranges = [
+            (rows[: g.rows].abs().amax(dim=0) + EPSILON) / (g.half_range - 0.5) for rows, g in parts
+        ]
+        return torch.stack(ranges)
 
     def _grid_costs(
-        self, x: torch.Tensor, bits: Sequence[int], steps: torch.Tensor, grid: torch.Tensor
+        self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
     ) -> torch.Tensor:
         """Return what every multiplier of steps (j, n) costs in all columns, (j, 97)."""
-        halves = [float(2 ** (b - 1)) for b in bits]
-        parts = zip(x, steps, halves, strict=True)
-        return torch.stack([_grid_cost(*part, grid) for part in parts])
+        parts = zip(x, steps, groups, strict=True)
+        costs = [_grid_cost(rows[: g.rows], step, g.half_range, grid) for rows, step, g in parts]
+        return torch.stack(costs)
 
     def _best_codes(
         self,
         x: torch.Tensor,
-        bits: Sequence[int],
+        groups: Sequence[Group],
         row_weights: torch.Tensor,
         base: torch.Tensor,
         maxima: torch.Tensor,
@@ -88,8 +91,10 @@ class TorchOps:
         scales = self.decode_scales(codes, maxima[:, :, None].expand(codes.shape[:3])).float()
         cost = torch.stack(
             [
-                _weighted_cost(x[j], scales[j].flatten(0, 1), float(2 ** (b - 1)), row_weights)
-                for j, b in enumerate(bits)
+                _weighted_cost(
+                    x[j, : g.rows], scales[j].flatten(0, 1), g.half_range, row_weights[: g.rows]
+                )
+                for j, g in enumerate(groups)
             ]
         )
         least, chosen = cost.view(codes.shape).min(dim=2)  # (j, m, n)
@@ -136,6 +141,20 @@ class TorchOps:
         change = torch.sub(found, before).mul_(row.scales)
         steps.copy_(row.restored(found))
         return row.restored(change)
+
+    def refit_scales(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        groups: Sequence[Group | None],
+        scales: Scales,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.refit_scales`."""
+        return torch_refit.refit_scales(
+            self.decode_scales, steps, gradient, hessian, groups, scales, output
+        )
 
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """See `Ops.pack`; bit `b * i` of a unit's integer begins code `i`."""
@@ -197,7 +216,7 @@ class TorchOps:
         matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
         for index, group in enumerate(groups):
             rows = slice(group.start, group.start + group.rows)
-            steps = codes[rows].float() - float(2 ** (group.bits - 1))
+            steps = codes[rows].float() - group.half_range
             matrix[rows] = (steps * scales[index].float()).half()
         return matrix
 

@@ -140,6 +140,7 @@ class _Batch:
         self.groups = [job.params.groups(k) for job in jobs]
         self.starts = group_starts(self.groups)
         self.rows = torch.cat([job.weight for job in jobs], dim=1)[factor.perm]  # (k, m)
+        self.row_weights = factor.upper.diagonal().reciprocal().square()
         self.codes = torch.empty_like(self.rows, dtype=torch.uint8)
         self.scales = torch.empty_like(self.rows[0])
         self.half_range = torch.empty_like(self.scales)
@@ -188,30 +189,32 @@ class _Batch:
         )
 
     def _begin_groups(self, row: int) -> None:
-        """Search the scales of all groups that begin at a row, those of one size together."""
+        """Search the scales of all groups that begin at a row."""
         j, n = self.shape
-        for rows, members in self.starts.get(row, {}).items():
-            places = device_table(tuple(members), self.rows.device)
-            x = self.rows[row : row + rows].view(rows, j, n).transpose(0, 1)[places]
-            bits = tuple(members.values())
-            if self.search == "grid":
-                codes, maxima = self.ops.search_grid(x, bits)
-            else:
-                diagonal = self.factor.upper.diagonal()[row : row + rows]
-                codes, maxima = self.ops.search_columns(x, bits, diagonal.reciprocal().square())
-            half_range = half_ranges(bits, self.rows.device)
-            self.scale_codes[row // PANEL_ROWS, places] = codes
-            self.max_scales[row // PANEL_ROWS, places] = maxima
-            self.scales.view(j, n)[places] = self.ops.decode_scales(codes, maxima).float()
-            self.half_range.view(j, n)[places] = half_range[:, None].expand(-1, n)
+        members = self.starts.get(row, {})
+        if not members:
+            return
+        groups = list(members.values())
+        places = device_table(tuple(members), self.rows.device)
+        rows = max(group.rows for group in groups)
+        x = self.rows[row : row + rows].view(rows, j, n).transpose(0, 1)[places]
+        if self.search == "grid":
+            codes, maxima = self.ops.search_grid(x, groups)
+        else:
+            codes, maxima = self.ops.search_columns(x, groups, self.row_weights[row : row + rows])
+        half_range = half_ranges(tuple(group.bits for group in groups), self.rows.device)
+        self.scale_codes[row // PANEL_ROWS, places] = codes
+        self.max_scales[row // PANEL_ROWS, places] = maxima
+        self.scales.view(j, n)[places] = self.ops.decode_scales(codes, maxima).float()
+        self.half_range.view(j, n)[places] = half_range[:, None].expand(-1, n)
 
 
-def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, dict[int, int]]]:
-    """Return first row → rows of a group → which matrices have such a group → its bits."""
-    starts: dict[int, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Group]]:
+    """Return row → which matrices have a group that begins there → the group."""
+    starts: dict[int, dict[int, Group]] = defaultdict(dict)
     for j, groups in enumerate(matrices):
         for group in groups:
-            starts[group.start][group.rows][j] = group.bits
+            starts[group.start][j] = group
     return starts
 
 

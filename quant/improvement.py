@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from exl2flow.core.config import RoundingOptions
-from exl2flow.kernels import Group, get_ops
+from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
 from exl2flow.quant.hessian import HessianFactor
@@ -97,7 +97,7 @@ def improve(
 def loss(rounded: RoundedMatrix, weight: torch.Tensor, metric: Metric) -> float:
     """Return tr(O Eᵀ H E) of a matrix; `weight` fp32 (k, n) in the order of the in-features."""
     error = (rounded.dequantize().float() - weight)[rounded.perm]
-    return float((metric.hessian @ error).mul_(metric.times_output(error)).sum())
+    return float((metric.hessian @ error).mul_(times_output(error, metric.output)).sum())
 
 
 def _rounded_anew(

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exl2flow.kernels import PANEL_ROWS, device_table, get_ops, half_ranges
+from exl2flow.kernels import (
+    PANEL_ROWS,
+    Scales,
+    device_table,
+    get_ops,
+    half_ranges,
+    times_output,
+)
 from exl2flow.quant.gptq import WINDOW_ROWS, RoundedMatrix, first_panels, group_starts
-
-MAXIMA = 31  # maxima tried around the present one
-MAXIMA_SPAN = 0.15  # how far, relative to it
-LEVELS = 16  # scale codes
-STRENGTHS = (1.0, 0.5)  # parts of the wanted change of scales that are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +26,6 @@ class Metric:
 
     hessian: torch.Tensor
     output: torch.Tensor | None = None
-
-    def times_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x O for x (r, n)."""
-        if self.output is None:
-            return x
-        blocks, b, _ = self.output.shape
-        wide = torch.bmm(x.view(-1, blocks, b).transpose(0, 1), self.output)
-        return wide.transpose(0, 1).reshape(x.shape)
-
-    def output_diagonal(self, n: int) -> torch.Tensor:
-        """Return the diagonal of O, fp32 (n,)."""
-        if self.output is None:
-            return torch.ones(n, device=self.hessian.device)
-        return self.output.diagonal(dim1=1, dim2=2).flatten()
 
 
 def refine(
@@ -83,9 +71,8 @@ def refine_together(
 class _Refinement:
     """The columns of `j` matrices side by side, m = j · n, rows in act-order.
 
-    steps: signed codes fp32 (k, m); gradient: H E, fp32 (k, m). Decoder scales and half ranges are
-    kept for every panel of rows, fp32 (panels, j, n); scale codes and maxima at the panel that a
-    group begins with.
+    steps: signed codes fp32 (k, m); gradient: H E, fp32 (k, m); half_range: of every panel of rows,
+    fp32 (panels, j, n), like the scales.
     """
 
     def __init__(
@@ -99,15 +86,18 @@ class _Refinement:
         self.largest = max(group.rows for matrix in rounded for group in matrix.groups)
         self.steps = torch.cat([matrix.codes for matrix in rounded], dim=1).float()
         layout = (k // PANEL_ROWS, *self.shape)
-        self.scales = torch.empty_like(self.steps[: layout[0]]).view(layout)
-        self.half_range = torch.empty_like(self.scales)
-        self.scale_codes = torch.zeros_like(self.scales, dtype=torch.uint8)
-        self.maxima = torch.zeros_like(self.scales[:, :, 0], dtype=torch.float16)
+        decoded = torch.empty_like(self.steps[: layout[0]]).view(layout)
+        self.half_range = torch.empty_like(decoded)
+        self.scales = Scales(
+            codes=torch.zeros_like(decoded, dtype=torch.uint8),
+            maxima=torch.zeros_like(decoded[:, :, 0], dtype=torch.float16),
+            decoded=decoded,
+        )
         for j, matrix in enumerate(rounded):
             self._read(j, matrix)
         flat = (layout[0], 1, -1)
         steps = self.steps.view(layout[0], PANEL_ROWS, -1).sub_(self.half_range.view(flat))
-        error = (steps * self.scales.view(flat)).view(k, -1)
+        error = (steps * decoded.view(flat)).view(k, -1)
         error -= torch.cat(list(weights), dim=1)[rounded[0].perm]
         self.gradient = metric.hessian @ error
 
@@ -118,15 +108,15 @@ class _Refinement:
         panels = [(i, g.bits) for i, g in groups for _ in range(g.rows // PANEL_ROWS)]
         of_panel, bits = zip(*panels, strict=True)
         scales = self.ops.decode_scales(matrix.scale_codes, matrix.max_scales).float()
-        self.scales[:, j] = scales[device_table(of_panel, device)]
+        self.scales.decoded[:, j] = scales[device_table(of_panel, device)]
         self.half_range[:, j] = half_ranges(bits, device)[:, None]
         begun = first_panels(matrix.groups, device)
-        self.scale_codes[begun, j] = matrix.scale_codes
-        self.maxima[begun, j] = matrix.max_scales
+        self.scales.codes[begun, j] = matrix.scale_codes
+        self.scales.maxima[begun, j] = matrix.max_scales
 
     def results(self) -> list[RoundedMatrix]:
         """Return the matrices as they are now."""
-        panels, j, n = self.scales.shape
+        panels, j, n = self.half_range.shape
         steps = self.steps.view(panels, PANEL_ROWS, j, n)
         codes = (steps + self.half_range[:, None]).to(torch.uint8).view(-1, j, n)
         found = []
@@ -136,8 +126,8 @@ class _Refinement:
                 replace(
                     matrix,
                     codes=codes[:, place].contiguous(),
-                    scale_codes=self.scale_codes[begun, place],
-                    max_scales=self.maxima[begun, place],
+                    scale_codes=self.scales.codes[begun, place],
+                    max_scales=self.scales.maxima[begun, place],
                 )
             )
         return found
@@ -161,9 +151,9 @@ class _Refinement:
                 panel, index = slice(begin, begin + PANEL_ROWS), begin // PANEL_ROWS
                 change = self.ops.descend_panel(
                     self.steps[panel],
-                    self.metric.times_output(self.gradient[panel].clone()),
+                    times_output(self.gradient[panel].clone(), self.metric.output),
                     hessian[panel, panel],
-                    self.scales[index].view(-1),
+                    self.scales.decoded[index].view(-1),
                     self.half_range[index].view(-1),
                     self.metric.output,
                 )
@@ -179,70 +169,18 @@ class _Refinement:
             changes = torch.zeros_like(self.steps[top:bottom_of_groups])
             window = self.gradient[top:bottom_of_groups]
             for begin in range(top, bottom, PANEL_ROWS):
-                for rows, members in self.starts.get(begin, {}).items():
-                    group = slice(begin, begin + rows)
-                    change = self._refit_groups(group, tuple(members))
-                    window.addmm_(self.metric.hessian[top:bottom_of_groups, group], change)
-                    changes[begin - top : begin - top + rows] += change
+                members = self.starts.get(begin)
+                if not members:
+                    continue
+                end = begin + max(group.rows for group in members.values())
+                change = self.ops.refit_scales(
+                    self.steps[begin:end],
+                    self.gradient[begin:end],
+                    self.metric.hessian[begin:end, begin:end],
+                    [members.get(j) for j in range(self.shape[0])],
+                    self.scales.of(slice(begin // PANEL_ROWS, end // PANEL_ROWS)),
+                    self.metric.output,
+                )
+                window.addmm_(self.metric.hessian[top:bottom_of_groups, begin:end], change)
+                changes[begin - top : end - top] += change
             self._follow(changes, top, bottom_of_groups)
-
-    def _refit_groups(self, rows: slice, members: tuple[int, ...]) -> torch.Tensor:
-        """Move scales of groups towards their optimum, as far as each matrix's objective falls.
-
-        Args:
-            rows: of the groups.
-            members: the matrices that have such a group.
-
-        Returns:
-            The change of values, fp32 (r, m).
-        """
-        j, n = self.shape
-        panels = slice(rows.start // PANEL_ROWS, rows.stop // PANEL_ROWS)
-        own, steps = self.metric.hessian[rows, rows], self.steps[rows]
-        scales = self.scales[panels.start].clone()  # (j, n)
-        curvature = ((own @ steps) * steps).sum(dim=0) * self.metric.output_diagonal(j * n)
-        pushed = self.metric.times_output(self.gradient[rows])
-        slope = (pushed * steps).sum(dim=0)
-        wanted = (-slope / curvature.clamp(min=1e-30) * (curvature > 0)).view(j, n)
-        is_open = torch.zeros(j, dtype=torch.bool, device=steps.device)
-        is_open[device_table(members, steps.device)] = True
-        for strength in STRENGTHS:
-            codes, maxima = self._nearest_scales(
-                self.maxima[panels.start], scales + strength * wanted, curvature.view(j, n)
-            )
-            found = self.ops.decode_scales(codes, maxima).float()
-            change = steps * (found - scales).view(-1)  # (r, m)
-            moved = own @ self.metric.times_output(change)
-            rise = ((moved + 2 * pushed) * change).view(-1, j, n).sum(dim=(0, 2))
-            taken = is_open & (rise < 0)
-            is_open = is_open & ~taken
-            each = taken[:, None]
-            self.scales[panels] = torch.where(each, found, self.scales[panels])
-            self.scale_codes[panels.start] = torch.where(
-                each, codes, self.scale_codes[panels.start]
-            )
-            self.maxima[panels.start] = torch.where(taken, maxima, self.maxima[panels.start])
-        return steps * (self.scales[panels.start] - scales).view(-1)
-
-    def _nearest_scales(
-        self, present: torch.Tensor, wanted: torch.Tensor, curvature: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes uint8 (j, n) and maxima fp16 (j,) whose scales are nearest to `wanted`.
-
-        Args:
-            present: maxima fp16 (j,).
-            wanted: scales fp32 (j, n).
-            curvature: fp32 (j, n), weight of each column's squared miss.
-        """
-        span = torch.linspace(-MAXIMA_SPAN, MAXIMA_SPAN, MAXIMA, device=wanted.device)
-        maxima = (present[:, None].float() * (1 + span)).half()  # (j, MAXIMA)
-        unit = (maxima.float() / 256).half().float().clamp(min=1e-12)
-        root = (wanted.clamp(min=0)[:, None] / unit[:, :, None]).sqrt().floor()  # (j, MAXIMA, n)
-        levels = torch.stack([root, root + 1]).clamp(1, LEVELS)
-        codes = (levels - 1).to(torch.uint8)  # (2, j, MAXIMA, n)
-        scales = self.ops.decode_scales(codes, maxima.expand(2, *maxima.shape)).float()
-        miss, chosen = (scales - wanted[:, None]).abs().min(dim=0)  # (j, MAXIMA, n)
-        best = (miss.square() * curvature[:, None]).sum(dim=2).argmin(dim=1)
-        place = best[:, None, None].expand(-1, 1, wanted.shape[1])
-        nearest = torch.where(chosen == 0, codes[0], codes[1]).gather(1, place)[:, 0]
-        return nearest, maxima.gather(1, best[:, None])[:, 0]

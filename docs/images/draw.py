@@ -24,7 +24,7 @@ from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.flows.conversion import open_pipeline
-from exl2flow.kernels import get_ops
+from exl2flow.kernels import Group, get_ops
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
 from exl2flow.quant.allocate import ALLOCATION_FILE
 from exl2flow.quant.candidates import parse_params
@@ -218,8 +218,9 @@ def draw_columns(demo: Demo, axes: Axes) -> None:
     x = matrix.weight[matrix.item.perm][:rows]  # (rows, n)
     weights = matrix.item.upper.diagonal()[:rows].reciprocal().square()
     fits = x.abs().amax(dim=0) / ((2**bits - 1) / 2)  # steps at which codes just span the column
-    own = ops.decode_scales(*ops.search_columns(x[None], [bits], weights))[0].float() / fits
-    grid = ops.decode_scales(*ops.search_grid(x[None], [bits]))[0].float() / fits
+    groups = [Group(bits=bits, start=0, rows=rows)]
+    own = ops.decode_scales(*ops.search_columns(x[None], groups, weights))[0].float() / fits
+    grid = ops.decode_scales(*ops.search_grid(x[None], groups))[0].float() / fits
     order = own.argsort()
     shown = [int(order[len(order) * part // 20]) for part in (1, 10, 19)]
     steps = torch.linspace(0.45, 1.15, 141)

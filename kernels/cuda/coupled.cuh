@@ -4,113 +4,110 @@
 
 #define WARPS (MOST_COLUMNS / 32)
 
-struct Room {  // shared by a CTA
-    float change[MOST_COLUMNS];
-    int moved[MOST_COLUMNS];
-    float partial[WARPS];
-    int counts[WARPS];
+// Shared by a CTA. Two of each, taken in turn: one is written while stragglers read the other.
+struct Room {
+    float change[2][MOST_COLUMNS];
+    int moved[2][MOST_COLUMNS];
+    int counts[2][WARPS];
+    float partial[2][WARPS];
 };
 
-struct Column {  // of one thread; columns outside of the block have a scale of zero
-    float scale, half_range, diagonal, inverse;
+struct Block {  // of O, and what a thread knows of its own column
+    const float* O;
+    int b;
+    float scale, half_range, diagonal, inverse;  // columns outside of the block: a scale of zero
 };
 
-__device__ __forceinline__ Column column_of(const float* scales, const float* half_range,
-                                            const float* O, integer column, int b) {
+__device__ __forceinline__ Block block_of(const float* scales, const float* half_range,
+                                          const float* O, int b) {
     const int c = threadIdx.x;
-    if (c >= b) return {0.0f, 1.0f, 1.0f, 0.0f};
+    const integer column = (integer)blockIdx.x * b + c;
+    O += (integer)blockIdx.x * b * b;
+    if (c >= b) return {O, b, 0.0f, 1.0f, 1.0f, 0.0f};
     const float scale = scales[column], diagonal = O[(integer)c * b + c];
-    return {scale, half_range[column], diagonal, scale > 0.0f ? 1.0f / scale / diagonal : 0.0f};
+    const float inverse = scale > 0.0f ? 1.0f / scale / diagonal : 0.0f;
+    return {O, b, scale, half_range[column], diagonal, inverse};
 }
 
-// Over the CTA, in a fixed order; every thread gets the result.
-__device__ float sum_of_all(float value, Room& room) {
+// Over the CTA, in a fixed order; every thread gets it.
+__device__ float sum_of_all(float value, Room& room, int turn) {
     for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
-    if (threadIdx.x % 32 == 0) room.partial[threadIdx.x / 32] = value;
+    if (threadIdx.x % 32 == 0) room.partial[turn][threadIdx.x / 32] = value;
     __syncthreads();
-    float total = 0.0f;
-    for (int warp = 0; warp < (int)blockDim.x / 32; ++warp) total += room.partial[warp];
-    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    float total = lane < (int)blockDim.x / 32 ? room.partial[turn][lane] : 0.0f;
+    for (int offset = 16; offset; offset >>= 1) total += __shfl_xor_sync(~0u, total, offset);
     return total;
 }
 
-__device__ float largest_of_all(float value, Room& room) {
+__device__ float largest_of_all(float value, Room& room, int turn) {
     for (int offset = 16; offset; offset >>= 1)
         value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
-    if (threadIdx.x % 32 == 0) room.partial[threadIdx.x / 32] = value;
+    __syncthreads();  // the sums before have been read
+    if (threadIdx.x % 32 == 0) room.partial[turn][threadIdx.x / 32] = value;
     __syncthreads();
-    float most = room.partial[0];
-    for (int warp = 1; warp < (int)blockDim.x / 32; ++warp) most = fmaxf(most, room.partial[warp]);
-    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    float most = room.partial[turn][lane < (int)blockDim.x / 32 ? lane : 0];
+    for (int offset = 16; offset; offset >>= 1)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
     return most;
 }
 
 // List the columns that change, in order; return how many.
-__device__ int list_moved(float change, Room& room) {
+__device__ int list_moved(float change, Room& room, int turn) {
     const unsigned lanes = __ballot_sync(~0u, change != 0.0f);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane == 0) room.counts[warp] = __popc(lanes);
-    room.change[threadIdx.x] = change;
+    if (lane == 0) room.counts[turn][warp] = __popc(lanes);
+    room.change[turn][threadIdx.x] = change;
     __syncthreads();
-    int before = 0, total = 0;
-    for (int w = 0; w < (int)blockDim.x / 32; ++w) {
-        if (w < warp) before += room.counts[w];
-        total += room.counts[w];
+    const int own = lane < (int)blockDim.x / 32 ? room.counts[turn][lane] : 0;
+    int before = lane < warp ? own : 0, total = own;
+    for (int offset = 16; offset; offset >>= 1) {
+        before += __shfl_xor_sync(~0u, before, offset);
+        total += __shfl_xor_sync(~0u, total, offset);
     }
-    if (change != 0.0f) room.moved[before + __popc(lanes & ((1u << lane) - 1))] = threadIdx.x;
+    if (total == 0) return 0;
+    const int place = before + __popc(lanes & ((1u << lane) - 1));
+    if (change != 0.0f) room.moved[turn][place] = threadIdx.x;
     __syncthreads();
     return total;
 }
 
-// The thread's entry of `change` O over the listed columns.
-__device__ float push(int total, const float* O, int b, const Room& room) {
+// The thread's entry of the listed changes times O.
+__device__ float push(int total, const Block& own, const Room& room, int turn) {
     float pushed = 0.0f;
-    if ((int)threadIdx.x < b) {
-        const float* entry = O + threadIdx.x;
+    if ((int)threadIdx.x < own.b) {
+        const float* entry = own.O + threadIdx.x;
 #pragma unroll 8
         for (int i = 0; i < total; ++i) {
-            const int from = room.moved[i];
-            pushed += room.change[from] * entry[(integer)from * b];
+            const int from = room.moved[turn][i];
+            pushed += room.change[turn][from] * entry[(integer)from * own.b];
         }
     }
     return pushed;
 }
 
-// The thread's entry of `values` O, all columns.
-__device__ float push_all(float value, const float* O, int b, Room& room) {
-    room.change[threadIdx.x] = value;
-    __syncthreads();
-    float pushed = 0.0f;
-    if ((int)threadIdx.x < b) {
-        const float* entry = O + threadIdx.x;
-#pragma unroll 16
-        for (int i = 0; i < b; ++i) pushed += room.change[i] * entry[(integer)i * b];
-    }
-    __syncthreads();
-    return pushed;
-}
-
 // Move the class `index`; `gradient` has been multiplied by O. All threads take part.
-__device__ void move_class(int index, const float* O, int b, const Column& own, float curvature,
-                           float& step, float& gradient, Room& room) {
-    const bool member = (int)threadIdx.x < b && threadIdx.x % CLASSES == index;
+__device__ void move_class(int index, const Block& own, float curvature, float& step,
+                           float& gradient, Room& room, int& turn) {
     float best = step;
-    if (member)
+    if ((int)threadIdx.x < own.b && threadIdx.x % CLASSES == index)
         best = clamped(rintf(step - gradient * own.inverse / curvature), -own.half_range,
                        own.half_range - 1.0f);
     float change = (best - step) * own.scale;
     for (int attempt = 0; attempt <= RETRIES; ++attempt) {
-        const int total = list_moved(change, room);
+        turn ^= 1;
+        const int total = list_moved(change, room, turn);
         if (total == 0) return;
-        const float pushed = push(total, O, b, room);
-        const float rise = sum_of_all((gradient + 0.5f * curvature * pushed) * change, room);
+        const float pushed = push(total, own, room, turn);
+        const float rise = sum_of_all((gradient + 0.5f * curvature * pushed) * change, room, turn);
         if (rise <= 0.0f) {
             gradient += curvature * pushed;
             if (change != 0.0f) step = best;
             return;
         }
         const float gain = -change * (curvature * change * own.diagonal + 2.0f * gradient);
-        const float most = largest_of_all(gain, room);
+        const float most = largest_of_all(gain, room, turn);
         if (gain < most * (attempt + 1) / RETRIES) change = 0.0f;
     }
 }

@@ -44,10 +44,10 @@ descend_coupled(float* steps, float* gradient, const float* hessian, integer str
     __shared__ float h[PANEL_ROWS][PANEL_ROWS];
     const int b = (int)size, c = threadIdx.x;
     const integer column = blockIdx.x * size + c;
-    O += blockIdx.x * size * size;
     for (int i = c; i < p * p; i += blockDim.x)
         h[i / p][i % p] = hessian[(i / p) * stride + i % p];
-    const Column own = column_of(scales, half_range, O, column, b);
+    const Block own = block_of(scales, half_range, O, b);
+    int turn = 0;
     __syncthreads();
     for (int r = 0; r < p; ++r) {
         const integer place = r * m + column;
@@ -60,7 +60,7 @@ descend_coupled(float* steps, float* gradient, const float* hessian, integer str
         }
         float step = before, sloped = slope;
         for (int index = 0; index < CLASSES; ++index)
-            move_class(index, O, b, own, h[r][r], step, sloped, room);
+            move_class(index, own, h[r][r], step, sloped, room, turn);
         if (c < b) {
             steps[place] = step;
             change[place] = (step - before) * own.scale;

@@ -27,6 +27,11 @@ __device__ __forceinline__ float decoder_scale(float level, half_bits maximum) {
     return from_half(to_half(level * level * unit));
 }
 
+// The value of a signed code.
+__device__ __forceinline__ float decoded(float step, float scale) {
+    return from_half(to_half(step * scale));
+}
+
 // The signed code nearest to x; a scale of zero codes the zero point.
 __device__ __forceinline__ float nearest_step(float x, float scale, float half_range) {
     if (scale <= 0.0f) return 0.0f;

@@ -45,6 +45,15 @@ extern "C" __global__ void unpack(const unsigned* packed, const integer* table, 
     }
 }
 
+// codes (g, n), maxima fp16 (g,) -> scales fp16 (g, n)
+extern "C" __global__ void decode_scales(const byte* codes, const half_bits* maxima,
+                                         half_bits* scales, integer n) {
+    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= n) return;
+    const integer place = blockIdx.y * n + column;
+    scales[place] = to_half(decoder_scale(codes[place] + 1.0f, maxima[blockIdx.y]));
+}
+
 // codes (k, n), scales fp16 (g, n) -> matrix fp16 (k, n): RN16((code - 2^(bits - 1)) · scale)
 extern "C" __global__ void decode(const byte* codes, const half_bits* scales, const integer* table,
                                   half_bits* matrix, integer n) {

@@ -2,6 +2,8 @@
 #include "exl2.cuh"
 #include "coupled.cuh"
 
+#define TILE 64  // columns whose errors are multiplied by O at a time
+
 // Independent columns: a thread per column, its rows in registers.
 // rows fp32 (p, m), p <= PANEL_ROWS; upper: its diagonal block, rows `stride` apart.
 extern "C" __global__ void __launch_bounds__(128)
@@ -21,7 +23,7 @@ round_panel(const float* rows, const float* upper, integer stride, const float* 
     for (int r = 0; r < PANEL_ROWS; ++r) {
         if (r >= p) break;
         const float step = nearest_step(x[r], scale, high);
-        const float error = (x[r] - from_half(to_half(step * scale))) / factor[r][r];
+        const float error = (x[r] - decoded(step, scale)) / factor[r][r];
         codes[r * m + column] = (byte)(step + high);
         errors[r * m + column] = error;
 #pragma unroll
@@ -31,35 +33,73 @@ round_panel(const float* rows, const float* upper, integer stride, const float* 
 }
 
 // Columns coupled by O (blocks, b, b): a CTA per block, a thread per column.
+//
+// A row begins at its nearest codes, whose gradient is a dense product with O. All rows of the panel
+// have theirs made at once, from the codes nearest to what they are before the panel; what feedback
+// then changes is added: errors of rows above, times O, are left over from their own descent, and
+// few nearest codes move. What fp16 rounds off values is left out there. scratch fp32 (p, m).
 extern "C" __global__ void __launch_bounds__(MOST_COLUMNS, 1)
 round_coupled(const float* rows, const float* upper, integer stride, const float* scales,
-              const float* half_range, const float* O, byte* codes, float* errors, integer p,
-              integer m, integer size) {
+              const float* half_range, const float* O, byte* codes, float* errors, float* scratch,
+              integer p, integer m, integer size) {
     __shared__ Room room;
-    __shared__ float factor[PANEL_ROWS][PANEL_ROWS];
+    __shared__ float factor[PANEL_ROWS][PANEL_ROWS], nearest_error[TILE][PANEL_ROWS];
     const int b = (int)size, c = threadIdx.x;
-    const integer column = blockIdx.x * size + c;
-    O += blockIdx.x * size * size;
+    const integer first = blockIdx.x * size, column = first + c;
     for (int i = c; i < p * p; i += blockDim.x)
         factor[i / p][i % p] = upper[(i / p) * stride + i % p];
-    const Column own = column_of(scales, half_range, O, column, b);
-    __syncthreads();
+    const Block own = block_of(scales, half_range, O, b);
+    float gradients[PANEL_ROWS];
+#pragma unroll
+    for (int r = 0; r < PANEL_ROWS; ++r) gradients[r] = 0.0f;
+    for (int begin = 0; begin < b; begin += TILE) {
+        __syncthreads();
+        for (int i = c; i < TILE * PANEL_ROWS; i += blockDim.x) {
+            const int from = i % TILE, r = i / TILE;
+            float error = 0.0f;
+            if (r < p && begin + from < b) {
+                const integer other = first + begin + from;
+                const float x = rows[r * m + other], scale = scales[other];
+                error = nearest_step(x, scale, half_range[other]) * scale - x;
+            }
+            nearest_error[from][r] = error;
+        }
+        __syncthreads();
+        const int count = b - begin < TILE ? b - begin : TILE;
+        for (int from = 0; c < b && from < count; ++from) {
+            const float o = own.O[(integer)(begin + from) * b + c];
+#pragma unroll
+            for (int r = 0; r < PANEL_ROWS; ++r) gradients[r] += nearest_error[from][r] * o;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < PANEL_ROWS; ++r)
+        if (r < p && c < b) scratch[r * m + column] = gradients[r];
+    int turn = 0;
     for (int r = 0; r < p; ++r) {
         const integer place = r * m + column;
-        float x = 0.0f;
+        float before = 0.0f, x = 0.0f, gradient = 0.0f;
         if (c < b) {
-            x = rows[place];
-            for (int above = 0; above < r; ++above)
+            before = x = rows[place];
+            gradient = scratch[place];
+            for (int above = 0; above < r; ++above) {
                 x -= factor[above][r] * errors[above * m + column];
+                gradient += factor[above][r] * scratch[above * m + column];
+            }
         }
         float step = nearest_step(x, own.scale, own.half_range);
-        float gradient = push_all(step * own.scale - x, O, b, room);
+        turn ^= 1;
+        const float change =
+            (step - nearest_step(before, own.scale, own.half_range)) * own.scale;
+        const int total = list_moved(change, room, turn);
+        gradient += push(total, own, room, turn);
         for (int sweep = 0; sweep < START_SWEEPS; ++sweep)
             for (int index = 0; index < CLASSES; ++index)
-                move_class(index, O, b, own, 1.0f, step, gradient, room);
+                move_class(index, own, 1.0f, step, gradient, room, turn);
         if (c < b) {
             codes[place] = (byte)(step + own.half_range);
-            errors[place] = (x - from_half(to_half(step * own.scale))) / factor[r][r];
+            errors[place] = (x - decoded(step, own.scale)) / factor[r][r];
+            scratch[place] = -gradient / factor[r][r];
         }
     }
 }

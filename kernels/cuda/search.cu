@@ -3,22 +3,24 @@
 
 #define REACHED (2 * CODE_REACH + 1)
 
-// The scale at which the codes just span a column. x fp32 (j, r, n) -> base fp32 (j, n).
-extern "C" __global__ void column_ranges(const float* x, const float* half_range, float* base,
-                                         integer r, integer n) {
+// The scale at which the codes just span a column. x fp32 (j, r, n), of which rows (j,) are looked
+// at -> base fp32 (j, n).
+extern "C" __global__ void column_ranges(const float* x, const float* half_range,
+                                         const integer* rows, float* base, integer r, integer n) {
     const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y;
     if (column >= n) return;
     const float* from = x + j * r * n + column;
     float largest = 0.0f;
-    for (integer row = 0; row < r; ++row) largest = fmaxf(largest, fabsf(from[row * n]));
+    for (integer row = 0; row < rows[j]; ++row) largest = fmaxf(largest, fabsf(from[row * n]));
     base[j * n + column] = (largest + EPSILON) / (half_range[j] - 0.5f);
 }
 
 // Every column's best scale code under each of `m` maxima, and its weighted squared error.
 // x fp32 (j, r, n), base fp32 (j, n), maxima fp16 (j, m) -> codes, cost (j, m, n).
 extern "C" __global__ void choose_codes(const float* x, const float* base, const half_bits* maxima,
-                                        const float* half_range, const float* row_weights,
-                                        byte* codes, float* cost, integer r, integer n) {
+                                        const float* half_range, const integer* rows,
+                                        const float* row_weights, byte* codes, float* cost,
+                                        integer r, integer n) {
     const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.z;
     if (column >= n) return;
     const half_bits maximum = maxima[j * gridDim.y + blockIdx.y];
@@ -33,7 +35,8 @@ extern "C" __global__ void choose_codes(const float* x, const float* base, const
         sum[i] = 0.0f;
     }
     const float* from = x + j * r * n + column;
-    for (integer row = 0; row < r; ++row) {
+    const integer end = rows[j];
+    for (integer row = 0; row < end; ++row) {
         const float value = from[row * n], weight = row_weights[row];
 #pragma unroll
         for (int i = 0; i < REACHED; ++i) {
@@ -60,7 +63,7 @@ extern "C" __global__ void choose_codes(const float* x, const float* base, const
 // CTAs of 128 threads: (tiles, GRID_POINTS / GRID_TOGETHER, j).
 extern "C" __global__ void __launch_bounds__(128)
 grid_cost(const float* x, const float* steps, const float* weights, const float* half_range,
-          const float* grid, float* partial, integer r, integer n) {
+          const integer* rows, const float* grid, float* partial, integer r, integer n) {
     __shared__ float sums[4][GRID_TOGETHER];
     const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.z;
     const int first = blockIdx.y * GRID_TOGETHER;
@@ -73,7 +76,7 @@ grid_cost(const float* x, const float* steps, const float* weights, const float*
         p[i] = grid[first + i < GRID_POINTS ? first + i : 0];
         sum[i] = 0.0f;
     }
-    for (integer row = 0; inside && row < r; ++row) {
+    for (integer row = 0; inside && row < rows[j]; ++row) {
         const float y = from[row * n] / step;
 #pragma unroll
         for (int i = 0; i < GRID_TOGETHER; ++i) {

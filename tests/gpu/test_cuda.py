@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from columns import whole_groups
 from conversions import small_config
 from tiny import make_tiny
 
@@ -57,8 +58,9 @@ def test_a_panel_is_rounded_to_the_same_codes(weight: torch.Tensor, bits: int) -
 def test_columns_find_the_same_scales(weight: torch.Tensor, bits: int) -> None:
     weights = torch.rand(64) + 0.1
 
-    on_cpu = get_ops("cpu").search_columns(weight[None, :64], [bits], weights)
-    on_cuda = get_ops("cuda").search_columns(weight[None, :64].cuda(), bits, weights.cuda())
+    x = weight[None, :64]
+    on_cpu = get_ops("cpu").search_columns(x, whole_groups(x, bits), weights)
+    on_cuda = get_ops("cuda").search_columns(x.cuda(), whole_groups(x, bits), weights.cuda())
 
     assert float(on_cuda[1]) == float(on_cpu[1])
     assert (on_cuda[0].cpu() != on_cpu[0]).float().mean() < 0.05  # ties of costs

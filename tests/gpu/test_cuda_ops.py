@@ -5,11 +5,13 @@ Torch fills fresh memory with NaN here, so that what a kernel leaves unwritten s
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from columns import whole_groups
 
-from exl2flow.kernels import Group, Ops, get_ops
+from exl2flow.kernels import PANEL_ROWS, Group, Ops, Scales, get_ops
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +48,13 @@ def columns(r: int, n: int, *, j: int = 1) -> torch.Tensor:
     return x
 
 
+def uneven_groups(x: torch.Tensor, bits: tuple[int, ...]) -> list[Group]:
+    """Return groups of one width each, every second half as long where that is allowed."""
+    rows = x.shape[1]
+    sizes = [rows, rows // 64 * 32 or rows]
+    return [replace(g, rows=sizes[i % 2]) for i, g in enumerate(whole_groups(x, bits))]
+
+
 def positive(*shape: int) -> torch.Tensor:
     """Return symmetric positive definite matrices fp32 (..., k, k) of strong correlations."""
     k = shape[-1]
@@ -59,7 +68,9 @@ def test_search_of_columns(ops: Ops, r: int, n: int) -> None:
     bits = (2, 3, 4, 5, 6, 8)
     x, weights = columns(r, n, j=6), torch.rand(r, device=DEVICE) + 0.1
 
-    found, expected = (each.search_columns(x, bits, weights) for each in (ops, TORCH_OPS))
+    found, expected = (
+        each.search_columns(x, uneven_groups(x, bits), weights) for each in (ops, TORCH_OPS)
+    )
 
     assert torch.equal(found[1], expected[1])
     check_codes(found[0], expected[0])
@@ -71,7 +82,7 @@ def test_search_of_a_grid(ops: Ops, r: int, n: int) -> None:
     bits = (2, 3, 4, 5, 6, 8)
     x = columns(r, n, j=6)
 
-    found, expected = (each.search_grid(x, bits) for each in (ops, TORCH_OPS))
+    found, expected = (each.search_grid(x, uneven_groups(x, bits)) for each in (ops, TORCH_OPS))
 
     assert torch.equal(found[1], expected[1])
     check_codes(found[0], expected[0])
@@ -111,14 +122,15 @@ def test_a_panel_in_a_metric(ops: Ops, p: int, shape: tuple[int, int]) -> None:
     codes, errors = ops.round_panel(rows.clone(), upper, scales, half, output)
 
     expected, other = TORCH_OPS.round_panel(rows.clone(), upper, scales, half, output)
-    # a code that differs moves the others of its block, and the rows below
-    check_codes(codes, expected, share=0.1)
+    # a code that differs moves the others of its block, and all rows below: only the first row's
+    # can be compared
+    check_codes(codes[:1], expected[:1], share=0.02)
 
     def size(e: torch.Tensor) -> float:
         split = e.double().view(p, blocks, b)
         return float((torch.einsum("pkb,kbc->pkc", split, output.double()) * split).sum())
 
-    assert size(errors) == pytest.approx(size(other), rel=1e-3)
+    assert size(errors) == pytest.approx(size(other), rel=3e-3 if p > 1 else 1e-3)
     assert errors.isfinite().all()
 
 
@@ -146,6 +158,47 @@ def test_descent_of_a_panel(ops: Ops, p: int, shape: tuple[int, int]) -> None:
     check_codes(steps, expected, share=0.02 if blocks else SHARE)
     assert loss == pytest.approx(other, rel=1e-3)
     torch.testing.assert_close(change, (steps - start) * scales)
+
+
+@pytest.mark.parametrize("shape", [(0, 129), (0, 4128), (2, 96), (4, 256), (2, 1024)])
+@pytest.mark.parametrize("rows", [(32, 32), (128, 64), (64, 0), (0, 160)], ids=str)
+def test_refit_of_scales(ops: Ops, rows: tuple[int, int], shape: tuple[int, int]) -> None:
+    blocks, b = shape
+    n, r = max(1, blocks) * b, max(rows)
+    output = positive(2 * blocks, b) if blocks else None
+    whole = torch.eye(2 * n, device=DEVICE) if output is None else torch.block_diag(*output)
+    groups = [Group(bits=4, start=0, rows=count) if count else None for count in rows]
+    hessian, target = positive(r), torch.randn(r, 2 * n, device=DEVICE)
+    start = Scales(
+        codes=torch.randint(0, 16, (r // PANEL_ROWS, 2, n), device=DEVICE).to(torch.uint8),
+        maxima=(torch.rand(r // PANEL_ROWS, 2, device=DEVICE) + 0.5).half(),
+        decoded=torch.empty(r // PANEL_ROWS, 2, n, device=DEVICE),
+    )
+    start.decoded.copy_(TORCH_OPS.decode_scales(start.codes[0], start.maxima[0]))
+    steps = (target / start.decoded[0].view(-1)).round().clamp(-8, 7)
+    gradient = hessian @ (steps * start.decoded[0].view(-1) - target)
+
+    def refit(each: Ops) -> tuple[Scales, torch.Tensor]:
+        found = Scales(
+            codes=start.codes.clone(), maxima=start.maxima.clone(), decoded=start.decoded.clone()
+        )
+        return found, each.refit_scales(steps, gradient, hessian, groups, found, output)
+
+    found, change = refit(ops)
+
+    expected, other = refit(TORCH_OPS)
+    assert torch.equal(found.maxima, expected.maxima)
+    check_codes(found.codes, expected.codes)
+    same = found.codes[0] == expected.codes[0]
+    assert torch.equal(found.decoded[:, same], expected.decoded[:, same])
+    torch.testing.assert_close(change[:, same.view(-1)], other[:, same.view(-1)])
+    for j, count in enumerate(rows):
+        columns = slice(j * n, (j + 1) * n)
+        assert not change[count:, columns].any()
+        moved = change[:, columns].double()
+        slope = 2 * gradient[:, columns].double() + hessian.double() @ moved
+        rise = ((slope @ whole[columns, columns].double()) * moved).sum()
+        assert rise < 0 if count else rise == 0
 
 
 MIXES = [
@@ -192,12 +245,12 @@ def test_results_are_the_same_in_every_run(ops: Ops) -> None:
 def test_kernels_follow_the_current_stream(ops: Ops) -> None:
     x = columns(128, 8192, j=32)
     weights = torch.ones(128, device=DEVICE)
-    expected = ops.search_columns(2 * x, 32 * [4], weights)
+    expected = ops.search_columns(2 * x, whole_groups(x, 4), weights)
     torch.cuda.synchronize()
 
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
-        found = ops.search_columns(x.mul_(2), 32 * [4], weights)
+        found = ops.search_columns(x.mul_(2), whole_groups(x, 4), weights)
     torch.cuda.synchronize()
 
     assert torch.equal(found[0], expected[0])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from columns import whole_groups
 
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
@@ -62,7 +63,7 @@ def test_search_is_the_naive_loop(bits: int, size: float) -> None:
     x = size * torch.randn(2, 32, 8) * torch.rand(2, 1, 8).square()
     weights = torch.rand(32) + 0.1
 
-    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [bits], weights)
+    codes, maxima = TORCH_OPS.search_columns(x, whole_groups(x, bits), weights)
 
     assert (codes.dtype, maxima.dtype) == (torch.uint8, torch.float16)
     for j in range(2):
@@ -82,8 +83,8 @@ def test_search_beats_the_grid_in_what_it_judges_by(bits: int) -> None:
     x = torch.randn(4, 64, 32) * torch.rand(4, 1, 32)
     weights = torch.rand(64) + 0.1
 
-    ours = TORCH_OPS.search_columns(x, len(x) * [bits], weights)
-    grid = TORCH_OPS.search_grid(x, len(x) * [bits])
+    ours = TORCH_OPS.search_columns(x, whole_groups(x, bits), weights)
+    grid = TORCH_OPS.search_grid(x, whole_groups(x, bits))
 
     for j in range(4):
         found, other = (
@@ -100,7 +101,7 @@ def test_rows_without_weight_have_no_say() -> None:
     weights = (torch.arange(64) < 32).float()
 
     found, expected = (
-        TORCH_OPS.search_columns(each, len(each) * [3], weights) for each in (other, x)
+        TORCH_OPS.search_columns(each, whole_groups(each, 3), weights) for each in (other, x)
     )
 
     assert torch.equal(found[0], expected[0])
@@ -113,7 +114,7 @@ def test_heavy_rows_are_rounded_better() -> None:
     heavy[:4] = 1e4
 
     def error(weights: torch.Tensor) -> float:
-        codes, maxima = TORCH_OPS.search_columns(x, len(x) * [3], weights)
+        codes, maxima = TORCH_OPS.search_columns(x, whole_groups(x, 3), weights)
         return total_cost(x[0, :4], 3, torch.ones(4), codes[0], maxima[0])
 
     assert error(heavy) < 0.8 * error(torch.ones(64))
@@ -123,10 +124,10 @@ def test_heavy_rows_are_rounded_better() -> None:
 def test_search_does_not_depend_on_neighbours(rows: int) -> None:
     x, weights = torch.randn(3, rows, 520), torch.rand(rows)  # columns are searched in chunks
 
-    together = TORCH_OPS.search_columns(x, len(x) * [4], weights)
+    together = TORCH_OPS.search_columns(x, whole_groups(x, 4), weights)
 
     for j in range(3):
-        alone = TORCH_OPS.search_columns(x[j : j + 1], [4], weights)
+        alone = TORCH_OPS.search_columns(x[j : j + 1], whole_groups(x[j : j + 1], 4), weights)
         assert torch.equal(together[0][j], alone[0][0])
         assert torch.equal(together[1][j], alone[1][0])
 
@@ -136,7 +137,7 @@ def test_search_does_not_depend_on_neighbours(rows: int) -> None:
 def test_all_tiny_groups_give_finite_scales(bits: int, size: float) -> None:
     x = size * torch.randn(1, 32, 8)
 
-    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [bits], torch.ones(32))
+    codes, maxima = TORCH_OPS.search_columns(x, whole_groups(x, bits), torch.ones(32))
 
     assert maxima.isfinite().all()
     assert int(codes.max()) <= 15
@@ -148,9 +149,11 @@ def test_zero_columns_do_not_disturb_the_others() -> None:
     x[:, :, 3] = 0
     others = [n for n in range(8) if n != 3]
 
-    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [4], torch.ones(64))
+    codes, maxima = TORCH_OPS.search_columns(x, whole_groups(x, 4), torch.ones(64))
 
-    alone_codes, alone_maxima = TORCH_OPS.search_columns(x[:, :, others], [4], torch.ones(64))
+    alone_codes, alone_maxima = TORCH_OPS.search_columns(
+        x[:, :, others], whole_groups(x[:, :, others], 4), torch.ones(64)
+    )
     assert torch.equal(codes[:, others], alone_codes)
     assert torch.equal(maxima, alone_maxima)
 
@@ -161,7 +164,7 @@ def test_some_columns_choose_the_maximum_for_all(outlier: float) -> None:
     x[:, :, 333] *= outlier
     weights = torch.rand(32) + 0.1
 
-    codes, maxima = TORCH_OPS.search_columns(x, len(x) * [4], weights)
+    codes, maxima = TORCH_OPS.search_columns(x, whole_groups(x, 4), weights)
 
     costs = naive_search(x[0], 4, weights)
     total, columns = costs[float(maxima[0])]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from columns import whole_groups
 
 from exl2flow.kernels import Group
 from exl2flow.kernels.torch_ops import TORCH_OPS, _grid
@@ -59,7 +60,7 @@ def test_grid_has_97_points_from_070_to_120() -> None:
 def test_search_grid_is_the_naive_loop(bits: int) -> None:
     x = torch.randn(3, 32, 8) * torch.rand(3, 1, 8).square()
 
-    codes, maxima = TORCH_OPS.search_grid(x, len(x) * [bits])
+    codes, maxima = TORCH_OPS.search_grid(x, whole_groups(x, bits))
 
     for j in range(3):
         expected_codes, expected_max, costs = naive_search(x[j], bits)
@@ -75,7 +76,7 @@ def test_search_grid_is_the_naive_loop(bits: int) -> None:
 def test_error_is_judged_by_the_power_of_three_and_a_half() -> None:
     x = torch.randn(40, 32, 4)
 
-    _, maxima = TORCH_OPS.search_grid(x, len(x) * [3])
+    _, maxima = TORCH_OPS.search_grid(x, whole_groups(x, 3))
 
     agreements = {
         exponent: sum(
@@ -92,10 +93,10 @@ def test_error_is_judged_by_the_power_of_three_and_a_half() -> None:
 def test_search_does_not_depend_on_neighbours(rows: int) -> None:
     x = torch.randn(4, rows, 1056)  # columns are searched in chunks
 
-    together = TORCH_OPS.search_grid(x, len(x) * [4])
+    together = TORCH_OPS.search_grid(x, whole_groups(x, 4))
 
     for j in range(4):
-        alone = TORCH_OPS.search_grid(x[j : j + 1], [4])
+        alone = TORCH_OPS.search_grid(x[j : j + 1], whole_groups(x[j : j + 1], 4))
         assert torch.equal(together[0][j], alone[0][0])
         assert torch.equal(together[1][j], alone[1][0])
 
@@ -105,7 +106,7 @@ def test_search_does_not_depend_on_neighbours(rows: int) -> None:
 def test_all_tiny_groups_give_finite_scales(bits: int, size: float) -> None:
     x = size * torch.randn(1, 32, 8)
 
-    codes, maxima = TORCH_OPS.search_grid(x, len(x) * [bits])
+    codes, maxima = TORCH_OPS.search_grid(x, whole_groups(x, bits))
 
     assert maxima.isfinite().all()
     assert int(codes.max()) == 15
@@ -118,10 +119,12 @@ def test_zero_columns_do_not_disturb_the_others() -> None:
     x = torch.randn(1, 64, 8)
     x[:, :, 3] = 0
 
-    codes, maxima = TORCH_OPS.search_grid(x, len(x) * [4])
+    codes, maxima = TORCH_OPS.search_grid(x, whole_groups(x, 4))
 
     others = [n for n in range(8) if n != 3]
-    alone_codes, alone_maxima = TORCH_OPS.search_grid(x[:, :, others], [4])
+    alone_codes, alone_maxima = TORCH_OPS.search_grid(
+        x[:, :, others], whole_groups(x[:, :, others], 4)
+    )
     assert int(codes[0, 3]) == 0
     assert torch.equal(codes[:, others], alone_codes)
     assert torch.equal(maxima, alone_maxima)

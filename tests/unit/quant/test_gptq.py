@@ -110,7 +110,7 @@ def check_group(
         scale_codes, scales = check_scales(w, group.bits, maximum)
     else:  # the loop that this search is compared with is in the kernels' tests
         diagonal = item.upper.diagonal()[group.start : group.start + group.rows]
-        found, stored = get_ops("cpu").search_columns(w[None], [group.bits], 1 / diagonal**2)
+        found, stored = get_ops("cpu").search_columns(w[None], [group], 1 / diagonal**2)
         assert float(stored[0]) == float(maximum)
         scale_codes = found[0].float()
         scales = to_fp16((scale_codes + 1) ** 2 * to_fp16(maximum.float() / 256))
