@@ -115,10 +115,12 @@ def _discard(aside: Path) -> None:
         aside.unlink()
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file with indent 4 atomically."""
+def write_json(path: Path, value: object) -> str:
+    """Write a JSON file with indent 4 atomically, and return its sha256."""
+    content = (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()
     with replacing(path) as file:
-        file.write((json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode())
+        file.write(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,8 +8,9 @@ import logging
 import os
 import platform
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -109,6 +110,7 @@ class StageFolder:
     def __init__(self, path: Path, manifest: StageManifest) -> None:
         self.path = path
         self.manifest = manifest
+        self._lock = threading.RLock()  # results are stored by a thread of their own
         self._states_time = time.monotonic()
         self._states_cost = 0.0
         self._begun = time.monotonic()
@@ -134,37 +136,57 @@ class StageFolder:
 
     def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
         """Record a file that lies at its place, and how far the stage has come."""
-        self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
-        if cursor is not None:
-            self.manifest.cursor = cursor
-        self.save()
+        with self._lock:
+            self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
+            if cursor is not None:
+                self.manifest.cursor = cursor
+            self.save()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete those of the files that were committed."""
+        with self._lock:
+            gone = [name for name in names if name in self.manifest.files]
+            for name in gone:
+                (self.path / name).unlink(missing_ok=True)
+                del self.manifest.files[name]
+            if gone:
+                self.save()
 
     def note(self, text: str) -> None:
         """Keep a sentence for the report; stored with the next commit."""
-        if text not in self.manifest.notes:
-            self.manifest.notes.append(text)
+        with self._lock:
+            if text not in self.manifest.notes:
+                self.manifest.notes.append(text)
 
     def save(self) -> None:
         """Write the manifest."""
-        self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
-        write_json(self.path / "manifest.json", self.manifest.sealed())
+        with self._lock:
+            self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
+            write_json(self.path / "manifest.json", self.manifest.sealed())
 
-    def save_states(self, states: torch.Tensor, index: int, *, force: bool = False) -> None:
-        """Store the hidden states entering sublayer `index` unless the last ones are recent.
+    def states_are_due(self) -> bool:
+        """Tell whether to save states now; a new interval begins if so.
 
-        The more time that took, the longer they count as recent.
+        The more time saving took, the longer the interval.
         """
-        begun = time.monotonic()
         longest = STATES_LONGEST * STATES_INTERVAL_SECONDS
         pause = min(max(STATES_INTERVAL_SECONDS, self._states_cost / STATES_SHARE), longest)
-        if not force and begun - self._states_time < pause:
-            return
+        now = time.monotonic()
+        if now - self._states_time < pause:
+            return False
+        self._states_time = now
+        return True
+
+    def save_states(self, states: torch.Tensor, index: int) -> None:
+        """Store the hidden states entering sublayer `index`, in main memory."""
+        begun = time.monotonic()
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
-        write_tensors(self.path / name, {"states": states.cpu()})
+        write_tensors(self.path / name, {"states": states})
         record = FileRecord.of(self.path / name, sha256=None)
-        self.manifest.states = SavedStates(file=name, index=index, record=record)
-        self.save()
+        with self._lock:
+            self.manifest.states = SavedStates(file=name, index=index, record=record)
+            self.save()
         self._states_time = time.monotonic()
         self._states_cost = self._states_time - begun
 

@@ -2,6 +2,7 @@
 
 from exl2flow.kernels.ops import (
     PANEL_ROWS,
+    BegunGroups,
     Group,
     Ops,
     Scales,
@@ -15,6 +16,7 @@ from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
     "PANEL_ROWS",
+    "BegunGroups",
     "Group",
     "Ops",
     "Scales",

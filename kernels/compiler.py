@@ -25,6 +25,8 @@ DEFINITIONS = {
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
     "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,
     "LEAST_UNIT": torch_refit.LEAST_UNIT,
+    "MAXIMA": torch_ops.MAXIMA,
+    "WIDEST_COLUMNS": torch_ops.WIDEST_COLUMNS,
     "CODE_REACH": torch_ops.CODE_REACH,
     "EXPECTED_SHARE": torch_ops.EXPECTED_SHARE,
     "EPSILON": torch_ops.EPSILON,

@@ -4,21 +4,36 @@ Nothing waits for the device. Each method computes what the torch one does, in a
 sums; what is not overridden is torch on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import cupy
 import torch
 
 from exl2flow.kernels.compiler import GRID_TOGETHER, MOST_COLUMNS, function
-from exl2flow.kernels.ops import PANEL_ROWS, Group, Ops, Scales, device_table, half_ranges
-from exl2flow.kernels.torch_ops import GRID_EXPONENT, GRID_POINTS, TorchOps
+from exl2flow.kernels.ops import (
+    PANEL_ROWS,
+    BegunGroups,
+    Group,
+    Ops,
+    Scales,
+    device_table,
+    half_ranges,
+)
+from exl2flow.kernels.torch_ops import (
+    GRID_EXPONENT,
+    GRID_POINTS,
+    MAXIMA,
+    WIDEST_COLUMNS,
+    TorchOps,
+    sample_step,
+    search_multiples,
+)
 from exl2flow.kernels.torch_refit import (
     REFIT_MAXIMA,
     STRENGTHS,
-    group_rows,
     maxima_multiples,
-    steps_of_groups,
     times_output,
 )
 
@@ -27,13 +42,6 @@ THREADS = 128  # of a CTA where each thread has a column
 
 class CudaOps(TorchOps):
     """See `Ops`."""
-
-    def _column_ranges(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-        j, r, n = x.shape
-        base = torch.empty(j, n, device=x.device)
-        tables = _group_tables(groups, x.device)
-        launch("search.cu", "column_ranges", (_tiles(n), j), x.contiguous(), *tables, base, r, n)
-        return base
 
     def _grid_costs(
         self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
@@ -48,25 +56,41 @@ class CudaOps(TorchOps):
         )  # fmt: skip
         return costs.sum(dim=2)
 
-    def _best_codes(
+    def begin_groups(
         self,
-        x: torch.Tensor,
-        groups: Sequence[Group],
-        row_weights: torch.Tensor,
-        base: torch.Tensor,
-        maxima: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        j, r, n = x.shape
-        m = maxima.shape[1]
-        codes = torch.empty(j, m, n, dtype=torch.uint8, device=x.device)
-        cost = torch.empty(j, m, n, device=x.device)
-        tables = _group_tables(groups, x.device)
+        rows: torch.Tensor,
+        members: Mapping[int, Group],
+        scales: Scales,
+        half_range: torch.Tensor,
+        row_weights: torch.Tensor | None = None,
+    ) -> None:
+        """See `Ops.begin_groups`."""
+        if row_weights is None:
+            super().begin_groups(rows, members, scales, half_range)
+            return
+        (_, m), n, j, device = rows.shape, scales.codes.shape[2], len(members), rows.device
+        halves, counts = _group_tables(list(members.values()), device)
+        places = device_table(tuple(members), device)
+        searched, base = (rows, places, counts, halves), torch.empty(j, n, device=device)
+        launch("search.cu", "column_ranges", (_tiles(n), j), *searched, base, m, n)
+        order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
+        sampled = min(n, WIDEST_COLUMNS) - (min(0, WIDEST_COLUMNS - n) // step)
+        cost = torch.empty(j, MAXIMA, sampled, device=device)
+        chosen = torch.empty(j, dtype=torch.float16, device=device)
+        multiples = search_multiples(device)
         launch(
-            "search.cu", "choose_codes", (_tiles(n), m, j),
-            x.contiguous(), base.contiguous(), maxima.contiguous(), *tables,
-            row_weights.contiguous(), codes, cost, r, n,
+            "search.cu", "maximum_costs", (_tiles(sampled), MAXIMA, j),
+            *searched, row_weights, base, order, multiples, cost, m, n, step, sampled,
         )  # fmt: skip
-        return codes, cost
+        launch(
+            "search.cu", "best_maximum", (j,),
+            places, base, order, multiples, cost, chosen, scales.maxima, n, step, sampled,
+            threads=32 * MAXIMA,
+        )  # fmt: skip
+        launch(
+            "search.cu", "choose_codes", (_tiles(n), j),
+            *searched, row_weights, base, chosen, scales.codes, scales.decoded, half_range, m, n,
+        )  # fmt: skip
 
     def round_panel(
         self,
@@ -121,7 +145,7 @@ class CudaOps(TorchOps):
         steps: torch.Tensor,
         gradient: torch.Tensor,
         hessian: torch.Tensor,
-        groups: Sequence[Group | None],
+        begun: BegunGroups,
         scales: Scales,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -129,7 +153,7 @@ class CudaOps(TorchOps):
         (r, m), (_, j, n) = steps.shape, scales.decoded.shape
         tiles, device, b = _tiles(n), steps.device, 1 if output is None else output.shape[1]
         new = partial(torch.empty, device=device)
-        steps = steps_of_groups(steps, groups)
+        steps = begun.only(steps)
         pushed = times_output(gradient, output)
         curvature, wanted = new(2, m)
         launch(
@@ -157,7 +181,7 @@ class CudaOps(TorchOps):
         )  # fmt: skip
         launch(
             "refit.cu", "take_scales", (tiles, j),
-            rises, codes, maxima, found, change, group_rows(groups, device),
+            rises, codes, maxima, found, change, begun.rows,
             scales.codes, scales.maxima, scales.decoded, taken, r, n, j, STRENGTHS,
         )  # fmt: skip
         return taken
@@ -200,6 +224,35 @@ class CudaOps(TorchOps):
         launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
         return matrix
 
+    def repeat(self, work: Callable[[], None], times: int) -> None:
+        """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device."""
+        if times == 0:
+            return
+        current = torch.cuda.current_stream()
+        first = _recording(current)
+        graph = _recorded(work, first.pool())
+        for _ in range(times):
+            graph.replay()
+
+
+@lru_cache(maxsize=16)
+def _recording(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Return what keeps the memory of a stream's recordings from one to the next."""
+    return _recorded(lambda: torch.zeros(1, device=stream.device), torch.cuda.graph_pool_handle())
+
+
+def _recorded(work: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream = torch.cuda.Stream(current.device)  # type: ignore[no-untyped-call]  # torch
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    return graph
+
 
 def launch(
     file: str,
@@ -241,7 +294,8 @@ def _group_tables(
     groups: Sequence[Group], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return half ranges fp32 and rows int64 of groups, (j,)."""
-    return half_ranges(tuple(group.bits for group in groups), device), group_rows(groups, device)
+    rows = device_table(tuple(group.rows for group in groups), device)
+    return half_ranges(tuple(group.bits for group in groups), device), rows
 
 
 def _by_rows(matrix: torch.Tensor) -> torch.Tensor:

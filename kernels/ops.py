@@ -1,6 +1,6 @@
 """The `Ops` interface: all that quantization and inference ask of a device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,6 +47,33 @@ class Scales:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunGroups:
+    """The groups of `j` matrices that begin at one row, as a device knows them.
+
+    longest: rows of the longest, r below. rows: int64 (j,); 0 for a matrix that has none there.
+    inside: fp32 (r, j, 1), 1 for the rows that belong to a group; None: all do.
+    """
+
+    longest: int
+    rows: torch.Tensor
+    inside: torch.Tensor | None
+
+    @classmethod
+    def of(cls, groups: Sequence[Group | None], device: torch.device) -> "BegunGroups":
+        """Describe the group of each matrix, or None."""
+        rows = tuple(group.rows if group else 0 for group in groups)
+        longest = max(rows)
+        inside = None if min(rows) == longest else _inside(rows, device)
+        return cls(longest=longest, rows=device_table(rows, device), inside=inside)
+
+    def only(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x fp32 (r, m) with zeros outside of the groups."""
+        if self.inside is None:
+            return x
+        return (x.view(len(x), len(self.rows), -1) * self.inside).view(x.shape)
+
+
 class Ops(Protocol):
     """Tensor operations of the format; all tensors of a call lie on one device."""
 
@@ -76,6 +103,25 @@ class Ops(Protocol):
 
         Returns:
             As `search_grid`.
+        """
+        ...
+
+    def begin_groups(
+        self,
+        rows: torch.Tensor,
+        members: Mapping[int, Group],
+        scales: Scales,
+        half_range: torch.Tensor,
+        row_weights: torch.Tensor | None = None,
+    ) -> None:
+        """Choose the scales of the groups that begin at a row, of matrices side by side.
+
+        Args:
+            rows: fp32 (r, m), current rows from there on, as many as the longest group has.
+            members: which of the `j` matrices have a group → the group.
+            scales: of the panel, 1 in number; overwritten in the members' places.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column; overwritten likewise.
+            row_weights: for `search_columns`, fp32 (r,); None: `search_grid`.
         """
         ...
 
@@ -131,8 +177,8 @@ class Ops(Protocol):
         steps: torch.Tensor,
         gradient: torch.Tensor,
         hessian: torch.Tensor,
-        groups: Sequence[Group | None],
-        scales: "Scales",
+        begun: BegunGroups,
+        scales: Scales,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Move scales towards the optimum of tr(O Eᵀ H E), as far as each matrix's share falls.
@@ -141,7 +187,7 @@ class Ops(Protocol):
             steps: fp32 (r, m), signed codes of `j` matrices side by side, from where groups begin.
             gradient: fp32 (r, m), H E of these rows.
             hessian: fp32 (r, r), their diagonal block of H.
-            groups: of each matrix, one of at most r rows or None.
+            begun: the groups, the longest of r rows.
             scales: of the r / 32 panels; overwritten.
             output: fp32 (blocks, b, b), O; None: the identity.
 
@@ -174,6 +220,15 @@ class Ops(Protocol):
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
     ) -> torch.Tensor:
         """Return the matrix fp16 (k, n) of codes uint8 (k, n) and scales fp16 (g, n)."""
+        ...
+
+    def repeat(self, work: Callable[[], None], times: int) -> None:
+        """Do the same work several times.
+
+        Args:
+            work: changes tensors in place; neither waits for the device nor sends it anything.
+            times: how often.
+        """
         ...
 
 
@@ -209,11 +264,20 @@ def tensor_cores() -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return integers as int64 on a device; a table is sent once, for sending waits for the device.
+    """Return integers as int64 on a device; a table is sent once.
 
     The result is shared: never change it.
     """
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    table = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory()  # what is pinned travels beside other work
+    return table.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _inside(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    inside = torch.arange(max(rows), device=device)[:, None] < device_table(rows, device)
+    return inside.float()[:, :, None]
 
 
 @lru_cache(maxsize=4096)

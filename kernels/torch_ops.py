@@ -4,14 +4,23 @@ fp16 rounding is `.half()` of an fp32 product that is exact, so that every step 
 nearest even of the format's dequantization law (`docs/format.md` section 3), subnormals included.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import gcd
 
 import torch
 
 from exl2flow.kernels import torch_refit
-from exl2flow.kernels.ops import SCALE_LEVELS, Group, Ops, Scales
+from exl2flow.kernels.ops import (
+    SCALE_LEVELS,
+    BegunGroups,
+    Group,
+    Ops,
+    Scales,
+    device_table,
+    half_ranges,
+)
 from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
@@ -47,7 +56,8 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.search_columns`."""
         base = self._column_ranges(x, groups)  # (j, n)
-        maxima = (base.amax(dim=1, keepdim=True) * _factors(x.device)).half()  # (j, MAXIMA)
+        multiples = search_multiples(x.device)
+        maxima = (base.amax(dim=1, keepdim=True) * multiples).half()  # (j, MAXIMA)
         sample, weights = _sample(base)  # (j, s), (s,)
         seen = x.gather(2, sample[:, None].expand(-1, x.shape[1], -1))  # (j, r, s)
         _, cost = self._best_codes(seen, groups, row_weights, base.gather(1, sample), maxima)
@@ -55,6 +65,28 @@ class TorchOps:
         chosen = maxima.gather(1, best)  # (j, 1)
         codes, _ = self._best_codes(x, groups, row_weights, base, chosen)
         return codes[:, 0], chosen[:, 0]
+
+    def begin_groups(
+        self,
+        rows: torch.Tensor,
+        members: Mapping[int, Group],
+        scales: Scales,
+        half_range: torch.Tensor,
+        row_weights: torch.Tensor | None = None,
+    ) -> None:
+        """See `Ops.begin_groups`."""
+        _, j, n = scales.codes.shape
+        groups, places = list(members.values()), device_table(tuple(members), rows.device)
+        x = rows.view(-1, j, n).transpose(0, 1)[places]
+        if row_weights is None:
+            codes, maxima = self.search_grid(x, groups)
+        else:
+            codes, maxima = self.search_columns(x, groups, row_weights)
+        scales.codes[0, places] = codes
+        scales.maxima[0, places] = maxima
+        scales.decoded[0, places] = self.decode_scales(codes, maxima).float()
+        halves = half_ranges(tuple(group.bits for group in groups), rows.device)
+        half_range.view(j, n)[places] = halves[:, None].expand(-1, n)
 
     def _column_ranges(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """Return the scales at which codes just span each column; x fp32 (j, r, n) → (j, n)."""
@@ -147,13 +179,13 @@ class TorchOps:
         steps: torch.Tensor,
         gradient: torch.Tensor,
         hessian: torch.Tensor,
-        groups: Sequence[Group | None],
+        begun: BegunGroups,
         scales: Scales,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Ops.refit_scales`."""
         return torch_refit.refit_scales(
-            self.decode_scales, steps, gradient, hessian, groups, scales, output
+            self.decode_scales, steps, gradient, hessian, begun, scales, output
         )
 
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
@@ -220,19 +252,30 @@ class TorchOps:
             matrix[rows] = (steps * scales[index].float()).half()
         return matrix
 
+    def repeat(self, work: Callable[[], None], times: int) -> None:
+        """See `Ops.repeat`."""
+        for _ in range(times):
+            work()
+
 
 TORCH_OPS: Ops = TorchOps()
 
 
-def _factors(device: torch.device) -> torch.Tensor:
+@lru_cache(maxsize=16)
+def search_multiples(device: torch.device) -> torch.Tensor:
+    """Return the multiples of the largest range that are tried as a maximum, fp32 (MAXIMA,)."""
     return torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA, device=device)
+
+
+def sample_step(n: int) -> int:
+    """Return of how many columns beyond the widest one judges the maximum."""
+    return max(1, n // SAMPLED_COLUMNS)
 
 
 def _sample(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return columns that stand for all of base (j, n), (j, s), and for how many each, (s,)."""
-    n = base.shape[1]
     order = base.argsort(dim=1, descending=True, stable=True)
-    step = max(1, n // SAMPLED_COLUMNS)
+    step = sample_step(base.shape[1])
     sample = torch.cat([order[:, :WIDEST_COLUMNS], order[:, WIDEST_COLUMNS::step]], dim=1)
     weights = torch.full_like(base[0, : sample.shape[1]], step)
     weights[:WIDEST_COLUMNS] = 1

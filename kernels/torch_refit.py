@@ -3,12 +3,12 @@
 See `docs/concepts/quality.md`, section 4.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 
-from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS, Group, Scales, device_table
+from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
 
 REFIT_MAXIMA = 31  # maxima tried around the present one
 REFIT_SPAN = 0.15  # how far, relative to it
@@ -28,41 +28,20 @@ def times_output(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
     return wide.transpose(0, 1).reshape(x.shape)
 
 
-def group_rows(groups: Sequence[Group | None], device: torch.device) -> torch.Tensor:
-    """Return the rows of each matrix's group, int64 (j,); 0: none."""
-    return device_table(tuple(group.rows if group else 0 for group in groups), device)
-
-
-def steps_of_groups(steps: torch.Tensor, groups: Sequence[Group | None]) -> torch.Tensor:
-    """Return steps fp32 (r, m) with zeros beyond each matrix's group."""
-    r, j = len(steps), len(groups)
-    if all(group and group.rows == r for group in groups):
-        return steps
-    rows = tuple(group.rows if group else 0 for group in groups)
-    return (steps.view(r, j, -1) * _inside(rows, r, steps.device)).view(steps.shape)
-
-
-@lru_cache(maxsize=1024)
-def _inside(rows: tuple[int, ...], r: int, device: torch.device) -> torch.Tensor:
-    """Return 1 for each of r rows that belongs to a matrix's group, else 0; fp32 (r, j, 1)."""
-    inside = torch.arange(r, device=device)[:, None] < device_table(rows, device)
-    return inside.float()[:, :, None]
-
-
 def refit_scales(
     decode: Decode,
     steps: torch.Tensor,
     gradient: torch.Tensor,
     hessian: torch.Tensor,
-    groups: Sequence[Group | None],
+    begun: BegunGroups,
     scales: Scales,
     output: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `Ops.refit_scales`."""
-    (r, m), j = steps.shape, len(groups)
+    (r, m), rows = steps.shape, begun.rows
+    j = len(rows)
     n = m // j
-    rows = group_rows(groups, steps.device)
-    steps = steps_of_groups(steps, groups)
+    steps = begun.only(steps)
     before = scales.decoded[0].clone()  # (j, n)
     pushed = times_output(gradient, output)
     curvature = ((hessian @ steps) * steps).sum(dim=0)

@@ -6,7 +6,7 @@ rows in act-order: packed row `r` holds in-feature `argsort(inverse_perm)[r]`.
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -254,6 +254,18 @@ class QuantizedMatrix:
         scales = ops.decode_scales(ops.unpack_scales(self.scale_codes), self.max_scales)
         rows = ops.decode(ops.unpack(self.packed, groups), scales, groups)
         return rows[self.inverse_perm.long()].to(dtype)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the matrix on a device; the small group table stays in main memory."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(
+            self,
+            packed=self.packed.to(device),
+            scale_codes=self.scale_codes.to(device),
+            max_scales=self.max_scales.to(device),
+            inverse_perm=self.inverse_perm.to(device),
+            bias=bias,
+        )
 
     def to_tensors(self, key: str) -> dict[str, torch.Tensor]:
         """Return name → tensor for a file."""

@@ -104,10 +104,15 @@ def load_linear(
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
     bias = tensors.read(f"{key}.bias") if projection.has_bias else None
     return DenseLinear(
-        weight.to(device).to(dtype),  # the device converts what travels in the file's dtype
-        None if bias is None else bias.to(device).to(dtype),
+        moved(weight, device, dtype),
+        None if bias is None else moved(bias, device, dtype),
         out_features=projection.out_features,
     )
+
+
+def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a file on a device, which converts what travels in the file's dtype."""
+    return tensor.to(device, non_blocking=tensor.is_pinned()).to(dtype)
 
 
 def _read_matrix(tensors: TensorFiles, projection: ProjectionSpec) -> QuantizedMatrix:

@@ -5,7 +5,10 @@ than mapped, so that the resident memory of a walk is that of the tensors still 
 """
 
 import json
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,6 +23,7 @@ DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
 }
+READERS = 4  # threads that read ahead
 _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
@@ -44,6 +48,7 @@ class TensorFiles:
             SourceModelError: no file, a damaged file, or a name that two files hold.
         """
         self.folder = folder
+        self._ahead: dict[str, Future[torch.Tensor]] = {}
         self.files = tuple(sorted(folder.glob("*.safetensors")))
         if not self.files:
             raise SourceModelError(
@@ -90,6 +95,12 @@ class TensorFiles:
             )
         return DTYPES[entry.dtype]
 
+    def fetch(self, names: Iterable[str]) -> None:
+        """Begin to read tensors into pinned memory beside other work; `read` returns each once."""
+        for name in names:
+            if name in self and name not in self._ahead:
+                self._ahead[name] = _readers().submit(self._read, name, pinned=True)
+
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in CPU memory that it alone owns.
 
@@ -97,8 +108,12 @@ class TensorFiles:
             MissingTensor: no file holds it.
             SourceModelError: the file cannot be read or is shorter than its header says.
         """
+        ahead = self._ahead.pop(name, None)
+        return self._read(name) if ahead is None else ahead.result()
+
+    def _read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
         entry = self._entry(name)
-        tensor = torch.empty(entry.shape, dtype=self.dtype(name))
+        tensor = torch.empty(entry.shape, dtype=self.dtype(name), pin_memory=pinned)
         if not entry.nbytes:
             return tensor
         buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -122,6 +137,11 @@ class TensorFiles:
                 "what is missing, or check that `config.json` belongs to these files"
             )
         return entry
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-read")
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

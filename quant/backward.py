@@ -55,21 +55,20 @@ def sublayer_backward(
         with torch.enable_grad(), _repeatable(device):
             output = sublayer(hidden)
             outputs = [tap.put for tap in taps.values()]
-            found = torch.autograd.grad(
-                output, [hidden, *outputs], gradient[row : row + 1].to(device)
-            )
+            pull = (output * gradient[row : row + 1].to(device)).sum()
+            found = torch.autograd.grad(pull, [hidden, *outputs])
         for (name, tap), by_output in zip(taps.items(), found[1:], strict=True):
             if name in sums:
                 sums[name].add(tap.read[0].float(), by_output[0].float())
         # last, for the gradient by an output may share its memory
         gradient[row] = found[0][0]
-        _check_gradient(gradient[row], where=sublayer.spec.name, row=row)
+    _check_gradients(gradient, where=sublayer.spec.name)
 
 
 def head_backward(
     head: Head, states: torch.Tensor, *, seed: int, sums: FactorSum | None
 ) -> torch.Tensor:
-    """Return the loss's gradient by the final states, fp32 (rows, t, hidden) on the CPU.
+    """Return the loss's gradient by the final states, fp32 (rows, t, hidden), where they lie.
 
     The head's own factors need no sampled labels: over all labels, `Σ p g gᵀ = diag(p) - p pᵀ`.
 
@@ -87,9 +86,9 @@ def head_backward(
         hidden = states[row].detach().clone().to(device).requires_grad_()
         with torch.enable_grad():
             normed = head.normed(hidden)
-        by_normed = _by_normed(head.linear, normed.detach(), uniform[row].to(device), sums)
-        gradient[row] = torch.autograd.grad(normed, hidden, by_normed)[0]
-        _check_gradient(gradient[row], where="lm_head", row=row)
+            by_normed = _by_normed(head.linear, normed.detach(), uniform[row].to(device), sums)
+            gradient[row] = torch.autograd.grad((normed * by_normed).sum(), hidden)[0]
+    _check_gradients(gradient, where="lm_head")
     return gradient
 
 
@@ -135,9 +134,11 @@ def _repeatable(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
 
-def _check_gradient(gradient: torch.Tensor, *, where: str, row: int) -> None:
-    if not gradient.isfinite().all():
-        share = 1 - float(gradient.isfinite().float().mean())
+def _check_gradients(gradients: torch.Tensor, *, where: str) -> None:
+    finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist()
+    if not all(finite):
+        row = finite.index(False)
+        share = 1 - float(gradients[row].isfinite().float().mean())
         raise NonFiniteState(
             f"gradients before `{where}` hold NaN or infinity in {share:.2%} of row {row}; try "
             "other calibration data, or set the sensitivity's kind to `error`"

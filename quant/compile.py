@@ -38,9 +38,9 @@ from exl2flow.quant.layout import (
     plan_shards,
     tensor_bytes,
 )
+from exl2flow.quant.packed import reconstruction_digest
 from exl2flow.quant.quantize import (
     read_report,
-    reconstruction_digest,
     result_files,
 )
 from exl2flow.quant.tune import TUNING_FILE
@@ -135,7 +135,7 @@ def compile_model(run: StageRun) -> None:
     if len(shards) > 1:
         _commit(run, _write_index(out, shards))
     _commit(run, _write_config(run, out, spec))
-    _compare(out, quantized, spec, tensors)
+    _compare(out, quantized, spec, tensors, run.device)
 
 
 def _quantized(run: StageRun) -> Path:
@@ -250,14 +250,14 @@ def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
             yield projection.key, report[projection.name]["sha256"]  # type: ignore[index]  # JSON
 
 
-def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors) -> None:
+def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, device: str) -> None:
     """Read every tensor back and compare it, reconstructed, with what was quantized."""
     written = TensorFiles(out)
     plain = dict(plain_tensors(spec))
     for key, sha256 in _reports(quantized, spec):
         names = [name for name in written.names if name.startswith(f"{key}.")]
         matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
-        if reconstruction_digest(matrix.dequantize()) != sha256:
+        if reconstruction_digest(matrix.to(device).dequantize()) != sha256:
             raise ReconstructionMismatch(
                 f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
                 "faulty: delete the folder and repeat the command"

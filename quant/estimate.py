@@ -6,13 +6,14 @@ cost in those (`docs/concepts/quality.md`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.config import RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.files import digest, read_json, write_json
+from exl2flow.core.files import read_json, write_json
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
@@ -25,7 +26,7 @@ from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, head
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel, device_of
-from exl2flow.quant.walk import OverSource, walk
+from exl2flow.quant.walk import OverSource, Store, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
@@ -47,7 +48,7 @@ class Estimating(OverSource):
         nats = [entry["nats"] for entries in read_json(path).values() for entry in entries]
         return f"nats={min(nats):.2g}..{max(nats):.2g}"
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
         factors = read_factors(self.factors, sublayer.spec.index, device_of(sublayer))
@@ -65,7 +66,7 @@ class Estimating(OverSource):
             )
         for row, output in outputs.items():
             states[row] = output
-        return _write(path, results)
+        return partial(write_json, path, _content(results))
 
     def factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
@@ -260,7 +261,8 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
     work = Estimating(folder, run.inputs["sensitivity"], run.config.rounding)
     states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
     if states is not None:
-        sha256 = _write(folder.path / HEAD_FILE, {model.spec.head.key: _head(model, states, work)})
+        found = {model.spec.head.key: _head(model, states, work)}
+        sha256 = write_json(folder.path / HEAD_FILE, _content(found))
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
     files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
@@ -286,6 +288,5 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
     return estimated([projection], HEAD_OPTIONS, work.options, nats)[spec.key]
 
 
-def _write(path: Path, results: Mapping[str, list[CandidateResult]]) -> str:
-    write_json(path, {key: [item.to_json() for item in items] for key, items in results.items()})
-    return digest(path)
+def _content(results: Mapping[str, list[CandidateResult]]) -> dict[str, object]:
+    return {key: [item.to_json() for item in items] for key, items in results.items()}

@@ -6,7 +6,7 @@ square of the out-features.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch.nn import functional
 
+from exl2flow.core.background import to_host
 from exl2flow.core.files import read_metadata, read_tensors, write_tensors
 from exl2flow.model import ProjectionSpec
 from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
@@ -148,10 +149,10 @@ class FactorSum:
         return Factors(input=self.input / scale, output=output)
 
 
-def write_factors(
+def storing_factors(
     path: Path, projections: tuple[ProjectionSpec, ...], sums: Mapping[str, FactorSum], tokens: int
-) -> str:
-    """Write the factors of projections of one sublayer and return the file's sha256."""
+) -> Callable[[], str]:
+    """Return what writes the factors of projections of one sublayer, and returns the sha256."""
     tensors: dict[str, torch.Tensor] = {}
     captures: dict[str, tuple[str, int]] = {}
     for capture in dict.fromkeys(p.capture for p in projections):
@@ -165,11 +166,12 @@ def write_factors(
             captures[projection.name] = (f"{capture}.input", factors.output.columns)
         assert shared is not None
         tensors[f"{capture}.input"] = pack_symmetric(shared)
-    return write_tensors(path, tensors, metadata={CAPTURES_KEY: json.dumps(captures)})
+    waiting, metadata = to_host(tensors), {CAPTURES_KEY: json.dumps(captures)}
+    return lambda: write_tensors(path, waiting(), metadata=metadata)
 
 
 def read_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Factors]:
-    """Return projection → factors of a file that `write_factors` wrote, on a device.
+    """Return projection → factors of a file that `storing_factors` wrote, on a device.
 
     Raises:
         CorruptCheckpoint: the file is missing or damaged.

@@ -14,7 +14,7 @@ import torch
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import PANEL_ROWS, Group, device_table, get_ops, half_ranges
+from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
 from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams, padded_columns
 from exl2flow.quant.hessian import HessianFactor
@@ -190,23 +190,18 @@ class _Batch:
 
     def _begin_groups(self, row: int) -> None:
         """Search the scales of all groups that begin at a row."""
-        j, n = self.shape
-        members = self.starts.get(row, {})
+        members = self.starts.get(row)
         if not members:
             return
-        groups = list(members.values())
-        places = device_table(tuple(members), self.rows.device)
-        rows = max(group.rows for group in groups)
-        x = self.rows[row : row + rows].view(rows, j, n).transpose(0, 1)[places]
-        if self.search == "grid":
-            codes, maxima = self.ops.search_grid(x, groups)
-        else:
-            codes, maxima = self.ops.search_columns(x, groups, self.row_weights[row : row + rows])
-        half_range = half_ranges(tuple(group.bits for group in groups), self.rows.device)
-        self.scale_codes[row // PANEL_ROWS, places] = codes
-        self.max_scales[row // PANEL_ROWS, places] = maxima
-        self.scales.view(j, n)[places] = self.ops.decode_scales(codes, maxima).float()
-        self.half_range.view(j, n)[places] = half_range[:, None].expand(-1, n)
+        panel = row // PANEL_ROWS
+        rows = slice(row, row + max(group.rows for group in members.values()))
+        scales = Scales(
+            codes=self.scale_codes[panel : panel + 1],
+            maxima=self.max_scales[panel : panel + 1],
+            decoded=self.scales.view(1, *self.shape),
+        )
+        weights = None if self.search == "grid" else self.row_weights[rows]
+        self.ops.begin_groups(self.rows[rows], members, scales, self.half_range, weights)
 
 
 def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Group]]:

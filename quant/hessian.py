@@ -68,12 +68,17 @@ class HessianFactor:
         return replace(self, upper=torch.eye(len(self.upper), device=self.upper.device))
 
 
-def relative_error(hessian: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q fp32 (k, n)."""
+def relative_error(
+    hessian: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor
+) -> torch.Tensor:
+    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q fp32 (k, n).
+
+    fp32 (), on the device: nothing waits for it.
+    """
     difference = weight - rounded
     error = (hessian @ difference).mul_(difference).sum()
     size = (hessian @ weight).mul_(weight).sum()
-    return float((error / size.clamp(min=1e-30)).clamp(min=0).sqrt())
+    return (error / size.clamp(min=1e-30)).clamp(min=0).sqrt()
 
 
 def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> torch.Tensor:

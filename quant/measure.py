@@ -6,13 +6,14 @@ States are those of the unquantized model throughout: errors do not accumulate h
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.config import ConversionConfig, RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.files import digest, read_json, write_json
+from exl2flow.core.files import read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
@@ -30,7 +31,7 @@ from exl2flow.quant.measurement import (
 )
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
-from exl2flow.quant.walk import OverSource, walk
+from exl2flow.quant.walk import OverSource, Store, walk
 
 LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
@@ -48,7 +49,7 @@ class Measuring(OverSource):
         accuracies = [entry["accuracy"] for entry in read_json(path)]
         return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
         factors = {
@@ -81,8 +82,7 @@ class Measuring(OverSource):
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         states.copy_(targets)
-        write_json(path, [result.to_json() for result in results])
-        return digest(path)
+        return partial(write_json, path, [result.to_json() for result in results])
 
 
 def _candidate_errors(
@@ -168,8 +168,7 @@ def measure(run: StageRun) -> None:
         },
     }
     path = run.folder.path / MEASUREMENT_FILE
-    write_json(path, measurement)
-    run.folder.commit(MEASUREMENT_FILE, digest(path))
+    run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

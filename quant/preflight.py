@@ -19,6 +19,7 @@ from exl2flow.core.errors import (
     StoreError,
     TensorShapeError,
 )
+from exl2flow.core.memory import available_memory
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
@@ -318,7 +319,7 @@ def _check_disk(plan: Plan) -> None:
 
 
 def _check_memory(plan: Plan) -> None:
-    available = _available_memory()
+    available = available_memory()
     if available is not None and plan.memory_bytes > available:
         most = max(plan.needs, key=lambda name: plan.needs[name].memory)
         raise StoreError(
@@ -326,16 +327,6 @@ def _check_memory(plan: Plan) -> None:
             f"{_megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
             "another `--quality`"
         )
-
-
-def _available_memory() -> int | None:
-    """Return the kernel's estimate of memory that can be used, or None where it gives none."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
 def _megabytes(size: int) -> str:

@@ -5,9 +5,9 @@ really put out. One file per sublayer holds the stored tensors; its header holds
 digest of every reconstruction, which `compile` compares with what it wrote.
 """
 
-import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import read_metadata, read_tensors, tensor_bytes, write_tensors
+from exl2flow.core.files import read_metadata, read_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import (
@@ -27,15 +26,14 @@ from exl2flow.model import (
     Sublayer,
     SublayerSpec,
 )
-from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
+from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate import read_choice
 from exl2flow.quant.correction import Correction, CrossProducts, paired_rows
-from exl2flow.quant.fisher import Factors, estimate
+from exl2flow.quant.fisher import Factors
 from exl2flow.quant.gptq import (
     RoundedMatrix,
     RoundingJob,
     alike,
-    padded,
     padded_weight,
     round_matrices,
     side_by_side,
@@ -45,14 +43,14 @@ from exl2flow.quant.hessian import (
     factor,
     head_hessian,
     mixed,
-    relative_error,
 )
 from exl2flow.quant.layout import Choice
+from exl2flow.quant.packed import Packed, Reports, storing
 from exl2flow.quant.refine import Metric, refine_together
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import DTYPE, SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
-from exl2flow.quant.walk import advance, walk
+from exl2flow.quant.walk import Store, advance, walk
 
 log = logging.getLogger(__name__)
 
@@ -77,50 +75,6 @@ def read_report(path: Path) -> dict[str, object]:
     return report
 
 
-def reconstruction_digest(matrix: torch.Tensor) -> str:
-    """Return the sha256 of a dequantized matrix, fp16 (k, n)."""
-    return hashlib.sha256(tensor_bytes(matrix)).hexdigest()
-
-
-def quantize_projection(
-    projection: ProjectionSpec,
-    linear: Linear,
-    rounded: RoundedMatrix,
-    hessian: torch.Tensor,
-    factors: Factors | None = None,
-) -> tuple[QuantizedMatrix, dict[str, object]]:
-    """Pack a rounded matrix, check that it decodes to the same values, and report on it.
-
-    Args:
-        projection: what the matrix belongs to.
-        linear: the weights before rounding.
-        rounded: what became of them.
-        hessian: of what the projection reads, fp32 (k, k).
-        factors: price the error; without them `nats` is None.
-
-    Raises:
-        ReconstructionMismatch: the packed tensors decode to something else.
-    """
-    bias = None if linear.bias is None else padded(linear.bias)
-    packed = rounded.pack(bias)
-    matrix = rounded.dequantize()
-    if not torch.equal(packed.dequantize(), matrix):
-        raise ReconstructionMismatch(
-            f"the packed tensors of `{projection.key}` do not decode to the rounded matrix; "
-            "this is a defect of exl2flow: report it with the model's name"
-        )
-    weight = padded_weight(linear)
-    error = matrix.float() - weight
-    report: dict[str, object] = {
-        "rel_err": relative_error(hessian, weight, matrix.float()),
-        "nats": None if factors is None else estimate(error, factors.to(error.device)),
-        "bits": packed.total_bits,
-        "bpw": packed.total_bits / matrix.numel(),
-        "sha256": reconstruction_digest(matrix),
-    }
-    return packed, report
-
-
 class Rounding:
     """How matrices are rounded: in the metric of Fisher factors, or by their Hessians alone."""
 
@@ -135,6 +89,19 @@ class Rounding:
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
         return {} if self.factors is None else read_factors(self.factors, index, self.device)
+
+    def summary(self, name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
+        """Return the report on a sublayer or the head, but for its own error."""
+        bits = sum(item.matrix.total_bits for item in packed)
+        numel = sum(math.prod(item.matrix.shape) for item in packed)
+        projections = {
+            item.projection.name: {
+                "params": str(self.choice[item.projection.key]),
+                **reports[item.projection.name],
+            }
+            for item in packed
+        }
+        return {"name": name, "bits": bits, "bpw": bits / numel, "projections": projections}
 
     def round(
         self,
@@ -216,10 +183,10 @@ class Quantizing:
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
-            install(sublayer, projection, matrix)
+            install(sublayer, projection, matrix.to(device_of(sublayer)))
         advance(sublayer, quantized)
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: round, pack, and let the states pass quantized."""
         quantized = states[: self.rows]
         kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
@@ -231,35 +198,22 @@ class Quantizing:
             correction = self.rounding.correction
             targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
         rounded = self._round(sublayer, targets, hessians, factors)
-        tensors: dict[str, torch.Tensor] = {}
-        reports: dict[str, object] = {}
-        bits = 0
-        for projection in sublayer.spec.projections:
-            packed, report = quantize_projection(
-                projection,
-                source[projection.name],
-                rounded[projection.name],
-                hessians[projection.capture],
-                factors.get(projection.name),
+        packed = []
+        for p in sublayer.spec.projections:
+            item = Packed(
+                p, source[p.name], rounded[p.name], hessians[p.capture], factors.get(p.name)
             )
-            params = str(self.rounding.choice[projection.key])
-            reports[projection.name] = {"params": params, **report}
-            bits += packed.total_bits
-            tensors |= packed.to_tensors(projection.key)
-            install(sublayer, projection, packed)
+            packed.append(item)
+            install(sublayer, p, item.matrix)
         advance(sublayer, quantized)
-        errors = [float((quantized[i] - y).norm() / y.norm()) for i, y in reference.items()]
-        numel = sum(
-            p.in_features * padded_columns(p.out_features) for p in sublayer.spec.projections
-        )
-        report = {
-            "name": sublayer.spec.name,
-            "rel_err": sum(errors) / len(errors),
-            "bits": bits,
-            "bpw": bits / numel,
-            "projections": reports,
-        }
-        return write_tensors(path, tensors, metadata={"report": json.dumps(report)})
+        errors = torch.stack([(quantized[i] - y).norm() / y.norm() for i, y in reference.items()])
+
+        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+            return self.rounding.summary(sublayer.spec.name, packed, reports) | {
+                "rel_err": float(host["errors"].mean())
+            }
+
+        return storing(path, packed, {"errors": errors}, finish)
 
     def _round(
         self,
@@ -308,23 +262,14 @@ def quantize_head(
         factors,
         feedback=head.linear.weight.numel() <= FEEDBACK_LIMIT,
     )
-    packed, report = quantize_projection(
-        projection, head.linear, matrix, hessian, factors.get(projection.name)
-    )
-    numel = packed.shape[0] * packed.shape[1]
-    params = str(rounding.choice[projection.key])
-    summary = {
-        "name": projection.key,
-        "rel_err": report["rel_err"],
-        "bits": packed.total_bits,
-        "bpw": packed.total_bits / numel,
-        "projections": {projection.name: {"params": params, **report}},
-    }
-    sha256 = write_tensors(
-        run.folder.path / HEAD_FILE,
-        packed.to_tensors(projection.key),
-        metadata={"report": json.dumps(summary)},
-    )
+    packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
+
+    def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+        return rounding.summary(projection.key, [packed], reports) | {
+            "rel_err": reports[projection.name]["rel_err"]
+        }
+
+    sha256 = storing(run.folder.path / HEAD_FILE, [packed], {}, finish)()
     run.folder.commit(HEAD_FILE, sha256, cursor=run.folder.manifest.total)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from exl2flow.kernels import (
     PANEL_ROWS,
+    BegunGroups,
     Scales,
     device_table,
     get_ops,
@@ -61,10 +62,13 @@ def refine_together(
         sweeps: how often each round visits every code.
     """
     state = _Refinement(rounded, weights, metric)
-    for _ in range(rounds):
+
+    def once() -> None:
         state.refit()
         for _ in range(sweeps):
             state.descend()
+
+    state.ops.repeat(once, rounds)
     return state.results()
 
 
@@ -82,8 +86,11 @@ class _Refinement:
         self.ops = get_ops(weights[0].device)
         k, n = weights[0].shape
         self.shape = len(rounded), n
-        self.starts = group_starts([matrix.groups for matrix in rounded])
-        self.largest = max(group.rows for matrix in rounded for group in matrix.groups)
+        self.begun = {
+            row: BegunGroups.of([members.get(j) for j in range(len(rounded))], weights[0].device)
+            for row, members in group_starts([matrix.groups for matrix in rounded]).items()
+        }
+        self.longest = max(begun.longest for begun in self.begun.values())
         self.steps = torch.cat([matrix.codes for matrix in rounded], dim=1).float()
         layout = (k // PANEL_ROWS, *self.shape)
         decoded = torch.empty_like(self.steps[: layout[0]]).view(layout)
@@ -165,19 +172,19 @@ class _Refinement:
         """Choose every group's maximum and scale codes anew, codes kept."""
         k = len(self.steps)
         for top, bottom in self._windows():
-            bottom_of_groups = min(bottom + self.largest - PANEL_ROWS, k)
+            bottom_of_groups = min(bottom + self.longest - PANEL_ROWS, k)
             changes = torch.zeros_like(self.steps[top:bottom_of_groups])
             window = self.gradient[top:bottom_of_groups]
             for begin in range(top, bottom, PANEL_ROWS):
-                members = self.starts.get(begin)
-                if not members:
+                begun = self.begun.get(begin)
+                if begun is None:
                     continue
-                end = begin + max(group.rows for group in members.values())
+                end = begin + begun.longest
                 change = self.ops.refit_scales(
                     self.steps[begin:end],
                     self.gradient[begin:end],
                     self.metric.hessian[begin:end, begin:end],
-                    [members.get(j) for j in range(self.shape[0])],
+                    begun,
                     self.scales.of(slice(begin // PANEL_ROWS, end // PANEL_ROWS)),
                     self.metric.output,
                 )

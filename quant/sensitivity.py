@@ -13,17 +13,19 @@ from typing import Literal
 
 import torch
 
+from exl2flow.core.background import Background, HostTensors, to_host
 from exl2flow.core.config import ConversionConfig, SensitivityOptions
 from exl2flow.core.errors import CalibrationError
 from exl2flow.core.files import read_tensors, write_tensors
+from exl2flow.core.memory import available_memory
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import ModelSpec, ProjectionSpec, SublayerSpec
+from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer
 from exl2flow.quant.backward import LOGIT_ELEMENTS, Sums, head_backward, sublayer_backward
-from exl2flow.quant.fisher import Factors, FactorSum, factor_bytes, read_file, write_factors
-from exl2flow.quant.source import DTYPE, SourceModel
+from exl2flow.quant.fisher import Factors, FactorSum, factor_bytes, read_file, storing_factors
+from exl2flow.quant.source import DTYPE, SourceModel, placed
 from exl2flow.quant.tokens import text_rows
-from exl2flow.quant.walk import advance
+from exl2flow.quant.walk import advance, save_states
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +93,16 @@ def states_between(count: int) -> int:
     return math.ceil(math.sqrt(count))
 
 
+def kept_states(count: int) -> int:
+    """Return how many states of `count` sublayers are kept at a time at most."""
+    return 2 * states_between(count)
+
+
 def disk_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
     """Forecast the disk that the stage takes at most; the factors stay, the states go."""
     factors = sum(factor_bytes(s.projections, block=options.block) for s in spec.sublayers)
     factors += factor_bytes((spec.head,), block=head_block(options.block))
-    files = 2 * states_between(len(spec.sublayers)) + 2  # and gradients, the last two times
+    files = kept_states(len(spec.sublayers)) + 2  # and gradients, the last two times
     return factors + files * options.rows * row_tokens * spec.hidden_size * DTYPE.itemsize
 
 
@@ -118,7 +125,11 @@ def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) 
 
 
 class InputStates:
-    """The states entering each sublayer, those on disk that cost most to make again."""
+    """The states entering each sublayer, those kept that cost most to make again.
+
+    Beside a GPU they are kept in main memory if there is room: it makes them anew faster than a
+    disk returns them.
+    """
 
     def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
         self.run = run
@@ -126,42 +137,52 @@ class InputStates:
         self.ids = ids
         self.order = model.spec.sublayers
         self.every = states_between(len(self.order))
+        size = ids.numel() * model.spec.hidden_size * DTYPE.itemsize
+        room = available_memory() or 0
+        self.in_memory = model.device.type == "cuda" and kept_states(len(self.order)) * size < room
+        self.kept: dict[int, HostTensors] = {}
 
     def at(self, index: int) -> torch.Tensor:
         """Return the states fp32 (rows, t, hidden) entering sublayer `index`, or the head's.
 
-        Those between the last ones on disk and these are put on disk if the way back needs them.
+        Those between the last ones kept and these are kept if the way back needs them.
         """
         folder = self.run.folder
         start, states = self._nearest(index)
+        self.kept = {at: kept for at, kept in self.kept.items() if at < index}
         dense_from = (index - 1) // self.every * self.every
-        for spec in self.order[start:index]:
-            advance(self.model.sublayer(spec), states)
+        for sublayer in self.model.sublayers(self.order[start:index]):
+            advance(sublayer, states)
+            spec = sublayer.spec
             after = spec.index + 1
             if after >= dense_from or after % self.every == 0:
-                name = self._name(after)
-                folder.commit(name, write_tensors(folder.path / name, {"states": states}))
+                self._keep(after, states)
             total = folder.manifest.total
             self.run.tick(folder.manifest.cursor, total, f"forward {spec.name}")
             self.run.stop_if_asked()
         return states
 
     def drop(self, from_index: int = 0) -> None:
-        """Delete the states entering sublayers from an index on; the way back is past them."""
-        folder = self.run.folder
-        names = [self._name(i) for i in range(from_index, len(self.order) + 1)]
-        gone = [name for name in names if name in folder.manifest.files]
-        for name in gone:
-            (folder.path / name).unlink(missing_ok=True)
-            del folder.manifest.files[name]
-        if gone:
-            folder.save()
+        """Delete the files of states entering sublayers from an index on; no resume needs them."""
+        self.run.folder.remove([self._name(i) for i in range(from_index, len(self.order) + 1)])
+
+    def _keep(self, index: int, states: torch.Tensor) -> None:
+        if self.in_memory:
+            own = states if states.is_cuda else states.clone()
+            self.kept[index] = to_host({"states": own}, hold=True)
+            return
+        name = self._name(index)
+        path = self.run.folder.path / name
+        self.run.folder.commit(name, write_tensors(path, {"states": states}))
 
     def _nearest(self, index: int) -> tuple[int, torch.Tensor]:
         folder = self.run.folder
         for at in range(index, 0, -1):
+            if at in self.kept:
+                return at, placed(self.kept[at]()["states"], self.model.device)
             if folder.valid(self._name(at)):
-                return at, read_tensors(folder.path / self._name(at))["states"]
+                states = read_tensors(folder.path / self._name(at))["states"]
+                return at, placed(states, self.model.device)
         return 0, self.model.initial_states(self.ids)
 
     def _name(self, index: int) -> str:
@@ -188,8 +209,11 @@ class _WayBack:
         is_open = [not folder.valid(name) for name in factor_files(self.model.spec)]
         if any(is_open):
             last = len(self.order) - is_open[::-1].index(True)
-            for spec in reversed(self.order[is_open.index(True) : self._begin(last, is_open)]):
-                self._sublayer(spec)
+            with Background(self.model.device) as self.background:
+                first = is_open.index(True)
+                order = self.order[first : self._begin(last, is_open)]
+                for sublayer in self.model.sublayers(order[::-1]):
+                    self._sublayer(sublayer)
         self.inputs.drop()
 
     def _begin(self, last_open: int, is_open: list[bool]) -> int:
@@ -199,7 +223,7 @@ class _WayBack:
         self.run.tick(folder.manifest.cursor, folder.manifest.total)
         saved = folder.load_states()
         if saved is not None and saved[0] > last_open:
-            start, self.gradient = saved
+            start, self.gradient = saved[0], placed(saved[1], self.model.device)
             return start
         self._head()
         return len(self.order)
@@ -213,17 +237,15 @@ class _WayBack:
         self.gradient = head_backward(
             self.model.head(), states, seed=self.options.seed, sums=sums.get(projections[0].name)
         )
-        self._finish(len(self.order), HEAD_FILE, projections, sums)
-        log.info("%s elapsed=%.2fs", projections[0].name, time.monotonic() - begun)
+        self._finish(len(self.order), HEAD_FILE, projections, sums, begun)
 
-    def _sublayer(self, spec: SublayerSpec) -> None:
-        begun = time.monotonic()
+    def _sublayer(self, sublayer: Sublayer) -> None:
+        begun, spec = time.monotonic(), sublayer.spec
         name = factor_file(spec.index)
         sums = self._sums(name, spec.projections, block=self.options.block)
         states = self.inputs.at(spec.index)
-        sublayer_backward(self.model.sublayer(spec), states, self.gradient, sums)
-        self._finish(spec.index, name, spec.projections, sums)
-        log.info("%s elapsed=%.2fs", spec.name, time.monotonic() - begun)
+        sublayer_backward(sublayer, states, self.gradient, sums)
+        self._finish(spec.index, name, spec.projections, sums, begun)
 
     def _sums(self, name: str, projections: Projections, *, block: int) -> Sums:
         """Return empty sums of projections, or none if their file is there."""
@@ -235,17 +257,32 @@ class _WayBack:
             for p in projections
         }
 
-    def _finish(self, index: int, name: str, projections: Projections, sums: Sums) -> None:
+    def _finish(
+        self, index: int, name: str, projections: Projections, sums: Sums, begun: float
+    ) -> None:
         """Commit factors and gradients, and drop the states that no resume needs."""
         folder = self.run.folder
         if sums:
-            sha256 = write_factors(folder.path / name, projections, sums, self.tokens)
-            folder.commit(name, sha256, cursor=folder.manifest.cursor + 1)
-            self.run.tick(folder.manifest.cursor, folder.manifest.total, projections[0].key)
-        folder.save_states(self.gradient, index, force=self.run.stop.signum is not None)
-        if folder.manifest.states is not None:
-            self.inputs.drop(max(index, folder.manifest.states.index))
+            store = storing_factors(folder.path / name, projections, sums, self.tokens)
+
+            def commit() -> None:
+                folder.commit(name, store(), cursor=folder.manifest.cursor + 1)
+                log.info("%s elapsed=%.2fs", projections[0].key, time.monotonic() - begun)
+                self.run.tick(folder.manifest.cursor, folder.manifest.total, projections[0].key)
+
+            self.background.submit(commit)
+        is_last = self.run.stop.signum is not None
+        if is_last or folder.states_are_due():
+            save_states(folder, self.gradient, index, self.background)
+        self.background.submit(lambda: self._drop(index))
+        if is_last:
+            self.background.wait()
         self.run.stop_if_asked()
+
+    def _drop(self, index: int) -> None:
+        states = self.run.folder.manifest.states
+        if states is not None:
+            self.inputs.drop(max(index, states.index))
 
 
 @tensor_cores()

@@ -1,5 +1,7 @@
 """The source model as quantization sees it: spec with overrides, lazy tensors, working dtype."""
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from exl2flow.model import (
 )
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 
+PARTS = ("weight", "bias")  # of a projection in a file
 DTYPE = torch.float32  # of weights and states while converting
 RESIDENT_SHARE = 0.4  # of a device's free memory may be taken by the states of a stage
 
@@ -47,11 +50,30 @@ class SourceModel:
         built = build_sublayer(self.spec, sublayer, self.tensors, dtype=DTYPE, device=self.device)
         for key in (sublayer.norm_key, *sublayer.head_norm_keys):
             self._check_finite(f"{key}.weight", self.tensors.read(f"{key}.weight"))
+        found = {}
         for projection in sublayer.projections:
             linear = built.linears[projection.name]
-            self._check_finite(f"{projection.key}.weight", linear.weight)
-            self._check_finite(f"{projection.key}.bias", linear.bias)
+            found[f"{projection.key}.weight"] = linear.weight
+            if linear.bias is not None:
+                found[f"{projection.key}.bias"] = linear.bias
+        # one answer for all, for each waits for the device
+        if not torch.stack([tensor.isfinite().all() for tensor in found.values()]).all():
+            for name, tensor in found.items():
+                self._check_finite(name, tensor)
         return built
+
+    def sublayers(self, order: Sequence[SublayerSpec]) -> Iterator[Sublayer]:
+        """Read sublayers in turn; beside a GPU, each while the one before is worked on.
+
+        Raises:
+            NonFiniteState: a weight is NaN or infinite.
+        """
+        for place, sublayer in enumerate(order):
+            if self.device.type == "cuda":
+                for ahead in order[place : place + 2]:
+                    keys = [projection.key for projection in ahead.projections]
+                    self.tensors.fetch(f"{key}.{part}" for key in keys for part in PARTS)
+            yield self.sublayer(sublayer)
 
     def head(self) -> Head:
         """Read the final norm and the head.
@@ -63,8 +85,8 @@ class SourceModel:
         self._check_finite(f"{self.spec.head.key}.weight", head.linear.weight)
         return head
 
-    def _check_finite(self, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None and not tensor.isfinite().all():
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.isfinite().all():
             share = 1 - float(tensor.isfinite().float().mean())
             raise NonFiniteState(
                 f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
@@ -72,10 +94,10 @@ class SourceModel:
             )
 
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden) on the CPU.
+        """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden).
 
-        Rows that begin with a negative id become Gaussian noise with the mean and deviation of
-        all other rows (format section 6).
+        They lie where `room_for` says. Rows that begin with a negative id become Gaussian noise
+        with the mean and deviation of all other rows (format section 6).
 
         Raises:
             NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
@@ -85,12 +107,14 @@ class SourceModel:
         final_norm = f"{FINAL_NORM_KEY}.weight"
         self._check_finite(final_norm, self.tensors.read(final_norm))
         self.head()  # used last, found out now
-        states = torch.stack([embedding(row[None])[0].cpu() for row in ids])
+        states = room_for((*ids.shape, self.spec.hidden_size), self.device)
+        for row, tokens in zip(states, ids, strict=True):
+            row.copy_(embedding(tokens[None])[0])
         noise = ids[:, 0] < 0
         if noise.any():
             others = states[~noise] if (~noise).any() else states
             generator = torch.Generator().manual_seed(0)
-            drawn = torch.randn(states[noise].shape, generator=generator)
+            drawn = torch.randn(states[noise].shape, generator=generator).to(states.device)
             states[noise] = drawn * others.std() + others.mean()
         return states
 
@@ -100,14 +124,22 @@ def device_of(sublayer: Sublayer) -> torch.device:
     return next(iter(sublayer.linears.values())).weight.device
 
 
-def place(states: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return states where they are walked: on the device if they take little of its memory."""
+def room_for(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return fp32 memory for states: on the device if they take little of it, else in main memory.
+
+    What lies in main memory beside a GPU is pinned.
+    """
     if device.type == "cpu":
-        return states
+        return torch.empty(shape, dtype=DTYPE)
     free, _ = torch.cuda.mem_get_info(device)
-    if states.nbytes <= RESIDENT_SHARE * free:
-        return states.to(device)
-    return states.pin_memory()
+    if math.prod(shape) * DTYPE.itemsize <= RESIDENT_SHARE * free:
+        return torch.empty(shape, dtype=DTYPE, device=device)
+    return torch.empty(shape, dtype=DTYPE, pin_memory=True)
+
+
+def placed(states: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return states where they are walked."""
+    return room_for(tuple(states.shape), device).copy_(states) if device.type == "cuda" else states
 
 
 class StatesCheck:

@@ -21,10 +21,10 @@ from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import STATES_INTERVAL_SECONDS
 from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
 from exl2flow.quant.distill import KEPT_BYTES, Distillation
+from exl2flow.quant.packed import reconstruction_digest
 from exl2flow.quant.quantize import (
     HEAD_FILE,
     read_report,
-    reconstruction_digest,
     result_files,
     sublayer_file,
 )
@@ -114,7 +114,7 @@ def distill(run: StageRun, work: Distillation) -> None:
         late = time.monotonic() - last > STATES_INTERVAL_SECONDS
         if late or work.finished or run.stop.signum is not None:
             run.folder.manifest.cursor = work.step
-            run.folder.save_states(work.state(), work.step, force=True)
+            run.folder.save_states(work.state(), work.step)
             last = time.monotonic()
         if is_judged:
             log.info("step=%d %s elapsed=%.1fs", work.step, work.summary, time.monotonic() - begun)

@@ -7,11 +7,13 @@ sublayer is refined for what the refined ones before it put out.
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from exl2flow.core.background import to_host
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_tensors, write_tensors
 from exl2flow.core.source import SourceFingerprint
@@ -30,20 +32,20 @@ from exl2flow.quant.hessian import (
     relative_error,
 )
 from exl2flow.quant.improvement import improve, params_of, unpacked
+from exl2flow.quant.packed import Packed
 from exl2flow.quant.quantize import (
     ERROR_ROWS,
     FEEDBACK_LIMIT,
     HEAD_FILE,
     install,
-    quantize_projection,
     read_report,
     sublayer_file,
 )
 from exl2flow.quant.sensitivity import read_factors
-from exl2flow.quant.source import SourceModel
+from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.stored import StoredModel, refinement
 from exl2flow.quant.tokens import load_rows, split_rows
-from exl2flow.quant.walk import advance, walk
+from exl2flow.quant.walk import Store, advance, walk
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +78,11 @@ class Upgrading:
         """See `SublayerWork`: let states pass the matrices that `path` holds."""
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
-            install(sublayer, projection, QuantizedMatrix.from_tensors(projection.key, tensors))
+            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
+            install(sublayer, projection, matrix.to(device_of(sublayer)))
         advance(sublayer, states)
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and let the states pass through what came out."""
         kept = range(0, len(states), max(1, len(states) // ERROR_ROWS))
         hessians, reference = collect_hessians(sublayer, states, keep=kept)
@@ -107,7 +110,8 @@ class Upgrading:
             "rel_err": _errors(states[list(reference)], reference),
             "before": {"rel_err": errors},
         }
-        return write_tensors(path, tensors, metadata={"report": json.dumps(report)})
+        metadata = {"report": json.dumps(report)}
+        return partial(write_tensors, path, tensors, metadata=metadata)
 
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
         """Refine the head on the final states and commit its file."""
@@ -168,15 +172,15 @@ class Upgrading:
             factors = factors.to(weight.device)
             output = factors.output.damped(self.options.output_damping).blocks
         made = improve(old, weight, item, output, self.options)
-        matrix, report = quantize_projection(projection, linear, made.matrix, hessian, factors)
+        packed = Packed(projection, linear, made.matrix, hessian, factors)
         found = old.dequantize().float()
-        return matrix, {
+        return packed.matrix, {
             "params": str(params_of(old.groups) or ""),
-            **report,
+            **packed.report(to_host(packed.tensors())()),
             "start": made.start,
             "losses": dict(made.losses),
             "before": {
-                "rel_err": relative_error(hessian, weight, found),
+                "rel_err": float(relative_error(hessian, weight, found)),
                 "nats": None if factors is None else estimate(found - weight, factors),
                 "loss": made.before,
             },
@@ -192,7 +196,7 @@ class Upgrading:
         """Return a matrix that is too large, or stored with more columns than needed, as it is."""
         found = stored.dequantize()
         used = found[:, : weight.shape[1]].float().to(weight.device)
-        error = relative_error(hessian, weight, used)
+        error = float(relative_error(hessian, weight, used))
         self.run.folder.note(f"{projection.key}: {stored.shape[1]} columns, kept as they are")
         return stored, {
             "rel_err": error,

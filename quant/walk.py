@@ -6,16 +6,23 @@ is not repeated: its sublayers are only run forward, from the last saved states 
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from exl2flow.core.background import Background, to_host
 from exl2flow.core.stage import StageRun
+from exl2flow.core.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
-from exl2flow.quant.source import SourceModel, StatesCheck, device_of, place
+from exl2flow.quant.source import SourceModel, StatesCheck, device_of, placed
 
 log = logging.getLogger(__name__)
+
+
+Store = Callable[[], str]
 
 
 class SublayerWork(Protocol):
@@ -27,10 +34,11 @@ class SublayerWork(Protocol):
         """Return the name of the sublayer's result inside the stage folder."""
         ...
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> str:
-        """Do the work, move `states` past the sublayer in place, write `path`, return its sha256.
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+        """Do the work, move `states` past the sublayer in place, and return what stores the result.
 
-        States are fp32 (rows, t, hidden), those of `again` last.
+        States are fp32 (rows, t, hidden), those of `again` last. Storing writes `path`, in another
+        thread, and returns the file's sha256.
         """
         ...
 
@@ -92,24 +100,44 @@ def walk(
     first_open = finished.index(False) if not all(finished) else len(order)
     saved = folder.load_states()
     if saved is not None and saved[0] <= first_open:
-        start, states = saved
+        start, states = saved[0], placed(saved[1], model.device)
     else:
         start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
-    states = place(states, model.device)
     run.tick(sum(finished), folder.manifest.total)
-    for spec in order[start:stop]:
+
+    def commit(spec: SublayerSpec, store: Store, begun: float, cursor: int) -> None:
+        sha256, name = store(), work.file(spec)
+        folder.commit(name, sha256, cursor=cursor)
+        detail = f"{spec.name} {work.describe(folder.path / name)}"
+        log.info("%s elapsed=%.2fs", detail, time.monotonic() - begun)
+        run.tick(cursor, folder.manifest.total, detail)
+
+    with Background(model.device) as background:
         begun = time.monotonic()
-        path = folder.path / work.file(spec)
-        sublayer = model.sublayer(spec)
-        if finished[spec.index]:
-            work.replay(sublayer, states, path)
-        else:
-            sha256 = work.compute(sublayer, states, path)
-            finished[spec.index] = True
-            folder.commit(work.file(spec), sha256, cursor=sum(finished))
-            detail = f"{spec.name} {work.describe(path)}"
-            log.info("%s elapsed=%.2fs", detail, time.monotonic() - begun)
-            run.tick(sum(finished), folder.manifest.total, detail)
-        folder.save_states(states, spec.index + 1, force=run.stop.signum is not None)
-        run.stop_if_asked()
+        for sublayer in model.sublayers(order[start:stop]):
+            spec = sublayer.spec
+            path = folder.path / work.file(spec)
+            if finished[spec.index]:
+                work.replay(sublayer, states, path)
+            else:
+                store = work.compute(sublayer, states, path)
+                finished[spec.index] = True
+                background.submit(partial(commit, spec, store, begun, sum(finished)))
+            is_last = run.stop.signum is not None
+            if is_last or folder.states_are_due():
+                save_states(folder, states, spec.index + 1, background)
+            if is_last:
+                background.wait()
+            run.stop_if_asked()
+            begun = time.monotonic()
     return states if to_end else None
+
+
+def save_states(
+    folder: StageFolder, states: torch.Tensor, index: int, background: Background
+) -> None:
+    """Save the states entering sublayer `index`, which may change as soon as this returns."""
+    waiting = to_host({"states": states}, hold=True)
+    background.submit(lambda: folder.save_states(waiting()["states"], index))
+    if not states.is_cuda:
+        background.wait()  # they are not copied

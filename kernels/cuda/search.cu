@@ -1,31 +1,30 @@
-// Search of scales: one thread per column of a group.
+// Search of scales: a thread per column of a group.
 #include "exl2.cuh"
 
 #define REACHED (2 * CODE_REACH + 1)
 
-// The scale at which the codes just span a column. x fp32 (j, r, n), of which rows (j,) are looked
-// at -> base fp32 (j, n).
-extern "C" __global__ void column_ranges(const float* x, const float* half_range,
-                                         const integer* rows, float* base, integer r, integer n) {
+// Rows fp32 (r, m) of matrices of n columns side by side. A searched one, `blockIdx.z` or `.y`, is
+// number places[...] of them; its group has rows[...] rows.
+
+// The scale at which the codes just span a column -> base fp32 (searched, n).
+extern "C" __global__ void column_ranges(const float* x, const integer* places, const integer* rows,
+                                         const float* half_range, float* base, integer m,
+                                         integer n) {
     const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y;
     if (column >= n) return;
-    const float* from = x + j * r * n + column;
+    const float* from = x + places[j] * n + column;
+    const integer end = rows[j];
     float largest = 0.0f;
-    for (integer row = 0; row < rows[j]; ++row) largest = fmaxf(largest, fabsf(from[row * n]));
+    for (integer row = 0; row < end; ++row) largest = fmaxf(largest, fabsf(from[row * m]));
     base[j * n + column] = (largest + EPSILON) / (half_range[j] - 0.5f);
 }
 
-// Every column's best scale code under each of `m` maxima, and its weighted squared error.
-// x fp32 (j, r, n), base fp32 (j, n), maxima fp16 (j, m) -> codes, cost (j, m, n).
-extern "C" __global__ void choose_codes(const float* x, const float* base, const half_bits* maxima,
-                                        const float* half_range, const integer* rows,
-                                        const float* row_weights, byte* codes, float* cost,
-                                        integer r, integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.z;
-    if (column >= n) return;
-    const half_bits maximum = maxima[j * gridDim.y + blockIdx.y];
-    const float share = EXPECTED_SHARE * base[j * n + column] / from_half(maximum);
-    const float expected = rintf(SCALE_LEVELS * sqrtf(share)), high = half_range[j];
+// The level, 1 to SCALE_LEVELS, of a column's best scale under a maximum, and its weighted squared
+// error; levels around the one expected are tried.
+__device__ float best_level(const float* column, const float* row_weights, integer rows, integer m,
+                            float base, float half_range, half_bits maximum, float* error) {
+    const float share = EXPECTED_SHARE * base / from_half(maximum);
+    const float expected = rintf(SCALE_LEVELS * sqrtf(share));
     float level[REACHED], scale[REACHED], inverse[REACHED], sum[REACHED];
 #pragma unroll
     for (int i = 0; i < REACHED; ++i) {
@@ -34,28 +33,82 @@ extern "C" __global__ void choose_codes(const float* x, const float* base, const
         inverse[i] = scale[i] > 0.0f ? 1.0f / scale[i] : 0.0f;
         sum[i] = 0.0f;
     }
-    const float* from = x + j * r * n + column;
-    const integer end = rows[j];
-    for (integer row = 0; row < end; ++row) {
-        const float value = from[row * n], weight = row_weights[row];
+    for (integer row = 0; row < rows; ++row) {
+        const float value = column[row * m], weight = row_weights[row];
 #pragma unroll
         for (int i = 0; i < REACHED; ++i) {
-            const float step = clamped(rintf(value * inverse[i]), -high, high - 1.0f);
-            const float error = step * scale[i] - value;
-            sum[i] += weight * (error * error);
+            const float step =
+                clamped(rintf(value * inverse[i]), -half_range, half_range - 1.0f);
+            const float miss = step * scale[i] - value;
+            sum[i] += weight * (miss * miss);
         }
     }
+    float best = level[0];
+    *error = sum[0];
+#pragma unroll
+    for (int i = 1; i < REACHED; ++i)
+        if (sum[i] < *error) best = level[i], *error = sum[i];
+    return best;
+}
+
+// The errors of some columns under the multiples of the largest range: the WIDEST_COLUMNS first in
+// order (searched, n), by falling range, and every `step`-th of the rest -> cost
+// (searched, MAXIMA, sampled).
+extern "C" __global__ void maximum_costs(const float* x, const integer* places, const integer* rows,
+                                         const float* half_range, const float* row_weights,
+                                         const float* base, const integer* order,
+                                         const float* multiples, float* cost, integer m, integer n,
+                                         integer step, integer sampled) {
+    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.z;
+    if (i >= sampled) return;
+    order += j * n;
+    base += j * n;
+    const integer column =
+        order[i < WIDEST_COLUMNS ? i : WIDEST_COLUMNS + (i - WIDEST_COLUMNS) * step];
+    const half_bits maximum = to_half(base[order[0]] * multiples[blockIdx.y]);
+    float error;
+    best_level(x + places[j] * n + column, row_weights, rows[j], m, base[column], half_range[j],
+               maximum, &error);
+    cost[(j * MAXIMA + blockIdx.y) * sampled + i] = error;
+}
+
+// The multiple of least cost -> chosen fp16 (searched,), and maxima of all matrices. CTAs of
+// 32 * MAXIMA threads.
+extern "C" __global__ void best_maximum(const integer* places, const float* base,
+                                        const integer* order, const float* multiples,
+                                        const float* cost, half_bits* chosen, half_bits* maxima,
+                                        integer n, integer step, integer sampled) {
+    __shared__ float sums[MAXIMA];
+    const integer j = blockIdx.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sum = 0.0f;
+    for (integer i = lane; i < sampled; i += 32)
+        sum += cost[(j * MAXIMA + warp) * sampled + i] * (i < WIDEST_COLUMNS ? 1.0f : (float)step);
+    for (int offset = 16; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
     int best = 0;
-#pragma unroll
-    for (int i = 1; i < REACHED; ++i)
-        if (sum[i] < sum[best]) best = i;
-    float chosen = level[0], least = sum[0];
-#pragma unroll
-    for (int i = 1; i < REACHED; ++i)
-        if (i == best) chosen = level[i], least = sum[i];
-    const integer place = (j * gridDim.y + blockIdx.y) * n + column;
-    codes[place] = (byte)(chosen - 1.0f);
-    cost[place] = least;
+    for (int i = 1; i < MAXIMA; ++i)
+        if (sums[i] < sums[best]) best = i;
+    maxima[places[j]] = chosen[j] = to_half(base[j * n + order[j * n]] * multiples[best]);
+}
+
+// Every column's best code under the chosen maximum -> codes, decoded scales and half ranges of all
+// matrices, (m,).
+extern "C" __global__ void choose_codes(const float* x, const integer* places, const integer* rows,
+                                        const float* half_range, const float* row_weights,
+                                        const float* base, const half_bits* chosen, byte* codes,
+                                        float* decoded, float* half_ranges, integer m, integer n) {
+    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y;
+    if (column >= n) return;
+    const integer place = places[j] * n + column;
+    float error;
+    const float level = best_level(x + place, row_weights, rows[j], m, base[j * n + column],
+                                   half_range[j], chosen[j], &error);
+    codes[place] = (byte)(level - 1.0f);
+    decoded[place] = decoder_scale(level, chosen[j]);
+    half_ranges[place] = half_range[j];
 }
 
 // Σ |x - Q(x)| ** 3.5 of GRID_TOGETHER multipliers of a column's step, over the columns of a CTA.

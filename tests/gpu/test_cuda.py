@@ -76,7 +76,7 @@ def test_a_matrix_is_rounded_as_well(
     def error(item: HessianFactor, matrix: torch.Tensor) -> float:
         job = RoundingJob(weight=matrix, params=params)
         (rounded,) = round_matrices([job], item, search=search)
-        return relative_error(item.hessian, matrix, rounded.dequantize().float())
+        return float(relative_error(item.hessian, matrix, rounded.dequantize().float()))
 
     on_cpu = error(factor(hessian, damping=0.05, name="q"), weight)
     on_cuda = error(factor(hessian.cuda(), damping=0.05, name="q"), weight.cuda())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from columns import whole_groups
 
-from exl2flow.kernels import PANEL_ROWS, Group, Ops, Scales, get_ops
+from exl2flow.kernels import PANEL_ROWS, BegunGroups, Group, Ops, Scales, get_ops
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -62,30 +62,30 @@ def positive(*shape: int) -> torch.Tensor:
     return noise @ noise.mT / noise.shape[-1] + 0.3 * torch.eye(k, device=DEVICE)
 
 
+@pytest.mark.parametrize("search", ["grid", "column"])
 @pytest.mark.parametrize("r", [32, 64, 128, 160])
 @pytest.mark.parametrize("n", [8, 96, 129, 4128])
-def test_search_of_columns(ops: Ops, r: int, n: int) -> None:
+def test_beginning_groups(ops: Ops, r: int, n: int, search: str) -> None:
     bits = (2, 3, 4, 5, 6, 8)
-    x, weights = columns(r, n, j=6), torch.rand(r, device=DEVICE) + 0.1
+    x, weights = columns(r, n, j=8), torch.rand(r, device=DEVICE) + 0.1
+    rows = x.transpose(0, 1).reshape(r, -1)
+    members = dict(zip((0, 2, 3, 4, 6, 7), uneven_groups(x[:6], bits), strict=True))
 
-    found, expected = (
-        each.search_columns(x, uneven_groups(x, bits), weights) for each in (ops, TORCH_OPS)
-    )
+    def begin(each: Ops) -> tuple[torch.Tensor, ...]:
+        codes = torch.full((1, 8, n), 77, dtype=torch.uint8, device=DEVICE)
+        maxima, decoded = codes[:, :, 0].half(), codes.float()
+        half = torch.zeros(8 * n, device=DEVICE)
+        scales = Scales(codes=codes, maxima=maxima, decoded=decoded)
+        each.begin_groups(rows, members, scales, half, weights if search == "column" else None)
+        return codes, maxima, decoded, half
+
+    found, expected = begin(ops), begin(TORCH_OPS)
 
     assert torch.equal(found[1], expected[1])
     check_codes(found[0], expected[0])
-
-
-@pytest.mark.parametrize("r", [32, 128])
-@pytest.mark.parametrize("n", [8, 96, 129, 4128])
-def test_search_of_a_grid(ops: Ops, r: int, n: int) -> None:
-    bits = (2, 3, 4, 5, 6, 8)
-    x = columns(r, n, j=6)
-
-    found, expected = (each.search_grid(x, uneven_groups(x, bits)) for each in (ops, TORCH_OPS))
-
-    assert torch.equal(found[1], expected[1])
-    check_codes(found[0], expected[0])
+    same = found[0] == expected[0]
+    assert torch.equal(found[2][same], expected[2][same])
+    assert torch.equal(found[3], expected[3])
 
 
 def panel(p: int, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,6 +168,7 @@ def test_refit_of_scales(ops: Ops, rows: tuple[int, int], shape: tuple[int, int]
     output = positive(2 * blocks, b) if blocks else None
     whole = torch.eye(2 * n, device=DEVICE) if output is None else torch.block_diag(*output)
     groups = [Group(bits=4, start=0, rows=count) if count else None for count in rows]
+    begun = BegunGroups.of(groups, torch.device(DEVICE, 0))
     hessian, target = positive(r), torch.randn(r, 2 * n, device=DEVICE)
     start = Scales(
         codes=torch.randint(0, 16, (r // PANEL_ROWS, 2, n), device=DEVICE).to(torch.uint8),
@@ -182,7 +183,7 @@ def test_refit_of_scales(ops: Ops, rows: tuple[int, int], shape: tuple[int, int]
         found = Scales(
             codes=start.codes.clone(), maxima=start.maxima.clone(), decoded=start.decoded.clone()
         )
-        return found, each.refit_scales(steps, gradient, hessian, groups, found, output)
+        return found, each.refit_scales(steps, gradient, hessian, begun, found, output)
 
     found, change = refit(ops)
 
@@ -242,16 +243,27 @@ def test_results_are_the_same_in_every_run(ops: Ops) -> None:
     assert torch.equal(first[1], second[1])
 
 
+def test_repeated_work_is_that_of_a_loop(ops: Ops) -> None:
+    x, h = torch.randn(256, 64, device=DEVICE), positive(256) / 256
+
+    def work() -> None:
+        x.addmm_(h, x.clone())
+
+    expected = torch.matrix_power(h + torch.eye(256, device=DEVICE), 5) @ x
+    work()
+    ops.repeat(work, 4)
+
+    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_kernels_follow_the_current_stream(ops: Ops) -> None:
-    x = columns(128, 8192, j=32)
-    weights = torch.ones(128, device=DEVICE)
-    expected = ops.search_columns(2 * x, whole_groups(x, 4), weights)
+    rows, upper, scales, half = panel(32, 70000)
+    expected, _ = ops.round_panel(2 * rows, upper, scales, half)
     torch.cuda.synchronize()
 
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
-        found = ops.search_columns(x.mul_(2), whole_groups(x, 4), weights)
+        found, _ = ops.round_panel(rows.mul_(2), upper, scales, half)
     torch.cuda.synchronize()
 
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found, expected)

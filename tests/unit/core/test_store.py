@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_states_alternate_between_two_files(work: WorkDir, ref: StageRef) -> Non
     files = []
 
     for index in range(3):
-        folder.save_states(states + index, index, force=True)
+        folder.save_states(states + index, index)
         assert folder.manifest.states is not None
         files.append(folder.manifest.states.file)
 
@@ -220,15 +221,13 @@ def test_states_are_saved_at_most_every_interval(
 ) -> None:
     folder = opened(work, ref)
 
-    folder.save_states(torch.zeros(1), 1)
-    early = folder.load_states()
-    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
-    folder.save_states(torch.zeros(1), 2)
+    early = folder.states_are_due()
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.5)
+    time.sleep(0.6)
 
-    late = folder.load_states()
-    assert early is None
-    assert late is not None
-    assert late[0] == 2
+    assert not early
+    assert folder.states_are_due()
+    assert not folder.states_are_due()
 
 
 @pytest.mark.parametrize(
@@ -248,22 +247,20 @@ def test_states_that_are_slow_to_save_are_saved_less_often(
         return write(*args, **kwargs)
 
     monkeypatch.setattr(store, "write_tensors", slowly)
-    folder.save_states(torch.zeros(1), 1, force=True)
+    folder.save_states(torch.zeros(1), 1)
     saved = now
 
-    found = {}
+    found = []
     for wait in (pause - 0.1, pause + 0.1):
         now = saved + wait
-        folder.save_states(torch.zeros(1), 2)
-        assert folder.manifest.states is not None
-        found[wait] = folder.manifest.states.index
+        found.append(folder.states_are_due())
 
-    assert list(found.values()) == [1, 2]
+    assert found == [False, True]
 
 
 def test_altered_states_are_not_used(work: WorkDir, ref: StageRef) -> None:
     folder = opened(work, ref)
-    folder.save_states(torch.zeros(8), 1, force=True)
+    folder.save_states(torch.zeros(8), 1)
 
     path = folder.path / "states-a.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -274,7 +271,7 @@ def test_altered_states_are_not_used(work: WorkDir, ref: StageRef) -> None:
 def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> None:
     folder = opened(work, ref)
     for index in range(2):
-        folder.save_states(torch.zeros(8), index, force=True)
+        folder.save_states(torch.zeros(8), index)
 
     folder.complete()
 

@@ -23,7 +23,8 @@ from exl2flow.quant import compile as compile_module
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
 from exl2flow.quant.compile import RECORD_FILE, carried_files, check_output_folder
 from exl2flow.quant.layout import output_layout, plain_tensors, plan_shards
-from exl2flow.quant.quantize import read_report, reconstruction_digest, result_files
+from exl2flow.quant.packed import reconstruction_digest
+from exl2flow.quant.quantize import read_report, result_files
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 LARGE_VOCABULARY = 9000  # an embedding of 1.1 MiB, so that shards of 1 MiB are several

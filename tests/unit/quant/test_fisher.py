@@ -15,8 +15,8 @@ from exl2flow.quant.fisher import (
     factor_bytes,
     pack_symmetric,
     read_file,
+    storing_factors,
     unpack_symmetric,
-    write_factors,
 )
 
 K, N, BLOCK = 64, 96, 32
@@ -120,7 +120,7 @@ def test_projections_that_read_the_same_share_the_mean_of_their_inputs(tmp_path:
     own = {name: total.factors(20) for name, total in sums.items()}
     specs = (projection("a"), projection("b"), projection("c", "inner"))
 
-    write_factors(tmp_path / "f.safetensors", specs, sums, 20)
+    storing_factors(tmp_path / "f.safetensors", specs, sums, 20)()
     found = read_file(tmp_path / "f.safetensors")
 
     shared = (own["a"].input + own["b"].input) / 2
@@ -151,7 +151,7 @@ def test_size_on_disk_is_foreseen(tmp_path: Path) -> None:
         for p in specs
     }
 
-    write_factors(tmp_path / "f.safetensors", specs, sums, 1)
+    storing_factors(tmp_path / "f.safetensors", specs, sums, 1)()
 
     size = (tmp_path / "f.safetensors").stat().st_size
     assert factor_bytes(specs, block=64) == pytest.approx(size, rel=0.05)  # header, diagonals

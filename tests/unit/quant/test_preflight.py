@@ -17,6 +17,7 @@ from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.memory import available_memory
 from exl2flow.model import resolve
 from exl2flow.quant import preflight as preflight_module
 from exl2flow.quant.allocate import decoder_numel, total_target
@@ -323,7 +324,7 @@ def test_full_disk_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_too_little_memory_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need = preflight(config_of(source)).memory_bytes
-    monkeypatch.setattr(preflight_module, "_available_memory", lambda: need - 1)
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
     (problem,) = problems_of(config_of(source))
 
@@ -332,7 +333,7 @@ def test_too_little_memory_is_foreseen(source: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_available_memory_is_read_from_the_kernel() -> None:
-    available = preflight_module._available_memory()
+    available = available_memory()
 
     assert available is not None  # Linux
     assert 10**7 < available < 10**14

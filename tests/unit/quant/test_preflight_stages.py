@@ -121,7 +121,7 @@ def test_the_plan_is_that_of_the_greediest_stage(source: Path) -> None:
 def test_too_little_memory_names_the_stage(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(source, **EVERYTHING)
     need = preflight(config).memory_bytes
-    monkeypatch.setattr(preflight_module, "_available_memory", lambda: need - 1)
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
     with pytest.raises(PreflightFailed, match=r"^the stage `tune` may need .* `--quality`$"):
         preflight(config)

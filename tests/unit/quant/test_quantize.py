@@ -31,11 +31,10 @@ from exl2flow.quant.hessian import (
     factor,
     mixed,
 )
+from exl2flow.quant.packed import Packed, reconstruction_digest
 from exl2flow.quant.quantize import (
     HEAD_FILE,
-    quantize_projection,
     read_report,
-    reconstruction_digest,
     result_files,
     sublayer_file,
 )
@@ -327,11 +326,13 @@ def test_tensors_that_decode_to_something_else_are_refused(converted: Any) -> No
     bad = Careless(**{name: getattr(good, name) for name in RoundedMatrix.__slots__})
     linear = sublayer.linears["q_proj"]
 
-    packed, report = quantize_projection(projection, linear, good, hessian)
+    packed = Packed(projection, linear, good, hessian)
 
-    assert report["sha256"] == reconstruction_digest(packed.dequantize())
+    report = packed.report(packed.tensors())
+    assert report["sha256"] == reconstruction_digest(packed.matrix.dequantize())
+    packed = Packed(projection, linear, bad, hessian)
     with pytest.raises(ReconstructionMismatch, match=f"`{projection.key}` do not decode"):
-        quantize_projection(projection, linear, bad, hessian)
+        packed.report(packed.tensors())
 
 
 def test_weight_that_is_not_finite_stops_the_run_and_keeps_what_is_done(

@@ -22,7 +22,8 @@ from exl2flow.model import Exl2Linear, QuantizedMatrix, build_decoder, resolve
 from exl2flow.model.weights import TensorFiles
 from exl2flow.quant import tune as tune_module
 from exl2flow.quant.distill import Distillation
-from exl2flow.quant.quantize import HEAD_FILE, read_report, reconstruction_digest, result_files
+from exl2flow.quant.packed import reconstruction_digest
+from exl2flow.quant.quantize import HEAD_FILE, read_report, result_files
 from exl2flow.quant.source import SourceModel
 from exl2flow.quant.tokens import rows_apart, split_rows
 from exl2flow.quant.tune import (

@@ -1,0 +1,107 @@
+"""Storing beside computing: tensors copied off a device, and a thread that writes them."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import lru_cache
+from types import TracebackType
+from typing import Self
+
+import torch
+
+MOST_WAITING = 2  # results that wait to be written, each with its memory
+
+
+class Background:
+    """Does work in order in a thread of its own while the caller goes on; a context manager.
+
+    Leaving the block waits for all work. What work raises is raised in the caller, and no other
+    work is done after it. Where the CPU computes, too, it does the work at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="exl2flow-store")
+        self._at_once = device.type == "cpu"
+        self._waiting: deque[Future[None]] = deque()
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do `work` after what was submitted before; waits while `MOST_WAITING` pieces wait."""
+        if self._at_once:
+            work()
+            return
+        while self._waiting and (self._waiting[0].done() or len(self._waiting) >= MOST_WAITING):
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(copy_context().run, self._do, work))
+
+    def wait(self) -> None:
+        """Wait for all work."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            work()
+        except BaseException:
+            self._failed = True
+            raise
+
+
+HostTensors = Callable[[], dict[str, torch.Tensor]]
+
+
+def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostTensors:
+    """Begin to copy tensors to main memory beside the device's own work.
+
+    Args:
+        tensors: by name; those in main memory are passed on as they are.
+        hold: the device's later work waits for the copies, for it changes the tensors.
+
+    Returns:
+        What waits for the copies and returns them; any thread may call it.
+    """
+    device = next((t.device for t in tensors.values() if t.is_cuda), None)
+    if device is None:
+        return lambda: dict(tensors)
+    current, stream = torch.cuda.current_stream(device), _copying(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        copies = {name: _pinned(t) if t.is_cuda else t for name, t in tensors.items()}
+        done = stream.record_event()
+    if hold:
+        current.wait_event(done)
+    kept = list(tensors.values())  # until they are copied
+
+    def wait() -> dict[str, torch.Tensor]:
+        done.synchronize()
+        kept.clear()
+        return copies
+
+    return wait
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
