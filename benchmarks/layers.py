@@ -4,8 +4,8 @@
         [--device cuda] [--until compile] [--profile measure] [--rows N]
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
-Prefect, and prints seconds of the stage, of one layer (those of its sublayers, the last layer's,
-when everything is warm) and the highest use of GPU memory. `--profile` adds the kernels that took
+Prefect, and prints seconds of the stage, of its last layer (from the end of the one before to its
+own, results stored) and the highest use of GPU memory. `--profile` adds the kernels that took
 longest in a stage.
 """
 
@@ -35,7 +35,7 @@ SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
     "8b": (4096, 14336, 32, 8, 128256),
     "70b": (8192, 28672, 64, 8, 32000),
 }
-ELAPSED = re.compile(r"(model\.layers\.\d+)\S* .*elapsed=([\d.]+)s")
+LAYER = re.compile(r"model\.layers\.\d+")
 
 
 def make_model(folder: Path, shape: str, layers: int) -> None:
@@ -71,20 +71,21 @@ def make_model(folder: Path, shape: str, layers: int) -> None:
 
 
 class LayerTimes(logging.Handler):
-    """Adds up the seconds that the log gives for sublayers, by layer."""
+    """Notes when the log tells that a sublayer is done."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        if match := ELAPSED.search(record.getMessage()):
-            self.seconds[match[1]] = self.seconds.get(match[1], 0) + float(match[2])
+        if match := LAYER.search(record.getMessage()):
+            self.ends[match[0]] = record.created
 
     def last(self) -> float:
-        """Return the seconds of the layer that was worked on last."""
-        return list(self.seconds.values())[-1] if self.seconds else 0.0
+        """Return the seconds of the layer that was done last."""
+        ends = list(self.ends.values())
+        return ends[-1] - ends[-2] if len(ends) > 1 else 0.0
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from exl2flow.kernels.ops import (
     resolve_device,
     tensor_cores,
 )
+from exl2flow.kernels.streams import at_the_same_time
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Group",
     "Ops",
     "Scales",
+    "at_the_same_time",
     "device_table",
     "get_ops",
     "half_ranges",

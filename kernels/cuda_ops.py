@@ -4,6 +4,7 @@ Nothing waits for the device. Each method computes what the torch one does, in a
 sums; what is not overridden is torch on the device.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -37,6 +38,7 @@ from exl2flow.kernels.torch_refit import (
     times_output,
 )
 
+_RECORDING = threading.Lock()  # one at a time: recordings share the state of random numbers
 THREADS = 128  # of a CTA where each thread has a column
 
 
@@ -245,7 +247,7 @@ def _recorded(work: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     stream = torch.cuda.Stream(current.device)  # type: ignore[no-untyped-call]  # torch
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _RECORDING:
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()

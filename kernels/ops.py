@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
+from exl2flow.kernels.streams import sent
 
 SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
+TABLES = 1 << 16  # kept on a device
 PANEL_ROWS = 32  # rows are rounded so many at a time; every group begins at a multiple of it
 
 
@@ -262,28 +264,25 @@ def tensor_cores() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=TABLES)
 def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return integers as int64 on a device; a table is sent once.
 
     The result is shared: never change it.
     """
-    table = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cuda":
-        table = table.pin_memory()  # what is pinned travels beside other work
-    return table.to(device, non_blocking=True)
+    return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
-@lru_cache(maxsize=1024)
-def _inside(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    inside = torch.arange(max(rows), device=device)[:, None] < device_table(rows, device)
-    return inside.float()[:, :, None]
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=TABLES)
 def half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return 2 ** (bits - 1) as fp32 on a device; shared like a `device_table`."""
-    return (device_table(bits, device) - 1).exp2()
+    return sent(torch.tensor([2.0 ** (width - 1) for width in bits]), device)
+
+
+@lru_cache(maxsize=TABLES)
+def _inside(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    inside = torch.arange(max(rows))[:, None] < torch.tensor(rows)
+    return sent(inside.float()[:, :, None], device)
 
 
 def get_ops(device: torch.device | str) -> Ops:

@@ -21,6 +21,7 @@ from exl2flow.kernels.ops import (
     device_table,
     half_ranges,
 )
+from exl2flow.kernels.streams import sent
 from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
@@ -264,7 +265,7 @@ TORCH_OPS: Ops = TorchOps()
 @lru_cache(maxsize=16)
 def search_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of the largest range that are tried as a maximum, fp32 (MAXIMA,)."""
-    return torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA, device=device)
+    return sent(torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA), device)
 
 
 def sample_step(n: int) -> int:

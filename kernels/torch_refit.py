@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
+from exl2flow.kernels.streams import sent
 
 REFIT_MAXIMA = 31  # maxima tried around the present one
 REFIT_SPAN = 0.15  # how far, relative to it
@@ -70,7 +71,7 @@ def refit_scales(
 @lru_cache(maxsize=16)
 def maxima_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of a maximum that are tried, fp32 (REFIT_MAXIMA,)."""
-    return 1 + torch.linspace(-REFIT_SPAN, REFIT_SPAN, REFIT_MAXIMA, device=device)
+    return sent(1 + torch.linspace(-REFIT_SPAN, REFIT_SPAN, REFIT_MAXIMA), device)
 
 
 def nearest_scales(

@@ -13,7 +13,7 @@ from exl2flow.model.decoder import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.families import FAMILIES, Family
-from exl2flow.model.linear import DenseLinear, Exl2Linear, Linear, load_linear
+from exl2flow.model.linear import DenseLinear, Exl2Linear, Linear, load_linear, narrowed
 from exl2flow.model.mlp import MlpSublayer
 from exl2flow.model.resolution import resolve
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
@@ -66,5 +66,6 @@ __all__ = [
     "build_sublayer",
     "expected_tensors",
     "load_linear",
+    "narrowed",
     "resolve",
 ]

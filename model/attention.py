@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl2flow.model.linear import Linear
+from exl2flow.model.linear import Linear, narrowed
 from exl2flow.model.norms import RmsNorm
 from exl2flow.model.rope import rope_table
 from exl2flow.model.rope_spec import RopeSpec
@@ -91,9 +91,11 @@ class AttentionSublayer:
         q, k = table.rotate(q), table.rotate(k)
         if cache is not None:
             k, v = cache.append(k, v)
+        if self.norm.weight.dtype == torch.float16:
+            q, k, v = narrowed(q), narrowed(k), narrowed(v)
         window = self.attention.windows[self.spec.layer_index]
         result = attend(q, k, v, scale=self.attention.scale, window=window)  # (b, h, t, d)
-        return result.transpose(1, 2).flatten(2)
+        return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """Split (b, t, h · d) into (b, h, t, d)."""

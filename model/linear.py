@@ -13,6 +13,8 @@ from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, t
 from exl2flow.model.spec import ProjectionSpec
 from exl2flow.model.weights import TensorFiles
 
+LARGEST_HALF = torch.finfo(torch.float16).max
+
 
 class Linear(Protocol):
     """y = x Wᵀ + bias over the last axis; `weight` is (n, k) without padded rows."""
@@ -44,7 +46,7 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
-        return functional.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class Exl2Linear:
@@ -67,7 +69,24 @@ class Exl2Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
-        return functional.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
+
+
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """Return x as fp16, cut off at its range."""
+    return x if x.dtype == torch.float16 else x.half().clamp_(-LARGEST_HALF, LARGEST_HALF)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x Wᵀ + bias, (…, n), in the dtype of x.
+
+    fp32 inputs meet an fp16 weight as fp16 numbers, whose products a GPU adds up in fp32.
+    """
+    if x.dtype == weight.dtype:
+        return functional.linear(x, weight, bias)
+    flat = torch.mm(narrowed(x).flatten(0, -2), weight.t(), out_dtype=x.dtype)
+    put = flat.view(*x.shape[:-1], -1)
+    return put if bias is None else put + bias
 
 
 def load_linear(

@@ -60,6 +60,10 @@ class SublayerSpec:
         """All norms of the sublayer."""
         return (self.norm_key, *self.head_norm_keys)
 
+    def reading(self, capture: str) -> tuple[ProjectionSpec, ...]:
+        """Return the projections that read one activation."""
+        return tuple(p for p in self.projections if p.capture == capture)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

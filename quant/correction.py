@@ -132,7 +132,8 @@ class Correction:
 
 def moved(linear: Linear, move: torch.Tensor) -> Linear:
     """Return a projection with the target `W + move W` in place of its weight."""
-    return DenseLinear(linear.weight + linear.weight @ move.T, linear.bias)  # (n, k)
+    weight = linear.weight.float()
+    return DenseLinear(weight + weight @ move.T, linear.bias)  # (n, k)
 
 
 def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:

@@ -16,6 +16,7 @@ from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import read_json, write_json
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
+from exl2flow.kernels import at_the_same_time
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
@@ -52,18 +53,20 @@ class Estimating(OverSource):
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
         factors = read_factors(self.factors, sublayer.spec.index, device_of(sublayer))
-        results: dict[str, list[CandidateResult]] = {}
-        for capture, hessian in hessians.items():
-            specs = [p for p in sublayer.spec.projections if p.capture == capture]
+
+        def work(capture: str) -> dict[str, list[CandidateResult]]:
+            specs, hessian = sublayer.spec.reading(capture), hessians[capture]
             item = self.factor(specs[0], hessian, factors)
-            results |= estimated(
-                [
-                    Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
-                    for spec in specs
-                ],
-                PROJECTION_OPTIONS,
-                self.options,
-            )
+            projections = [
+                Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
+                for spec in specs
+            ]
+            return estimated(projections, PROJECTION_OPTIONS, self.options)
+
+        works = [partial(work, capture) for capture in hessians]
+        results: dict[str, list[CandidateResult]] = {}
+        for found in at_the_same_time(works, device_of(sublayer)):
+            results |= found
         for row, output in outputs.items():
             states[row] = output
         return partial(write_json, path, _content(results))
@@ -279,7 +282,8 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
 
     def nats(matrix: torch.Tensor) -> torch.Tensor:
         columns = len(head.linear.weight)
-        found = DenseLinear(matrix.T.contiguous(), head.linear.bias, out_features=columns)
+        weight = matrix.T.to(head.linear.weight.dtype).contiguous()
+        found = DenseLinear(weight, head.linear.bias, out_features=columns)
         return torch.tensor(divergence(head.linear, inputs, found, inputs), device=matrix.device)
 
     hessian = head_hessian(head, states)

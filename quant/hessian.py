@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from exl2flow.core.errors import SingularHessian
-from exl2flow.model import Head, Sublayer
+from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.source import StatesCheck, device_of
 
 log = logging.getLogger(__name__)
@@ -19,27 +19,44 @@ log = logging.getLogger(__name__)
 LEAST_DAMPING = 1e-5
 IDENTITY = "identity Hessian"  # the last remedy
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
+ROWS_TOGETHER = 4  # that a GPU adds to a Hessian at a time
 ATTEMPTS = 10  # each adds the damping once more
 
 
 class HessianSum:
-    """Accumulates `XᵀX` in fp32, one calibration row at a time."""
+    """Accumulates `XᵀX` in fp32, one calibration row at a time.
+
+    A GPU multiplies fp16 numbers, some rows at a time: writing a large sum takes long.
+    """
 
     def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._rows = 0
+        self._waiting: list[torch.Tensor] = []
 
     def add(self, x: torch.Tensor) -> None:
         """Add the inputs of one calibration row, (..., k)."""
-        flat = x.reshape(-1, x.shape[-1]).float()  # (t, k)
-        self._sum.addmm_(flat.T, flat)
+        flat = x.reshape(-1, x.shape[-1])  # (t, k)
         self._rows += 1
+        if not x.is_cuda:
+            self._sum.addmm_(flat.float().T, flat.float())
+            return
+        self._waiting.append(narrowed(flat))
+        if len(self._waiting) == ROWS_TOGETHER:
+            self._add_waiting()
 
     def mean(self) -> torch.Tensor:
         """Return `H`, fp32 (k, k); the identity when nothing was added."""
         if not self._rows:
             return torch.eye(len(self._sum), device=self._sum.device)
+        self._add_waiting()
         return self._sum / self._rows
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            x = torch.cat(self._waiting)
+            torch.addmm(self._sum, x.T, x, out_dtype=torch.float32, out=self._sum)
+            self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

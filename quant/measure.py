@@ -125,7 +125,7 @@ def _round_variants(
     """Round every distinct (projection, parameters) once, those sharing a Hessian together."""
     variants: Variants = {}
     for capture, item in factors.items():
-        names = [p.name for p in sublayer.spec.projections if p.capture == capture]
+        names = [p.name for p in sublayer.spec.reading(capture)]
         keys = list(dict.fromkeys((name, c[name]) for name in names for c in candidates))
         weights = {name: padded_weight(sublayer.linears[name]) for name in names}
         jobs = [RoundingJob(weight=weights[name], params=params) for name, params in keys]
@@ -137,7 +137,7 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
     """Return a projection with the weights that a decoder will see."""
     original = sublayer.linears[name]
     matrix = rounded[name, candidate[name]].dequantize()[:, : len(original.weight)]
-    return DenseLinear(matrix.T.float().contiguous(), original.bias)
+    return DenseLinear(matrix.T.to(original.weight.dtype).contiguous(), original.bias)
 
 
 @tensor_cores()

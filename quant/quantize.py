@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_metadata, read_tensors
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.kernels import tensor_cores
+from exl2flow.kernels import at_the_same_time, tensor_cores
 from exl2flow.model import (
     Exl2Linear,
     Linear,
@@ -48,7 +49,7 @@ from exl2flow.quant.layout import Choice
 from exl2flow.quant.packed import Packed, Reports, storing
 from exl2flow.quant.refine import Metric, refine_together
 from exl2flow.quant.sensitivity import read_factors
-from exl2flow.quant.source import DTYPE, SourceModel, device_of
+from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
 from exl2flow.quant.walk import Store, advance, walk
 
@@ -223,21 +224,22 @@ class Quantizing:
         factors: Mapping[str, Factors],
     ) -> dict[str, RoundedMatrix]:
         """Return projection → rounded matrix, those that read one activation together."""
-        rounded: dict[str, RoundedMatrix] = {}
-        for capture, hessian in hessians.items():
-            members = [p for p in sublayer.spec.projections if p.capture == capture]
-            found = self.rounding.round(members, linears, hessian, factors)
-            rounded |= {p.name: matrix for p, matrix in zip(members, found, strict=True)}
-        return rounded
+
+        def work(capture: str) -> dict[str, RoundedMatrix]:
+            members = sublayer.spec.reading(capture)
+            found = self.rounding.round(members, linears, hessians[capture], factors)
+            return {p.name: matrix for p, matrix in zip(members, found, strict=True)}
+
+        works = [partial(work, capture) for capture in hessians]
+        parts = at_the_same_time(works, device_of(sublayer))
+        return {name: matrix for part in parts for name, matrix in part.items()}
 
 
 def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
     """Put a matrix into a sublayer."""
+    weight = sublayer.linears[projection.name].weight
     sublayer.linears[projection.name] = Exl2Linear(
-        matrix,
-        out_features=projection.out_features,
-        dtype=DTYPE,
-        device=device_of(sublayer),
+        matrix, out_features=projection.out_features, dtype=weight.dtype, device=weight.device
     )
 
 

@@ -289,7 +289,7 @@ class _WayBack:
 @torch.no_grad()
 def sensitivity(run: StageRun) -> None:
     """Write the factors of every sublayer and of the head into the stage folder."""
-    model = SourceModel.open(run.config, run.device)
+    model = SourceModel.open(run.config, run.device, gradients=True)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     ids = spread_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
     _WayBack(run, model, ids).walk()

@@ -21,6 +21,7 @@ from exl2flow.model import (
 )
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 
+NARROW = torch.float16  # of weights on a GPU, which multiplies them faster
 PARTS = ("weight", "bias")  # of a projection in a file
 DTYPE = torch.float32  # of weights and states while converting
 RESIDENT_SHARE = 0.4  # of a device's free memory may be taken by the states of a stage
@@ -28,18 +29,29 @@ RESIDENT_SHARE = 0.4  # of a device's free memory may be taken by the states of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceModel:
-    """A model read one sublayer at a time."""
+    """A model read one sublayer at a time, its weights as `dtype`."""
 
     spec: ModelSpec
     tensors: TensorFiles
     device: torch.device
+    dtype: torch.dtype = DTYPE
 
     @classmethod
-    def open(cls, config: ConversionConfig, device: str) -> "SourceModel":
-        """Open the source of a conversion; reads headers only."""
+    def open(
+        cls, config: ConversionConfig, device: str, *, gradients: bool = False
+    ) -> "SourceModel":
+        """Open the source of a conversion; reads headers only.
+
+        Args:
+            config: the conversion.
+            device: where tensors go.
+            gradients: whether some will be asked for, which narrow weights do not have.
+        """
         rope = config.rope
         spec = resolve(config.source).with_rope(scale=rope.scale, alpha=rope.alpha)
-        return cls(spec=spec, tensors=TensorFiles(config.source), device=torch.device(device))
+        where = torch.device(device)
+        dtype = NARROW if where.type == "cuda" and not gradients else DTYPE
+        return cls(spec=spec, tensors=TensorFiles(config.source), device=where, dtype=dtype)
 
     def sublayer(self, sublayer: SublayerSpec) -> Sublayer:
         """Read one sublayer.
@@ -47,7 +59,9 @@ class SourceModel:
         Raises:
             NonFiniteState: a weight is NaN or infinite.
         """
-        built = build_sublayer(self.spec, sublayer, self.tensors, dtype=DTYPE, device=self.device)
+        built = build_sublayer(
+            self.spec, sublayer, self.tensors, dtype=self.dtype, device=self.device
+        )
         for key in (sublayer.norm_key, *sublayer.head_norm_keys):
             self._check_finite(f"{key}.weight", self.tensors.read(f"{key}.weight"))
         found = {}
@@ -81,7 +95,7 @@ class SourceModel:
         Raises:
             NonFiniteState: a weight is NaN or infinite.
         """
-        head = build_head(self.spec, self.tensors, dtype=DTYPE, device=self.device)
+        head = build_head(self.spec, self.tensors, dtype=self.dtype, device=self.device)
         self._check_finite(f"{self.spec.head.key}.weight", head.linear.weight)
         return head
 

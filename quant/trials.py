@@ -83,7 +83,7 @@ class Trials:
         factors = read_factors(self.factors, sublayer.spec.index, self.model.device)
         found: dict[tuple[str, QuantParams], Linear] = {}
         for capture, hessian in hessians.items():
-            specs = [p for p in sublayer.spec.projections if p.capture == capture]
+            specs = sublayer.spec.reading(capture)
             item = self._factor(specs[0], hessian, factors[specs[0].name])
             for p in specs:
                 linear = sublayer.linears[p.name]

@@ -80,7 +80,7 @@ def tune(run: StageRun) -> None:
     spec = resolve(run.config.source)
     run.folder.manifest.total = run.config.tune.steps
     if not all(map(run.folder.valid, [*tuned_files(spec), TUNING_FILE])):
-        source = SourceModel.open(run.config, run.device)
+        source = SourceModel.open(run.config, run.device, gradients=True)
         model = TunedModel(source, run.inputs["quantize"], run.config.tune)
         training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
         work = Distillation(source, model, run.config.tune, training=training, held_out=held_out)

@@ -97,7 +97,7 @@ class Upgrading:
         tensors: dict[str, torch.Tensor] = {}
         reports: dict[str, dict[str, object]] = {}
         for capture, hessian in hessians.items():
-            members = [p for p in sublayer.spec.projections if p.capture == capture]
+            members = sublayer.spec.reading(capture)
             item = self._factor(members[0], hessian, factors)
             for p in members:
                 packed, reports[p.name] = self._refine(

@@ -11,7 +11,7 @@ from tiny import make_tiny
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.flows.local import run_locally
-from exl2flow.kernels import get_ops
+from exl2flow.kernels import get_ops, times_output
 from exl2flow.quant.candidates import CANDIDATES, parse_params
 from exl2flow.quant.gptq import RoundingJob, round_matrices
 from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, relative_error
@@ -94,7 +94,7 @@ def test_a_matrix_is_refined_as_well(
         metric = Metric(hessian=item.damped(), output=blocks)
         refined = refine(start, matrix, metric, rounds=2, sweeps=2)
         error = (refined.dequantize().float() - matrix)[item.perm]
-        return float((metric.hessian @ metric.times_output(error) * error).sum())
+        return float((metric.hessian @ times_output(error, metric.output) * error).sum())
 
     on_cpu = loss(factor(hessian, damping=0.05, name="q"), weight, output)
     on_cuda = loss(factor(hessian.cuda(), damping=0.05, name="q"), weight.cuda(), output.cuda())

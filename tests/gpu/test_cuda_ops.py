@@ -130,7 +130,7 @@ def test_a_panel_in_a_metric(ops: Ops, p: int, shape: tuple[int, int]) -> None:
         split = e.double().view(p, blocks, b)
         return float((torch.einsum("pkb,kbc->pkc", split, output.double()) * split).sum())
 
-    assert size(errors) == pytest.approx(size(other), rel=3e-3 if p > 1 else 1e-3)
+    assert size(errors) == pytest.approx(size(other), rel=1e-2 if p > 1 else 1e-3)
     assert errors.isfinite().all()
 
 

@@ -1,0 +1,60 @@
+"""Work of a device beside other work of it."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import cache, lru_cache
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
+    """Return what independent pieces of work return; a GPU does them beside each other.
+
+    Each has a thread, which prepares its launches, and a stream of its own. None of them may change
+    what another one reads.
+    """
+    if device.type == "cpu" or len(works) == 1:
+        return [work() for work in works]
+    _load_linear_algebra(device)
+    current, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
+
+    def run(work: Callable[[], T], number: int) -> T:
+        with torch.inference_mode(inference), torch.cuda.stream(_stream(device, number)):
+            return work()
+
+    streams = [_stream(device, number) for number in range(len(works))]
+    for stream in streams:
+        stream.wait_stream(current)
+    with ThreadPoolExecutor(len(works), thread_name_prefix="exl2flow-stream") as pool:
+        begun = [
+            pool.submit(copy_context().run, run, work, number) for number, work in enumerate(works)
+        ]
+    for stream in streams:
+        current.wait_stream(stream)
+    return [item.result() for item in begun]
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor on a device, there for every stream, without waiting for other work."""
+    if device.type == "cpu":
+        return tensor
+    stream = _stream(device, -1)
+    with torch.cuda.stream(stream):
+        there = tensor.pin_memory().to(device, non_blocking=True)
+    stream.synchronize()
+    return there
+
+
+@cache
+def _load_linear_algebra(device: torch.device) -> None:
+    """Have torch load its library, which fails if two threads are the first to need it."""
+    torch.linalg.cholesky_ex(torch.eye(1, device=device))
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
