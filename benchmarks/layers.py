@@ -1,7 +1,7 @@
 """Time and GPU memory of each stage on layers of a large model's shape, or on a model.
 
     python benchmarks/layers.py [--shape 7b | --model DIR] [--layers 2] [--quality standard]
-        [--device cuda] [--until compile] [--profile measure] [--rows N]
+        [--device cuda] [--until compile] [--profile measure] [--rows N] [--max-memory 24GB]
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
 Prefect, and prints seconds of the stage, of its last layer (from the end of the one before to its
@@ -34,6 +34,7 @@ SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
     "7b": (4096, 11008, 32, 32, 32000),
     "8b": (4096, 14336, 32, 8, 128256),
     "70b": (8192, 28672, 64, 8, 32000),
+    "head": (8192, 1024, 64, 8, 152064),
 }
 LAYER = re.compile(r"model\.layers\.\d+")
 
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--until", default="compile", help="the last stage")
     parser.add_argument("--profile", nargs="+", default=[], metavar="STAGE")
+    parser.add_argument("--max-memory", help="of the GPU, as 24GB")
     parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")
     arguments = parser.parse_args()
     rows = arguments.rows
@@ -150,6 +152,7 @@ def main() -> None:
             config = build_config(
                 source=source, out=root / quality, work_root=root / f"work-{quality}",
                 bpw=arguments.bpw, quality=quality, device=arguments.device, calibration=few,
+                max_memory=arguments.max_memory,
             )  # fmt: skip
             what = arguments.model or f"{arguments.shape}, {arguments.layers} layers"
             print(f"\n{what}, {quality}, torch {torch.__version__}\n")

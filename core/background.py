@@ -1,15 +1,16 @@
-"""Storing beside computing: tensors copied off a device, and a thread that writes them."""
+"""Reading and storing beside computing: copies off a device, threads that write and read ahead."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import TracebackType
 from typing import Self
 
 import torch
 
+READERS = 4
 MOST_WAITING = 2  # results that wait to be written, each with its memory
 
 
@@ -62,6 +63,12 @@ class Background:
         except BaseException:
             self._failed = True
             raise
+
+
+@cache
+def readers() -> ThreadPoolExecutor:
+    """Return threads that read files ahead of their use."""
+    return ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-read")
 
 
 HostTensors = Callable[[], dict[str, torch.Tensor]]

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from exl2flow.core.errors import ConfigError
 
@@ -208,6 +216,9 @@ class ConversionConfig(Options):
         None, description="folder of checkpoints; empty: `.exl2flow` beside the output"
     )
     device: Device = Field("auto", description="auto, cpu or cuda")
+    max_memory: ByteSize | None = Field(
+        None, gt=0, description="memory of the GPU to use at most, as 24GB; empty: all there is"
+    )
     measurement: Path | None = Field(
         None, description="measurement.json to use instead of measuring"
     )

@@ -1,6 +1,32 @@
-"""How much memory there is."""
+"""How much memory there is, and how much of a GPU's may be used."""
 
 from pathlib import Path
+
+import torch
+
+_limits: dict[torch.device, int] = {}  # bytes, of devices whose use is limited
+
+
+def limit_memory(device: torch.device, most: int | None) -> None:
+    """Let this process use at most so many bytes of a GPU; None: all there is."""
+    if device.type == "cpu":
+        return
+    own = _indexed(device)
+    _, total = torch.cuda.mem_get_info(own)
+    _limits[own] = min(most or total, total)
+    torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes of a GPU may still be used, what is reserved for reuse included."""
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_allocated(device)
+    limit = _limits.get(_indexed(device), total)
+    return min(free + torch.cuda.memory_reserved(device) - used, limit - used)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", device.index or 0)
 
 
 def available_memory() -> int | None:

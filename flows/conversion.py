@@ -1,5 +1,6 @@
 """What a conversion hands back, and the pipeline it ran on: the same with and without Prefect."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.inference.validate import check_verdict
 from exl2flow.kernels import resolve_device
+
+ALLOCATOR = "expandable_segments:True"  # or a GPU's memory splinters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,7 @@ class Conversion:
 
 def open_pipeline(config: ConversionConfig, stages: Sequence[Stage]) -> Pipeline:
     """Resolve the stages of a configuration on the device it names."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)  # read when a GPU is first used
     return Pipeline(config, stages, device=resolve_device(config.device).type)
 
 

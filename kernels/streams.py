@@ -1,5 +1,6 @@
 """Work of a device beside other work of it."""
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -9,13 +10,14 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
     """Return what independent pieces of work return; a GPU does them beside each other.
 
     Each has a thread, which prepares its launches, and a stream of its own. None of them may change
-    what another one reads.
+    what it or another one reads: where memory does not suffice, all are done again in turn.
     """
     if device.type == "cpu" or len(works) == 1:
         return [work() for work in works]
@@ -35,7 +37,14 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
         ]
     for stream in streams:
         current.wait_stream(stream)
-    return [item.result() for item in begun]
+    try:
+        return [item.result() for item in begun]
+    except torch.OutOfMemoryError:
+        del begun
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        log.warning("remedy=out of memory: what was done side by side is done in turn")
+        return [work() for work in works]
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

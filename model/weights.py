@@ -6,14 +6,14 @@ than mapped, so that the resident memory of a walk is that of the tensors still 
 
 import json
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from exl2flow.core.background import readers
 from exl2flow.core.errors import MissingTensor, SourceModelError
 
 DTYPES = {
@@ -23,7 +23,6 @@ DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
 }
-READERS = 4  # threads that read ahead
 _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
@@ -99,7 +98,7 @@ class TensorFiles:
         """Begin to read tensors into pinned memory beside other work; `read` returns each once."""
         for name in names:
             if name in self and name not in self._ahead:
-                self._ahead[name] = _readers().submit(self._read, name, pinned=True)
+                self._ahead[name] = readers().submit(self._read, name, pinned=True)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in CPU memory that it alone owns.
@@ -137,11 +136,6 @@ class TensorFiles:
                 "what is missing, or check that `config.json` belongs to these files"
             )
         return entry
-
-
-@cache
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-read")
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

@@ -38,10 +38,11 @@ class CrossProducts:
         if row not in self.pairs:
             return
         place = self.pairs.index(row)
-        hidden = self.source[place : place + 1].to(device_of(self.sublayer))
+        hidden = self.source[place : place + 1].to(device_of(self.sublayer), non_blocking=True)
         normed = self.sublayer.normed(hidden)
         inner = self.sublayer.inner(normed)
-        self.source[place] = self.sublayer.output(hidden, inner)[0]
+        output = self.sublayer.output(hidden, inner)[0]
+        self.source[place].copy_(output, non_blocking=True)
         if place not in self._fitting:
             return
         for capture, wanted in (("input", normed), ("inner", inner)):
@@ -132,8 +133,8 @@ class Correction:
 
 def moved(linear: Linear, move: torch.Tensor) -> Linear:
     """Return a projection with the target `W + move W` in place of its weight."""
-    weight = linear.weight.float()
-    return DenseLinear(weight + weight @ move.T, linear.bias)  # (n, k)
+    weight = linear.weight.float()  # (n, k)
+    return DenseLinear(torch.addmm(weight, weight, move.T), linear.bias)
 
 
 def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:

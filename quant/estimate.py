@@ -25,7 +25,7 @@ from exl2flow.quant.fisher import Factors, estimated_nats
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, head_hessian, mixed
 from exl2flow.quant.measurement import CandidateResult, projection_bits
-from exl2flow.quant.sensitivity import read_factors
+from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.walk import OverSource, Store, walk
 
@@ -39,7 +39,7 @@ REFERENCE = (3, 128)  # bits and group size where rounding in the outputs' metri
 class Estimating(OverSource):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
-    def __init__(self, folder: StageFolder, factors: Path, options: RoundingOptions) -> None:
+    def __init__(self, folder: StageFolder, factors: FactorFiles, options: RoundingOptions) -> None:
         self.folder = folder
         self.factors = factors
         self.options = options
@@ -52,7 +52,7 @@ class Estimating(OverSource):
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
-        factors = read_factors(self.factors, sublayer.spec.index, device_of(sublayer))
+        factors = self.factors.read(sublayer.spec.index)
 
         def work(capture: str) -> dict[str, list[CandidateResult]]:
             specs, hessian = sublayer.spec.reading(capture), hessians[capture]
@@ -261,7 +261,8 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
     """
     folder = run.folder
     folder.manifest.total = len(model.spec.sublayers) + 1
-    work = Estimating(folder, run.inputs["sensitivity"], run.config.rounding)
+    factors = FactorFiles(run.inputs["sensitivity"], model.device)
+    work = Estimating(folder, factors, run.config.rounding)
     states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
     if states is not None:
         found = {model.spec.head.key: _head(model, states, work)}
@@ -275,7 +276,7 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
     spec, head = model.spec.head, model.head()
-    factors = read_factors(work.factors, "head", model.device)[spec.name]
+    factors = work.factors.read("head")[spec.name]
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])

@@ -18,6 +18,7 @@ from exl2flow.core.background import to_host
 from exl2flow.core.files import read_metadata, read_tensors, write_tensors
 from exl2flow.model import ProjectionSpec
 from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
+from exl2flow.quant.hessian import CHUNK_ELEMENTS
 
 LEAST_TRACE = 1e-30  # of an output factor: one that is zero divides nothing
 CAPTURES_KEY = "captures"  # header entry: projection → [tensor of its input factor, columns]
@@ -93,7 +94,14 @@ def estimated_nats(error: torch.Tensor, factors: Factors) -> torch.Tensor:
     Returns:
         fp32 (), on the device: nothing waits for it.
     """
-    return (factors.input @ error).mul_(factors.output.apply(error)).sum() / 2
+    total, size = error.new_zeros(()), factors.output.blocks.shape[-1]
+    step = max(1, CHUNK_ELEMENTS // len(error) // size) * size
+    for begin in range(0, error.shape[1], step):  # the head is wide
+        part = error[:, begin : begin + step]
+        columns = slice(begin // size, begin // size + -(-part.shape[1] // size))
+        output = OutputFactor(blocks=factors.output.blocks[columns], columns=part.shape[1])
+        total = total + (factors.input @ part).mul_(output.apply(part)).sum()
+    return total / 2
 
 
 def block_size(columns: int, limit: int) -> int:
@@ -176,19 +184,45 @@ def read_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Facto
     Raises:
         CorruptCheckpoint: the file is missing or damaged.
     """
-    tensors = read_tensors(path)
-    captures: dict[str, tuple[str, int]] = json.loads(read_metadata(path)[CAPTURES_KEY])
+    return unpacked(StoredFactors.read(path), device)
 
-    def unpacked(name: str) -> torch.Tensor:
-        return unpack_symmetric(tensors[name].to(device))
 
-    inputs = {shared: unpacked(shared) for shared in {shared for shared, _ in captures.values()}}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFactors:
+    """tensors: of a file, packed; captures: projection → its input factor there, its columns."""
+
+    tensors: Mapping[str, torch.Tensor]
+    captures: Mapping[str, tuple[str, int]]
+
+    @classmethod
+    def read(cls, path: Path, *, pinned: bool = False) -> Self:
+        """Read a file, into pinned memory if a device is to have it.
+
+        Raises:
+            CorruptCheckpoint: the file is missing or damaged.
+        """
+        tensors = read_tensors(path)
+        if pinned:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return cls(tensors=tensors, captures=json.loads(read_metadata(path)[CAPTURES_KEY]))
+
+
+def unpacked(stored: StoredFactors, device: torch.device | str) -> dict[str, Factors]:
+    """Return projection → factors on a device."""
+
+    def whole(name: str) -> torch.Tensor:
+        tensor = stored.tensors[name]
+        return unpack_symmetric(tensor.to(device, non_blocking=tensor.is_pinned()))
+
+    inputs = {
+        shared: whole(shared) for shared in {shared for shared, _ in stored.captures.values()}
+    }
     return {
         name: Factors(
             input=inputs[shared],
-            output=OutputFactor(blocks=unpacked(f"{name}.output"), columns=columns),
+            output=OutputFactor(blocks=whole(f"{name}.output"), columns=columns),
         )
-        for name, (shared, columns) in captures.items()
+        for name, (shared, columns) in stored.captures.items()
     }
 
 

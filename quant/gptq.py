@@ -5,6 +5,7 @@ loop over rows is the one inside a panel (`Ops.round_panel`); everything else is
 vectorized over columns (`docs/format.md` section 4).
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,19 @@ import torch
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.core.memory import free_memory
 from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
 from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams, padded_columns
 from exl2flow.quant.hessian import HessianFactor
 
+log = logging.getLogger(__name__)
+
 WINDOW_ROWS = 8 * PANEL_ROWS  # errors of so many rows reach all rows below in one product
-BATCH_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}  # weights side by side, to bound memory
+BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
+GPU_BATCH_ELEMENTS = 1 << 28
+BATCH_SHARE = 0.25  # of a GPU's free memory, for there may be two batches
+BATCH_BYTES = 8  # of a weight: its row's value, codes and a copy of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +105,9 @@ def round_matrices(
     search: ScaleSearch,
     keep_fed_back: bool = False,
 ) -> Iterator[RoundedMatrix]:
-    """Round matrices that share a Hessian, as many at a time as fit into `BATCH_ELEMENTS`.
+    """Round matrices that share a Hessian, as many at a time as `batch_elements` allows.
+
+    A device that has less memory than it seemed gets fewer at a time.
 
     Each result is independent of its company.
 
@@ -115,10 +124,26 @@ def round_matrices(
     if k % ROW_MULTIPLE:
         raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
     for run in alike(jobs):
-        most = max(1, BATCH_ELEMENTS[factor.perm.device.type] // run[0].weight.numel())
-        for begin in range(0, len(run), most):
-            batch = _Batch(run[begin : begin + most], factor, search, keep_fed_back)
-            yield from batch.round()
+        most = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
+        while run:
+            try:
+                found = _Batch(run[:most], factor, search, keep_fed_back).round()
+            except torch.OutOfMemoryError:
+                if most == 1:
+                    raise
+                most = most // 2
+                log.warning("projections at a time=%d remedy=out of memory", most)
+                torch.cuda.empty_cache()
+                continue
+            yield from found
+            run = run[most:]
+
+
+def batch_elements(device: torch.device) -> int:
+    """Return how many weights are rounded side by side, to bound memory."""
+    if device.type == "cpu":
+        return BATCH_ELEMENTS
+    return min(GPU_BATCH_ELEMENTS, int(free_memory(device) * BATCH_SHARE) // BATCH_BYTES)
 
 
 class _Batch:
@@ -139,7 +164,10 @@ class _Batch:
         self.shape = len(jobs), n
         self.groups = [job.params.groups(k) for job in jobs]
         self.starts = group_starts(self.groups)
-        self.rows = torch.cat([job.weight for job in jobs], dim=1)[factor.perm]  # (k, m)
+        device = jobs[0].weight.device
+        self.rows = torch.empty(k, n * len(jobs), device=device)  # errors, once they are rounded
+        for j, job in enumerate(jobs):
+            self.rows.view(k, *self.shape)[:, j] = job.weight[factor.perm]
         self.row_weights = factor.upper.diagonal().reciprocal().square()
         self.codes = torch.empty_like(self.rows, dtype=torch.uint8)
         self.scales = torch.empty_like(self.rows[0])
@@ -150,16 +178,12 @@ class _Batch:
             panels, len(jobs), dtype=torch.float16, device=self.rows.device
         )
         self.keep_fed_back = keep_fed_back
-        self.fed_back = torch.empty_like(self.rows if keep_fed_back else self.rows[:WINDOW_ROWS])
 
-    def round(self) -> Iterator[RoundedMatrix]:
+    def round(self) -> list[RoundedMatrix]:
         """Round panel after panel, feeding each panel's errors to all rows below it."""
         upper, k = self.factor.upper, len(self.rows)
         for top in range(0, k, WINDOW_ROWS):
             bottom = min(top + WINDOW_ROWS, k)
-            errors = (
-                self.fed_back[top:bottom] if self.keep_fed_back else self.fed_back[: bottom - top]
-            )
             for begin in range(top, bottom, PANEL_ROWS):
                 panel, below = slice(begin, begin + PANEL_ROWS), slice(begin + PANEL_ROWS, bottom)
                 self._begin_groups(begin)
@@ -171,10 +195,10 @@ class _Batch:
                     self.output,
                 )
                 self.rows[below].addmm_(upper[panel, below].T, found, alpha=-1)
-                errors[begin - top : begin - top + PANEL_ROWS] = found
+                self.rows[panel] = found
             window = upper[top:bottom, bottom:]
-            self.rows[bottom:].addmm_(window.T, errors, alpha=-1)
-        return map(self._result, range(len(self.groups)))
+            self.rows[bottom:].addmm_(window.T, self.rows[top:bottom], alpha=-1)
+        return [self._result(j) for j in range(len(self.groups))]
 
     def _result(self, j: int) -> RoundedMatrix:
         columns = slice(j * self.shape[1], (j + 1) * self.shape[1])
@@ -185,7 +209,7 @@ class _Batch:
             scale_codes=self.scale_codes[begun, j],
             max_scales=self.max_scales[begun, j],
             perm=self.factor.perm,
-            fed_back=self.fed_back[:, columns] if self.keep_fed_back else None,
+            fed_back=self.rows[:, columns] if self.keep_fed_back else None,
         )
 
     def _begin_groups(self, row: int) -> None:

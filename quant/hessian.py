@@ -6,7 +6,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +20,7 @@ LEAST_DAMPING = 1e-5
 IDENTITY = "identity Hessian"  # the last remedy
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
 ROWS_TOGETHER = 4  # that a GPU adds to a Hessian at a time
+CHUNK_ELEMENTS = 1 << 28  # of a matrix that are looked at together
 ATTEMPTS = 10  # each adds the damping once more
 
 
@@ -80,21 +81,21 @@ class HessianFactor:
         ordered.diagonal().add_(self.added)
         return ordered
 
-    def without_feedback(self) -> "HessianFactor":
-        """Return a factor that rounds to nearest in the same order."""
-        return replace(self, upper=torch.eye(len(self.upper), device=self.upper.device))
-
 
 def relative_error(
     hessian: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor
 ) -> torch.Tensor:
-    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q fp32 (k, n).
+    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q (k, n).
 
-    fp32 (), on the device: nothing waits for it.
+    The result is fp32 (), on the device: nothing waits for it.
     """
-    difference = weight - rounded
-    error = (hessian @ difference).mul_(difference).sum()
-    size = (hessian @ weight).mul_(weight).sum()
+    error = size = hessian.new_zeros(())
+    step = max(1, CHUNK_ELEMENTS // len(weight))
+    for begin in range(0, weight.shape[1], step):  # the head is wide
+        part = weight[:, begin : begin + step]
+        difference = part - rounded[:, begin : begin + step]
+        error = error + (hessian @ difference).mul_(difference).sum()
+        size = size + (hessian @ part).mul_(part).sum()
     return (error / size.clamp(min=1e-30)).clamp(min=0).sqrt()
 
 
@@ -139,7 +140,7 @@ def collect_hessians(
     outputs: dict[int, torch.Tensor] = {}
     check = StatesCheck(sublayer.spec.name)
     for row in range(len(states)):
-        hidden = states[row : row + 1].to(device_of(sublayer))
+        hidden = states[row : row + 1].to(device_of(sublayer), non_blocking=True)
         normed = sublayer.normed(hidden)
         inner = sublayer.inner(normed)
         read = {"input": normed, "inner": inner}
@@ -153,7 +154,7 @@ def collect_hessians(
             output = sublayer.output(hidden, inner)[0]
             check.add(row, output)
             outputs[row] = output.to(states.device)
-    check.finish()
+    check.finish(outputs)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
 
 

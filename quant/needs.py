@@ -119,12 +119,10 @@ def _measure(config: ConversionConfig, spec: ModelSpec) -> Need:
     largest = _largest(spec)
     if config.sensitivity.kind == "fisher":
         widest = _largest_projection(spec)
-        batch = min(
-            max(widest, BATCH_ELEMENTS["cpu"]), len(single_widths(PROJECTION_OPTIONS)) * widest
-        )
+        batch = min(max(widest, BATCH_ELEMENTS), len(single_widths(PROJECTION_OPTIONS)) * widest)
         working = FLOAT * largest + OWN * widest + (BATCHED + FLOAT) * batch  # errors are kept
     else:
-        working = SUBLAYER * largest + BATCHED * min(BATCH_ELEMENTS["cpu"], VARIANTS * largest)
+        working = SUBLAYER * largest + BATCHED * min(BATCH_ELEMENTS, VARIANTS * largest)
     working = max(working, _head(spec, row_tokens)) + _shared(config, spec, row_tokens)
     projections = sum(len(s.projections) for s in spec.sublayers) + 1
     return Need(

@@ -48,14 +48,13 @@ class Packed:
         self.projection = projection
         self.matrix = rounded.pack(None if linear.bias is None else padded(linear.bias))
         values, weight = rounded.dequantize(), padded_weight(linear)
-        found = values.float()
         self._figures = {
             "values": values,
             "wrong": (self.matrix.dequantize() != values).any(),
-            "rel_err": relative_error(hessian, weight, found),
+            "rel_err": relative_error(hessian, weight, values),
         }
         if factors is not None:
-            self._figures["nats"] = estimated_nats(found - weight, factors.to(found.device))
+            self._figures["nats"] = estimated_nats(values - weight, factors.to(values.device))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what `report` needs in main memory, by name."""

@@ -48,7 +48,7 @@ from exl2flow.quant.hessian import (
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.packed import Packed, Reports, storing
 from exl2flow.quant.refine import Metric, refine_together
-from exl2flow.quant.sensitivity import read_factors
+from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.tokens import load_rows
 from exl2flow.quant.walk import Store, advance, walk
@@ -57,7 +57,6 @@ log = logging.getLogger(__name__)
 
 HEAD_FILE = "sublayers/head.safetensors"
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
-FEEDBACK_LIMIT = 10**9  # heads with more weights are rounded to nearest, as exllamav2 does
 
 
 def sublayer_file(sublayer: SublayerSpec) -> str:
@@ -82,14 +81,14 @@ class Rounding:
     def __init__(self, run: StageRun, choice: Choice) -> None:
         self.folder = run.folder
         self.options = run.config.rounding
-        self.device = run.device
-        self.factors = run.inputs.get("sensitivity")
+        factors = run.inputs.get("sensitivity")
+        self.factors = factors and FactorFiles(factors, torch.device(run.device))
         self.choice = choice
         self.correction = Correction(strength=self.options.correction, damping=self.options.damping)
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
-        return {} if self.factors is None else read_factors(self.factors, index, self.device)
+        return self.factors.read(index) if self.factors else {}
 
     def summary(self, name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
         """Return the report on a sublayer or the head, but for its own error."""
@@ -110,8 +109,6 @@ class Rounding:
         linears: Mapping[str, Linear],
         hessian: torch.Tensor,
         factors: Mapping[str, Factors],
-        *,
-        feedback: bool = True,
     ) -> list[RoundedMatrix]:
         """Round the projections that read one activation.
 
@@ -120,7 +117,6 @@ class Rounding:
             linears: their weights by name.
             hessian: of what they read, fp32 (k, k).
             factors: by name, or empty.
-            feedback: whether errors are carried to later rows; False rounds to nearest.
         """
         options = self.options
         found = {name: item.to(hessian.device) for name, item in factors.items()}
@@ -132,8 +128,6 @@ class Rounding:
         )
         if item.remedy:
             self.folder.note(f"{name}: {item.remedy}")
-        if not feedback:
-            item = item.without_feedback()
         jobs = [
             RoundingJob(
                 weight=padded_weight(linears[p.name]),
@@ -144,7 +138,7 @@ class Rounding:
             )
             for p in projections
         ]
-        if not (options.rounds and feedback):
+        if not options.rounds:
             return list(round_matrices(jobs, item, search=options.scale_search))
         damped = item.damped()
         return [
@@ -257,13 +251,7 @@ def quantize_head(
         paired = quantized[:: work.again.step]
         target = rounding.correction.head_target(head, hessian, paired, source)
     factors = rounding.read_factors("head")
-    (matrix,) = rounding.round(
-        [projection],
-        {projection.name: target},
-        hessian,
-        factors,
-        feedback=head.linear.weight.numel() <= FEEDBACK_LIMIT,
-    )
+    (matrix,) = rounding.round([projection], {projection.name: target}, hessian, factors)
     packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
 
     def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:

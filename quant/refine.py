@@ -19,6 +19,7 @@ from exl2flow.kernels import (
     times_output,
 )
 from exl2flow.quant.gptq import WINDOW_ROWS, RoundedMatrix, first_panels, group_starts
+from exl2flow.quant.hessian import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,8 @@ class _Refinement:
             for row, members in group_starts([matrix.groups for matrix in rounded]).items()
         }
         self.longest = max(begun.longest for begun in self.begun.values())
-        self.steps = torch.cat([matrix.codes for matrix in rounded], dim=1).float()
+        self.steps = torch.empty(k, n * len(rounded), device=weights[0].device)
+        self.gradient = torch.empty_like(self.steps)
         layout = (k // PANEL_ROWS, *self.shape)
         decoded = torch.empty_like(self.steps[: layout[0]]).view(layout)
         self.half_range = torch.empty_like(decoded)
@@ -100,13 +102,21 @@ class _Refinement:
             maxima=torch.zeros_like(decoded[:, :, 0], dtype=torch.float16),
             decoded=decoded,
         )
-        for j, matrix in enumerate(rounded):
+        for j, (matrix, weight) in enumerate(zip(rounded, weights, strict=True)):
             self._read(j, matrix)
-        flat = (layout[0], 1, -1)
-        steps = self.steps.view(layout[0], PANEL_ROWS, -1).sub_(self.half_range.view(flat))
-        error = (steps * decoded.view(flat)).view(k, -1)
-        error -= torch.cat(list(weights), dim=1)[rounded[0].perm]
-        self.gradient = metric.hessian @ error
+            for begin in range(0, n, max(1, CHUNK_ELEMENTS // k)):
+                columns = slice(begin, begin + max(1, CHUNK_ELEMENTS // k))
+                self._begin(j, columns, matrix.codes[:, columns], weight[:, columns][matrix.perm])
+
+    def _begin(self, j: int, columns: slice, codes: torch.Tensor, weight: torch.Tensor) -> None:
+        """Take over codes of a matrix, (k, c), and compute the gradient for its weights."""
+        panels = len(self.half_range)
+        steps = codes.float().view(panels, PANEL_ROWS, -1)
+        steps -= self.half_range[:, j, None, columns]
+        error = (steps * self.scales.decoded[:, j, None, columns]).view(weight.shape).sub_(weight)
+        own = (len(weight), *self.shape)
+        self.steps.view(own)[:, j, columns] = steps.view(weight.shape)
+        self.gradient.view(own)[:, j, columns] = self.metric.hessian @ error
 
     def _read(self, j: int, matrix: RoundedMatrix) -> None:
         """Take over the scales of a matrix."""

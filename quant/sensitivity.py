@@ -8,12 +8,13 @@ and their gradients, at any depth.
 import logging
 import math
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from exl2flow.core.background import Background, HostTensors, to_host
+from exl2flow.core.background import Background, HostTensors, readers, to_host
 from exl2flow.core.config import ConversionConfig, SensitivityOptions
 from exl2flow.core.errors import CalibrationError
 from exl2flow.core.files import read_tensors, write_tensors
@@ -22,7 +23,14 @@ from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer
 from exl2flow.quant.backward import LOGIT_ELEMENTS, Sums, head_backward, sublayer_backward
-from exl2flow.quant.fisher import Factors, FactorSum, factor_bytes, read_file, storing_factors
+from exl2flow.quant.fisher import (
+    Factors,
+    FactorSum,
+    StoredFactors,
+    factor_bytes,
+    storing_factors,
+    unpacked,
+)
 from exl2flow.quant.source import DTYPE, SourceModel, placed
 from exl2flow.quant.tokens import text_rows
 from exl2flow.quant.walk import advance, save_states
@@ -57,7 +65,30 @@ def read_factors(
     Raises:
         CorruptCheckpoint: a file is missing or damaged.
     """
-    return read_file(folder / (HEAD_FILE if index == "head" else factor_file(index)), device)
+    return FactorFiles(folder, torch.device(device)).read(index)
+
+
+class FactorFiles:
+    """The factors of a finished stage; beside a GPU, the next ones are read ahead."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder = folder
+        self.device = device
+        self._ahead: dict[Path, Future[StoredFactors]] = {}
+
+    def read(self, index: int | Literal["head"]) -> dict[str, Factors]:
+        """See `read_factors`."""
+        path = self._path(index)
+        ahead = self._ahead.pop(path, None)
+        stored = ahead.result() if ahead else StoredFactors.read(path)
+        if self.device.type == "cuda" and index != "head":
+            following = self._path(index + 1)
+            following = following if following.exists() else self._path("head")
+            self._ahead[following] = readers().submit(StoredFactors.read, following, pinned=True)
+        return unpacked(stored, self.device)
+
+    def _path(self, index: int | Literal["head"]) -> Path:
+        return self.folder / (HEAD_FILE if index == "head" else factor_file(index))
 
 
 def spread_rows(folder: Path, count: int) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """The source model as quantization sees it: spec with overrides, lazy tensors, working dtype."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.memory import free_memory, limit_memory
 from exl2flow.model import (
     Head,
     ModelSpec,
@@ -50,6 +52,7 @@ class SourceModel:
         rope = config.rope
         spec = resolve(config.source).with_rope(scale=rope.scale, alpha=rope.alpha)
         where = torch.device(device)
+        limit_memory(where, config.max_memory)
         dtype = NARROW if where.type == "cuda" and not gradients else DTYPE
         return cls(spec=spec, tensors=TensorFiles(config.source), device=where, dtype=dtype)
 
@@ -145,9 +148,9 @@ def room_for(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu":
         return torch.empty(shape, dtype=DTYPE)
-    free, _ = torch.cuda.mem_get_info(device)
-    if math.prod(shape) * DTYPE.itemsize <= RESIDENT_SHARE * free:
-        return torch.empty(shape, dtype=DTYPE, device=device)
+    if math.prod(shape) * DTYPE.itemsize <= RESIDENT_SHARE * free_memory(device):
+        with suppress(torch.OutOfMemoryError):
+            return torch.empty(shape, dtype=DTYPE, device=device)
     return torch.empty(shape, dtype=DTYPE, pin_memory=True)
 
 
@@ -161,21 +164,27 @@ class StatesCheck:
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._shares: dict[int, torch.Tensor] = {}
+        self._largest: dict[int, torch.Tensor] = {}
 
     def add(self, row: int, states: torch.Tensor) -> None:
         """Look at a row's states, fp32 (..., hidden)."""
-        self._shares[row] = (~states.isfinite()).sum() / states.numel()
+        self._largest[row] = torch.linalg.vector_norm(states, ord=math.inf)
 
-    def finish(self) -> None:
+    def finish(self, found: torch.Tensor | Mapping[int, torch.Tensor]) -> None:
         """Tell what was found.
+
+        Args:
+            found: row → its states.
 
         Raises:
             NonFiniteState: naming sublayer, row and share of elements.
         """
-        shares = torch.stack(list(self._shares.values())).tolist() if self._shares else []
-        for row, share in zip(self._shares, shares, strict=True):
-            if share:
+        if not self._largest:
+            return
+        finite = torch.stack(list(self._largest.values())).isfinite().tolist()
+        for row, is_finite in zip(self._largest, finite, strict=True):
+            if not is_finite:
+                share = 1 - float(found[row].isfinite().float().mean())
                 raise NonFiniteState(
                     f"hidden states after `{self.where}` hold NaN or infinity in {share:.2%} of "
                     f"row {row}; the model overflows on this text: check the source, or try other "

@@ -35,13 +35,12 @@ from exl2flow.quant.improvement import improve, params_of, unpacked
 from exl2flow.quant.packed import Packed
 from exl2flow.quant.quantize import (
     ERROR_ROWS,
-    FEEDBACK_LIMIT,
     HEAD_FILE,
     install,
     read_report,
     sublayer_file,
 )
-from exl2flow.quant.sensitivity import read_factors
+from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.stored import StoredModel, refinement
 from exl2flow.quant.tokens import load_rows, split_rows
@@ -61,7 +60,8 @@ class Upgrading:
         self.run = run
         self.stored = stored
         self.options = run.config.rounding
-        self.factors = run.inputs.get("sensitivity")
+        factors = run.inputs.get("sensitivity")
+        self.factors = factors and FactorFiles(factors, torch.device(run.device))
 
     def file(self, sublayer: SublayerSpec) -> str:
         """See `SublayerWork`."""
@@ -139,7 +139,7 @@ class Upgrading:
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
 
     def _read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
-        return {} if self.factors is None else read_factors(self.factors, index, self.run.device)
+        return self.factors.read(index) if self.factors else {}
 
     def _factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
@@ -165,7 +165,7 @@ class Upgrading:
         """Return what takes the place of a stored matrix, and the report on it."""
         weight = padded_weight(linear)
         old = unpacked(stored, weight.device)
-        if stored.shape != tuple(weight.shape) or weight.numel() > FEEDBACK_LIMIT:
+        if stored.shape != tuple(weight.shape):
             return self._kept(projection, stored, weight, hessian)
         output = None
         if factors is not None:

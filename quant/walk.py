@@ -69,11 +69,11 @@ def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
     """Run every row through a sublayer, in place."""
     check = StatesCheck(sublayer.spec.name)
     for row in range(len(states)):
-        hidden = states[row : row + 1].to(device_of(sublayer))
+        hidden = states[row : row + 1].to(device_of(sublayer), non_blocking=True)
         output = sublayer(hidden)[0]
         check.add(row, output)
-        states[row] = output
-    check.finish()
+        states[row].copy_(output, non_blocking=True)
+    check.finish(states)
 
 
 def walk(
@@ -137,6 +137,8 @@ def save_states(
     folder: StageFolder, states: torch.Tensor, index: int, background: Background
 ) -> None:
     """Save the states entering sublayer `index`, which may change as soon as this returns."""
+    if states.is_pinned():
+        torch.cuda.synchronize()  # what the device puts there may be on its way
     waiting = to_host({"states": states}, hold=True)
     background.submit(lambda: folder.save_states(waiting()["states"], index))
     if not states.is_cuda:

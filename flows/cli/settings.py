@@ -104,9 +104,17 @@ RESULT: Panel = (
         ),
     ),
 )
+MAX_MEMORY = Setting(
+    flag="--max-memory",
+    field="max_memory",
+    metavar="SIZE",
+    default="all there is",
+    help="Memory of the GPU to use at most, as 24GB; states then lie in main memory if need be.",
+)
 RUNNING: Panel = (
     "Running",
     (
+        MAX_MEMORY,
         Setting(
             flag="--work-root",
             field="work_root",

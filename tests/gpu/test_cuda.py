@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from columns import whole_groups
 from conversions import small_config
+from roundings import whole_groups
 from tiny import make_tiny
 
 from exl2flow.core.config import ScaleSearch

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from columns import whole_groups
+from roundings import whole_groups
 
 from exl2flow.kernels import PANEL_ROWS, BegunGroups, Group, Ops, Scales, get_ops
 from exl2flow.kernels.torch_ops import TORCH_OPS

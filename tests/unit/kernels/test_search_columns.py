@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from columns import whole_groups
+from roundings import whole_groups
 
 from exl2flow.kernels.torch_ops import TORCH_OPS
 

@@ -194,15 +194,6 @@ def test_hopeless_hessian_is_replaced_by_the_identity(
     assert "remedy=identity Hessian" in caplog.text
 
 
-def test_without_feedback_keeps_the_order_only() -> None:
-    item = factor(positive_definite())
-
-    plain = item.without_feedback()
-
-    assert torch.equal(plain.upper, torch.eye(K))
-    assert torch.equal(plain.perm, item.perm)
-
-
 def test_relative_error_is_that_of_the_outputs() -> None:
     x, weight = torch.randn(100, K), torch.randn(K, 8)
     rounded = weight + 0.01 * torch.randn(K, 8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from roundings import to_nearest
 
 from exl2flow.core.config import RoundingOptions
 from exl2flow.kernels import Group
@@ -49,7 +50,7 @@ def problem(n: int = COLUMNS) -> tuple[torch.Tensor, HessianFactor]:
 
 def roughly(weight: torch.Tensor, item: HessianFactor, params: QuantParams) -> RoundedMatrix:
     """Round to nearest in an order that no Hessian gives."""
-    shuffled = replace(item, perm=torch.randperm(ROWS)).without_feedback()
+    shuffled = to_nearest(replace(item, perm=torch.randperm(ROWS)))
     job = RoundingJob(weight=weight, params=params)
     return next(round_matrices([job], shuffled, search="grid"))
 

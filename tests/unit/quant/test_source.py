@@ -119,10 +119,10 @@ def test_states_that_are_not_finite_name_sublayer_row_and_share() -> None:
 
     check = StatesCheck("layers.3.mlp")
     check.add(0, torch.full((2, 2), 1e38))
-    check.finish()
+    check.finish({})
     check.add(7, states)
     with pytest.raises(NonFiniteState, match=r"after `layers\.3\.mlp` .* 5\.00% of row 7"):
-        check.finish()
+        check.finish({7: states})
 
 
 def test_rope_override_changes_attention_and_nothing_else(source: Path) -> None:
