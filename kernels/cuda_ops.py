@@ -4,6 +4,7 @@ Nothing waits for the device. Each method computes what the torch one does, in a
 sums; what is not overridden is torch on the device.
 """
 
+import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -231,22 +232,31 @@ class CudaOps(TorchOps):
         if times == 0:
             return
         current = torch.cuda.current_stream()
-        first = _recording(current)
-        graph = _recorded(work, first.pool())
+        stream, first = _recorder(current)
+        stream.wait_stream(current)
+        graph = _recorded(work, stream, first.pool())
         for _ in range(times):
             graph.replay()
 
 
 @lru_cache(maxsize=16)
-def _recording(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Return what keeps the memory of a stream's recordings from one to the next."""
-    return _recorded(lambda: torch.zeros(1, device=stream.device), torch.cuda.graph_pool_handle())
+def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """Return where the recordings of a stream are made, and a first one, which keeps their memory.
 
-
-def _recorded(work: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    Torch hands out its 32 streams in turn: what made new ones would record other streams' work.
+    """
     stream = torch.cuda.Stream(current.device)  # type: ignore[no-untyped-call]  # torch
-    stream.wait_stream(current)
+    pool = torch.cuda.graph_pool_handle()
+    return stream, _recorded(lambda: torch.zeros(1, device=current.device), stream, pool)
+
+
+atexit.register(_recorder.cache_clear)  # while the driver is there
+
+
+def _recorded(
+    work: Callable[[], object], stream: torch.cuda.Stream, pool: Any
+) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), _RECORDING:
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:

@@ -6,12 +6,21 @@ Torch fills fresh memory with NaN here, so that what a kernel leaves unwritten s
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from roundings import whole_groups
 
-from exl2flow.kernels import PANEL_ROWS, BegunGroups, Group, Ops, Scales, get_ops
+from exl2flow.kernels import (
+    PANEL_ROWS,
+    BegunGroups,
+    Group,
+    Ops,
+    Scales,
+    at_the_same_time,
+    get_ops,
+)
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -254,6 +263,22 @@ def test_repeated_work_is_that_of_a_loop(ops: Ops) -> None:
     ops.repeat(work, 4)
 
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_many_recordings_beside_each_other(ops: Ops) -> None:
+    h = positive(256) / 256
+    starts = [torch.randn(256, 4096, device=DEVICE) for _ in range(2)]
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        ops.repeat(lambda: x.addmm_(h, x.clone()), 3)
+        return x * 2  # not recorded
+
+    expected = [work(x.clone()) for x in starts]
+
+    for _ in range(40):  # more than torch has streams
+        works = [partial(work, x.clone()) for x in starts]
+        for found, one in zip(at_the_same_time(works, h.device), expected, strict=True):
+            assert torch.equal(found, one)
 
 
 def test_kernels_follow_the_current_stream(ops: Ops) -> None:
