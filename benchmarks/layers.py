@@ -59,9 +59,10 @@ def make_model(folder: Path, shape: str, layers: int) -> None:
             part = "mlp" if name in ("gate_proj", "up_proj") else "self_attn"
             shapes[f"model.layers.{layer}.{part}.{name}"] = (count, hidden)
         shapes[f"model.layers.{layer}.mlp.down_proj"] = (hidden, intermediate)
-    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
     tensors = {
-        f"{key}.weight": (torch.randn(size, generator=generator) * size[1] ** -0.5).half()
+        f"{key}.weight": (torch.randn(size, device=device) * size[1] ** -0.5).half().cpu()
         for key, size in shapes.items()
     }
     norms = ["model.norm"]
@@ -110,6 +111,7 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     log = logging.getLogger("exl2flow.quant")
     log.setLevel(logging.INFO)
     print("| stage | seconds | per layer | peak GB |\n|---|---|---|---|")
+    all_seconds = 0.0
     for name in pipeline.stages:
         times = LayerTimes()
         log.addHandler(times)
@@ -122,9 +124,11 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
         seconds = time.monotonic() - begun
         log.removeHandler(times)
         peak = torch.cuda.max_memory_reserved() / 1e9 if on_gpu else 0.0
+        all_seconds += seconds
         print(f"| {name} | {seconds:.2f} | {times.last():.2f} | {peak:.1f} |", flush=True)
         if name == last:
             break
+    print(f"| all | {all_seconds:.2f} | | |")
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ from exl2flow.kernels.torch_refit import (
     times_output,
 )
 
-_RECORDING = threading.Lock()  # one at a time: recordings share the state of random numbers
+_RECORDING = threading.Lock()  # recordings register with the generator of random numbers
 THREADS = 128  # of a CTA where each thread has a column
 
 
@@ -232,11 +232,13 @@ class CudaOps(TorchOps):
         if times == 0:
             return
         current = torch.cuda.current_stream()
-        stream, first = _recorder(current)
-        stream.wait_stream(current)
-        graph = _recorded(work, stream, first.pool())
-        for _ in range(times):
-            graph.replay()
+        with _RECORDING:
+            stream, first = _recorder(current)
+            stream.wait_stream(current)
+            graph = _recorded(work, stream, first.pool())
+            for _ in range(times):
+                graph.replay()
+            del graph  # what is on its way goes on
 
 
 @lru_cache(maxsize=16)
@@ -257,7 +259,7 @@ def _recorded(
     work: Callable[[], object], stream: torch.cuda.Stream, pool: Any
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), _RECORDING:
+    with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()
