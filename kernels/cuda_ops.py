@@ -23,6 +23,7 @@ from exl2flow.kernels.ops import (
     device_table,
     half_ranges,
 )
+from exl2flow.kernels.streams import kept
 from exl2flow.kernels.torch_ops import (
     GRID_EXPONENT,
     GRID_POINTS,
@@ -326,7 +327,7 @@ def _warps(columns: int) -> int:
     return -(-columns // 32) * 32
 
 
-@lru_cache(maxsize=1024)
+@kept
 def _panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
     """Return bits, first word and group of every panel, int64 (panels, 3), and all words."""
     rows: list[tuple[int, int, int]] = []

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
-from exl2flow.kernels.streams import sent
+from exl2flow.kernels.streams import kept, sent
 
 SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
-TABLES = 1 << 16  # kept on a device
 PANEL_ROWS = 32  # rows are rounded so many at a time; every group begins at a multiple of it
 
 
@@ -264,7 +262,7 @@ def tensor_cores() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@lru_cache(maxsize=TABLES)
+@kept
 def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return integers as int64 on a device; a table is sent once.
 
@@ -273,13 +271,13 @@ def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
-@lru_cache(maxsize=TABLES)
+@kept
 def half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return 2 ** (bits - 1) as fp32 on a device; shared like a `device_table`."""
     return sent(torch.tensor([2.0 ** (width - 1) for width in bits]), device)
 
 
-@lru_cache(maxsize=TABLES)
+@kept
 def _inside(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
     inside = torch.arange(max(rows))[:, None] < torch.tensor(rows)
     return sent(inside.float()[:, :, None], device)

@@ -1,15 +1,17 @@
 """Work of a device beside other work of it."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import cache, lru_cache
-from typing import TypeVar
+from functools import cache, lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
 T = TypeVar("T")
+P = ParamSpec("P")
 log = logging.getLogger(__name__)
 
 
@@ -47,8 +49,30 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
         return [work() for work in works]
 
 
+def kept(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep what a function sends to a device, made once even if two threads ask for it.
+
+    Streams do not wait for each other: memory of a second one, freed by whoever asked, would be
+    written again while a kernel that has not begun still needs it. Nothing is ever freed.
+    """
+    lock, made = threading.Lock(), dict[object, T]()
+
+    @wraps(function)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        key = args, tuple(kwargs.items())
+        with lock:
+            if key not in made:
+                made[key] = function(*args, **kwargs)
+            return made[key]
+
+    return ask
+
+
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor on a device, there for every stream, without waiting for other work."""
+    """Return a small tensor on a device, there for every stream, without waiting for other work.
+
+    For functions that are `kept` only.
+    """
     if device.type == "cpu":
         return tensor
     stream = _stream(device, -1)

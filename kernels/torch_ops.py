@@ -5,7 +5,6 @@ nearest even of the format's dequantization law (`docs/format.md` section 3), su
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
 from math import gcd
 
@@ -21,7 +20,7 @@ from exl2flow.kernels.ops import (
     device_table,
     half_ranges,
 )
-from exl2flow.kernels.streams import sent
+from exl2flow.kernels.streams import kept, sent
 from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
@@ -262,7 +261,7 @@ class TorchOps:
 TORCH_OPS: Ops = TorchOps()
 
 
-@lru_cache(maxsize=16)
+@kept
 def search_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of the largest range that are tried as a maximum, fp32 (MAXIMA,)."""
     return sent(torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA), device)

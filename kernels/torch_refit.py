@@ -4,12 +4,11 @@ See `docs/concepts/quality.md`, section 4.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 
 from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
-from exl2flow.kernels.streams import sent
+from exl2flow.kernels.streams import kept, sent
 
 REFIT_MAXIMA = 31  # maxima tried around the present one
 REFIT_SPAN = 0.15  # how far, relative to it
@@ -68,7 +67,7 @@ def refit_scales(
     return steps * (scales.decoded[0] - before).view(-1)
 
 
-@lru_cache(maxsize=16)
+@kept
 def maxima_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of a maximum that are tried, fp32 (REFIT_MAXIMA,)."""
     return sent(1 + torch.linspace(-REFIT_SPAN, REFIT_SPAN, REFIT_MAXIMA), device)

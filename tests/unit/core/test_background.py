@@ -1,0 +1,106 @@
+"""Work done by a thread: in order, with context, errors brought back, nothing after an error."""
+
+import threading
+from contextvars import ContextVar
+from functools import partial
+
+import pytest
+import torch
+
+from exl2flow.core.background import MOST_WAITING, Background, to_host
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")  # only the kind counts here
+
+where: ContextVar[str] = ContextVar("where")
+
+
+def test_beside_a_gpu_work_is_done_in_order_by_another_thread() -> None:
+    done: list[tuple[int, bool]] = []
+
+    def work(number: int) -> None:
+        done.append((number, threading.current_thread() is threading.main_thread()))
+
+    with Background(GPU) as background:
+        for number in range(5):
+            background.submit(partial(work, number))
+
+    assert done == [(number, False) for number in range(5)]
+
+
+def test_where_the_cpu_computes_work_is_done_at_once() -> None:
+    done: list[int] = []
+    with Background(CPU) as background:
+        background.submit(lambda: done.append(1))
+        assert done == [1]
+
+
+def test_few_pieces_wait() -> None:
+    gate, begun = threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        gate.wait(5)
+        begun.append(number)
+
+    with Background(GPU) as background:
+        for number in range(MOST_WAITING):
+            background.submit(partial(work, number))
+        late = threading.Thread(target=lambda: background.submit(partial(work, 9)))
+        late.start()
+        late.join(0.1)
+        assert late.is_alive()
+        gate.set()
+        late.join(5)
+
+    assert begun == [*range(MOST_WAITING), 9]
+
+
+def test_an_error_reaches_the_caller_and_ends_all() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    def later() -> None:
+        with Background(GPU) as background:
+            background.submit(fail)
+            background.submit(lambda: done.append(1))
+
+    with pytest.raises(OSError, match="the disk is full"):
+        later()
+    assert not done
+
+
+def test_an_error_of_the_caller_waits_for_what_was_submitted() -> None:
+    gate, done = threading.Event(), list[int]()
+
+    def work() -> None:
+        gate.wait(5)
+        done.append(1)
+
+    def fail() -> None:
+        with Background(GPU) as background:
+            background.submit(work)
+            gate.set()
+            raise KeyError("other")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert done == [1]
+
+
+def test_work_sees_the_context_of_the_caller() -> None:
+    seen: list[str] = []
+    where.set("here")
+    with Background(GPU) as background:
+        background.submit(lambda: seen.append(where.get()))
+
+    assert seen == ["here"]
+
+
+def test_tensors_in_main_memory_are_passed_on() -> None:
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3)}
+
+    found = to_host(tensors)()
+
+    assert found["a"] is tensors["a"]
+    assert found["b"] is tensors["b"]
