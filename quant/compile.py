@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from exl2flow.core.background import readers
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
 from exl2flow.core.files import (
@@ -254,7 +255,8 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     """Read every tensor back and compare it, reconstructed, with what was quantized."""
     written = TensorFiles(out)
     plain = dict(plain_tensors(spec))
-    for key, sha256 in _reports(quantized, spec):
+
+    def check(key: str, sha256: str) -> None:
         names = [name for name in written.names if name.startswith(f"{key}.")]
         matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
         if reconstruction_digest(matrix.to(device).dequantize()) != sha256:
@@ -264,6 +266,11 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
             )
         if matrix.bias is not None:
             plain[f"{key}.bias"] = tuple(matrix.bias.shape)
+
+    # beside a GPU, which decodes, some matrices are read and hashed at the same time
+    together = map if device == "cpu" else readers().map
+    for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
+        pass
     for name, shape in plain.items():
         found, expected = (
             t.view(torch.int16) for t in (written.read(name), tensors.read(name, shape))

@@ -180,7 +180,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=4,
+    schema=5,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,

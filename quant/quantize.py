@@ -286,7 +286,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 QUANTIZE = Stage(
     name="quantize",
-    schema=5,
+    schema=6,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,

@@ -262,7 +262,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 REFINE = Stage(
     name="refine",
-    schema=2,
+    schema=3,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,
