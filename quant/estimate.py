@@ -23,7 +23,14 @@ from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_w
 from exl2flow.quant.divergence import divergence
 from exl2flow.quant.fisher import Factors, estimated_nats
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, head_hessian, mixed
+from exl2flow.quant.hessian import (
+    HessianFactor,
+    collect_hessians,
+    factor,
+    head_hessian,
+    mixed,
+    squared_norm,
+)
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of
@@ -131,16 +138,15 @@ class Projection:
         Returns:
             fp64 (options, 2, k), in act-order.
         """
-        size = ((self.hessian @ self.weight) * self.weight).sum().clamp(min=LEAST_SIZE)
+        size = squared_norm(self.hessian, self.weight).clamp(min=LEAST_SIZE)
         costs = []
         for matrix in self.rounded(options, search, keep_fed_back=True):
             assert matrix.fed_back is not None
             found = matrix.dequantize().float()
-            objective = (self.factors.output.apply(matrix.fed_back) * matrix.fed_back).sum(dim=1)
-            shares = objective.clamp(min=0).double()
+            shares = self.factors.output.row_norms(matrix.fed_back).clamp(min=0).double()
             shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
             error = found - self.weight
-            squared = ((self.hessian @ error) * error).sum().clamp(min=0) / size
+            squared = squared_norm(self.hessian, error).clamp(min=0) / size
             cost = self.nats(error) if nats is None else nats(found)
             costs.append(torch.stack([cost, squared])[:, None].double() * shares)
         return torch.stack(costs)

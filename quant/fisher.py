@@ -6,7 +6,7 @@ square of the out-features.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -49,6 +49,23 @@ class OutputFactor:
         number, size, _ = self.blocks.shape
         split = _split(x.reshape(-1, self.columns), number, size)  # (number, m, b)
         return torch.bmm(split, self.blocks).transpose(0, 1).reshape(x.shape)
+
+    def parts(self, x: torch.Tensor) -> Iterator[tuple[Self, torch.Tensor]]:
+        """Divide the columns of x (m, n), which may be wide, and the factor with them."""
+        size = self.blocks.shape[-1]
+        step = max(1, CHUNK_ELEMENTS // len(x) // size) * size
+        for part, begin in zip(
+            torch.split(x, step, dim=1), range(0, x.shape[1], step), strict=True
+        ):
+            blocks = self.blocks[begin // size : -(-(begin + part.shape[1]) // size)]
+            yield replace(self, blocks=blocks, columns=part.shape[1]), part
+
+    def row_norms(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x H_O xᵀ` of each row of x (m, n), (m,)."""
+        norms = x.new_zeros(len(x))
+        for output, part in self.parts(x):
+            norms += (output.apply(part) * part).sum(dim=1)
+        return norms
 
     def damped(self, share: float) -> Self:
         """Return `H_O / mean(diag H_O) + share · I`."""
@@ -94,12 +111,8 @@ def estimated_nats(error: torch.Tensor, factors: Factors) -> torch.Tensor:
     Returns:
         fp32 (), on the device: nothing waits for it.
     """
-    total, size = error.new_zeros(()), factors.output.blocks.shape[-1]
-    step = max(1, CHUNK_ELEMENTS // len(error) // size) * size
-    for begin in range(0, error.shape[1], step):  # the head is wide
-        part = error[:, begin : begin + step]
-        columns = slice(begin // size, begin // size + -(-part.shape[1] // size))
-        output = OutputFactor(blocks=factors.output.blocks[columns], columns=part.shape[1])
+    total = error.new_zeros(())
+    for output, part in factors.output.parts(error):
         total = total + (factors.input @ part).mul_(output.apply(part)).sum()
     return total / 2
 

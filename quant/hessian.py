@@ -20,7 +20,7 @@ LEAST_DAMPING = 1e-5
 IDENTITY = "identity Hessian"  # the last remedy
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
 ROWS_TOGETHER = 4  # that a GPU adds to a Hessian at a time
-CHUNK_ELEMENTS = 1 << 28  # of a matrix that are looked at together
+CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
 ATTEMPTS = 10  # each adds the damping once more
 
 
@@ -77,9 +77,14 @@ class HessianFactor:
 
     def damped(self) -> torch.Tensor:
         """Return the damped Hessian in act-order, fp32 (k, k)."""
-        ordered = self.hessian[self.perm][:, self.perm]
+        ordered = in_order(self.hessian, self.perm)
         ordered.diagonal().add_(self.added)
         return ordered
+
+
+def in_order(hessian: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    """Return a Hessian fp32 (k, k) with rows and columns permuted."""
+    return hessian[perm[:, None], perm]
 
 
 def relative_error(
@@ -89,14 +94,16 @@ def relative_error(
 
     The result is fp32 (), on the device: nothing waits for it.
     """
-    error = size = hessian.new_zeros(())
-    step = max(1, CHUNK_ELEMENTS // len(weight))
-    for begin in range(0, weight.shape[1], step):  # the head is wide
-        part = weight[:, begin : begin + step]
-        difference = part - rounded[:, begin : begin + step]
-        error = error + (hessian @ difference).mul_(difference).sum()
-        size = size + (hessian @ part).mul_(part).sum()
-    return (error / size.clamp(min=1e-30)).clamp(min=0).sqrt()
+    size = squared_norm(hessian, weight)
+    return (squared_norm(hessian, weight - rounded) / size.clamp(min=1e-30)).clamp(min=0).sqrt()
+
+
+def squared_norm(hessian: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return tr(Xᵀ H X) of x fp32 (k, n), fp32 ()."""
+    total = hessian.new_zeros(())
+    for part in torch.split(x, max(1, CHUNK_ELEMENTS // len(x)), dim=1):
+        total = total + (hessian @ part).mul_(part).sum()
+    return total
 
 
 def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> torch.Tensor:
@@ -109,7 +116,7 @@ def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) ->
     """
     total = _normalized(hessian)
     if weighted is not None and share > 0:
-        total = torch.lerp(total, _normalized(weighted.to(hessian.device)), share)
+        total.lerp_(_normalized(weighted.to(hessian.device)), share)
     return total
 
 
@@ -176,7 +183,7 @@ def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor
         name: the projection, for the log.
     """
     perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    ordered = hessian[perm][:, perm]
+    ordered = in_order(hessian, perm)
     mean = float(ordered.diagonal().double().mean())  # a sum in fp32 may overflow
     for remedy, matrix, added in _attempts(ordered, max(damping * mean, LEAST_DAMPING)):
         try:
@@ -205,10 +212,15 @@ def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:
     Raises:
         SingularHessian: a factor does not exist or is not finite.
     """
-    damped = ordered + damping * torch.eye(len(ordered), dtype=ordered.dtype, device=ordered.device)
-    lower, failed = torch.linalg.cholesky_ex(damped)
+    diagonal = ordered.diagonal()
+    own = diagonal.clone()
+    diagonal.add_(damping)  # no copy, for a Hessian can be as large as all else
+    lower, failed = torch.linalg.cholesky_ex(ordered)
+    diagonal.copy_(own)
     if not failed:
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        inverse = torch.cholesky_inverse(lower)
+        del lower
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
     if failed or not upper.isfinite().all():
         raise SingularHessian("no Cholesky factor")
     factored: torch.Tensor = upper.float()
