@@ -1,6 +1,7 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
 from exl2flow.kernels.ops import (
+    MOST_COLUMNS,
     PANEL_ROWS,
     BegunGroups,
     Group,
@@ -16,6 +17,7 @@ from exl2flow.kernels.streams import at_the_same_time
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
+    "MOST_COLUMNS",
     "PANEL_ROWS",
     "BegunGroups",
     "Group",

@@ -10,10 +10,9 @@ from pathlib import Path
 import cupy
 
 from exl2flow.kernels import torch_descent, torch_ops, torch_refit
-from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS
+from exl2flow.kernels.ops import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 
 FOLDER = Path(__file__).with_name("cuda")
-MOST_COLUMNS = 1024  # of a block of the output factor: a CTA has a thread for each
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
 DEFINITIONS = {

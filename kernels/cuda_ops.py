@@ -7,14 +7,16 @@ sums; what is not overridden is torch on the device.
 import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
 import cupy
 import torch
 
-from exl2flow.kernels.compiler import GRID_TOGETHER, MOST_COLUMNS, function
+from exl2flow.kernels.compiler import GRID_TOGETHER, function
 from exl2flow.kernels.ops import (
+    MOST_COLUMNS,
     PANEL_ROWS,
     BegunGroups,
     Group,
@@ -264,8 +266,11 @@ def _recorded(
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # for what was recorded is of no use
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
 
 

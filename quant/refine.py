@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from exl2flow.kernels import (
+    MOST_COLUMNS,
     PANEL_ROWS,
     BegunGroups,
     Scales,
@@ -69,7 +70,11 @@ def refine_together(
         for _ in range(sweeps):
             state.descend()
 
-    state.ops.repeat(once, rounds)
+    if metric.output is not None and metric.output.shape[1] > MOST_COLUMNS:
+        for _ in range(rounds):
+            once()
+    else:
+        state.ops.repeat(once, rounds)
     return state.results()
 
 
