@@ -60,7 +60,7 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def ask(*args: P.args, **kwargs: P.kwargs) -> T:
         key = args, tuple(kwargs.items())
-        with lock:
+        with lock, torch.inference_mode(False):  # gradients, too, may use it
             if key not in made:
                 made[key] = function(*args, **kwargs)
             return made[key]

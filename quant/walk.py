@@ -124,7 +124,7 @@ def walk(
                 finished[spec.index] = True
                 background.submit(partial(commit, spec, store, begun, sum(finished)))
             is_last = run.stop.signum is not None
-            if is_last or folder.states_are_due():
+            if is_last or (spec.index + 1 < stop and folder.states_are_due()):
                 save_states(folder, states, spec.index + 1, background)
             if is_last:
                 background.wait()
