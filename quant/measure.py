@@ -95,7 +95,7 @@ def _candidate_errors(
     """Return each candidate's mean over rows of ‖y - y_ref‖ / ‖y_ref‖."""
     first = [p.name for p in sublayer.spec.projections if p.capture == "input"]
     last = [p.name for p in sublayer.spec.projections if p.capture == "inner"]
-    totals = [0.0] * len(candidates)
+    totals = torch.zeros(len(candidates), dtype=torch.float64, device=targets.device)
     sharing: dict[tuple[QuantParams, ...], list[int]] = {}
     for index, candidate in enumerate(candidates):
         sharing.setdefault(tuple(candidate[name] for name in first), []).append(index)
@@ -109,8 +109,8 @@ def _candidate_errors(
             for index, linears in outputs.items():
                 sublayer.linears.update(zip(last, linears, strict=True))
                 difference = sublayer.output(hidden, inner)[0].to(target.device) - target
-                totals[index] += float(difference.norm() / target.norm())
-    return [total / len(states) for total in totals]
+                totals[index] += difference.norm() / target.norm()
+    return (totals / len(states)).tolist()
 
 
 Variants = dict[tuple[str, QuantParams], RoundedMatrix]
