@@ -26,9 +26,8 @@ from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
-    factor,
     head_hessian,
-    mixed,
+    shared_factor,
     squared_norm,
 )
 from exl2flow.quant.measurement import CandidateResult, projection_bits
@@ -82,18 +81,13 @@ class Estimating(OverSource):
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
         """Factor the Hessian of what projections read, and record what had to be done for that."""
-        item = shared_factor(hessian, factors[first.name], self.options, name=first.reads)
-        if item.remedy:
-            self.folder.note(f"{first.reads}: {item.remedy}")
-        return item
-
-
-def shared_factor(
-    hessian: torch.Tensor, factors: Factors, options: RoundingOptions, *, name: str
-) -> HessianFactor:
-    """Factor the Hessian that all projections which read one activation are rounded for."""
-    blend = mixed(hessian, factors.input, options.fisher_share)
-    return factor(blend, damping=options.damping, name=name)
+        return shared_factor(
+            hessian,
+            factors[first.name].input,
+            self.options,
+            name=first.reads,
+            note=self.folder.note,
+        )
 
 
 class Projection:

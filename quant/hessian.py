@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exl2flow.core.config import RoundingOptions
 from exl2flow.core.errors import SingularHessian
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.source import StatesCheck, device_of
@@ -172,6 +173,30 @@ def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
     for row in states:
         total.add(head.normed(row[None].to(device)))
     return total.mean()
+
+
+def shared_factor(
+    hessian: torch.Tensor,
+    weighted: torch.Tensor | None,
+    options: RoundingOptions,
+    *,
+    name: str,
+    note: Callable[[str], None] = lambda text: None,
+) -> HessianFactor:
+    """Factor the Hessian that all projections which read one activation are rounded for.
+
+    Args:
+        hessian: of what they read, fp32 (k, k).
+        weighted: the same, weighted by the gradients of the outputs, or None.
+        options: of rounding.
+        name: what they read, for the log.
+        note: records what had to be done for the factor to exist.
+    """
+    blend = mixed(hessian, weighted, options.fisher_share)
+    item = factor(blend, damping=options.damping, name=name)
+    if item.remedy:
+        note(f"{name}: {item.remedy}")
+    return item
 
 
 def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:

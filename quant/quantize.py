@@ -41,9 +41,8 @@ from exl2flow.quant.gptq import (
 )
 from exl2flow.quant.hessian import (
     collect_hessians,
-    factor,
     head_hessian,
-    mixed,
+    shared_factor,
 )
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.packed import Packed, Reports, storing
@@ -122,12 +121,7 @@ class Rounding:
         found = {name: item.to(hessian.device) for name, item in factors.items()}
         first = projections[0]
         weighted = found[first.name].input if found else None
-        name = first.reads
-        item = factor(
-            mixed(hessian, weighted, options.fisher_share), damping=options.damping, name=name
-        )
-        if item.remedy:
-            self.folder.note(f"{name}: {item.remedy}")
+        item = shared_factor(hessian, weighted, options, name=first.reads, note=self.folder.note)
         jobs = [
             RoundingJob(
                 weight=padded_weight(linears[p.name]),

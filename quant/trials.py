@@ -14,9 +14,9 @@ from exl2flow.core.config import RoundingOptions
 from exl2flow.model import DenseLinear, Head, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.divergence import mean_divergence
-from exl2flow.quant.estimate import Projection, shared_factor
+from exl2flow.quant.estimate import Projection
 from exl2flow.quant.fisher import Factors
-from exl2flow.quant.hessian import HessianFactor, collect_hessians, head_hessian
+from exl2flow.quant.hessian import HessianFactor, collect_hessians, head_hessian, shared_factor
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
@@ -96,7 +96,7 @@ class Trials:
     def _factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Factors
     ) -> HessianFactor:
-        return shared_factor(hessian, factors, self.options, name=first.reads)
+        return shared_factor(hessian, factors.input, self.options, name=first.reads)
 
     def _round(
         self, projection: Projection, linear: Linear, wanted: tuple[QuantParams, ...]
@@ -104,7 +104,7 @@ class Trials:
         rounded = projection.rounded(wanted, self.options.scale_search)
         return {
             params: DenseLinear(
-                matrix.dequantize().float().T.contiguous(),
+                matrix.dequantize().to(linear.weight.dtype).T.contiguous(),
                 linear.bias,
                 out_features=len(linear.weight),
             )

@@ -26,10 +26,9 @@ from exl2flow.quant.gptq import padded_weight
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
-    factor,
     head_hessian,
-    mixed,
     relative_error,
+    shared_factor,
 )
 from exl2flow.quant.improvement import improve, params_of, unpacked
 from exl2flow.quant.packed import Packed
@@ -146,12 +145,8 @@ class Upgrading:
     ) -> HessianFactor:
         """Return the factor of what a projection and others read."""
         weighted = factors[first.name].input.to(hessian.device) if factors else None
-        name = first.reads
-        metric = mixed(hessian, weighted, self.options.fisher_share)
-        item = factor(metric, damping=self.options.damping, name=name)
-        if item.remedy:
-            self.run.folder.note(f"{name}: {item.remedy}")
-        return item
+        note = self.run.folder.note
+        return shared_factor(hessian, weighted, self.options, name=first.reads, note=note)
 
     def _refine(
         self,

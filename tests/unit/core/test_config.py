@@ -55,6 +55,8 @@ def test_other_head_bits_are_refused_by_name(bits: int) -> None:
         ("bpw", float("nan")),
         ("bpw_total", 1.99),
         ("bpw_total", 16.01),
+        ("max_memory", 0),
+        ("max_memory", "lots"),
         ("target_bytes", 0),
         ("target_bytes", 1.5),
         ("quality", "fine"),

@@ -19,7 +19,7 @@ from exl2flow.core.store import StageFolder
 from exl2flow.kernels import get_ops
 from exl2flow.model import Exl2Linear, QuantizedMatrix, QuantParams, Sublayer, resolve
 from exl2flow.model.exl2 import padded_columns
-from exl2flow.quant import quantize as quantize_module
+from exl2flow.quant import hessian as hessian_module
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
 from exl2flow.quant.candidates import HEAD_PARAMS
 from exl2flow.quant.fisher import Factors
@@ -268,7 +268,7 @@ def test_remedy_is_recorded_and_the_run_goes_on(
     def fail(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
         return factor(torch.full_like(hessian, torch.nan), damping=damping, name=name)
 
-    monkeypatch.setattr(quantize_module, "factor", fail)
+    monkeypatch.setattr(hessian_module, "factor", fail)
 
     pipeline = run_until(config, "quantize")
 
