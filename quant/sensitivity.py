@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 HEAD_FILE = "factors/head.safetensors"
 STATES_DIR = "inputs"  # in the stage folder while it runs
+KEPT_SHARE = 0.5  # of main memory may be taken by states that wait beside a GPU
 HEAD_BLOCK = 1024  # most out-features per block of the head, whose columns are very many
 
 
@@ -169,7 +170,7 @@ class InputStates:
         self.order = model.spec.sublayers
         self.every = states_between(len(self.order))
         size = ids.numel() * model.spec.hidden_size * DTYPE.itemsize
-        room = available_memory() or 0
+        room = KEPT_SHARE * (available_memory() or 0)
         self.in_memory = model.device.type == "cuda" and kept_states(len(self.order)) * size < room
         self.kept: dict[int, HostTensors] = {}
 
