@@ -208,11 +208,10 @@ def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor
         name: the projection, for the log.
     """
     perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    ordered = in_order(hessian, perm)
-    mean = float(ordered.diagonal().double().mean())  # a sum in fp32 may overflow
-    for remedy, matrix, added in _attempts(ordered, max(damping * mean, LEAST_DAMPING)):
+    mean = float(hessian.diagonal()[perm].double().mean())  # a sum in fp32 may overflow
+    for remedy, kind, added in _attempts(max(damping * mean, LEAST_DAMPING)):
         try:
-            upper = _upper(matrix, added)
+            upper = upper_factor(_damped(hessian, perm, kind, added))
         except SingularHessian:
             continue
         if remedy:
@@ -222,30 +221,41 @@ def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
 
-def _attempts(ordered: torch.Tensor, damping: float) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Yield what to factor, in order: (what to record, matrix, what to add to its diagonal)."""
-    yield "", ordered, damping
+def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype | None, float]]:
+    """Yield what to record, the dtype to factor in (None: the identity), and the damping."""
+    yield "", torch.float32, damping
     for times in range(2, ATTEMPTS + 1):
-        yield f"damping x{times}", ordered, times * damping
-    yield "fp64 factor", ordered.double(), damping
-    yield IDENTITY, torch.eye(len(ordered), device=ordered.device), 0.0
+        yield f"damping x{times}", torch.float32, times * damping
+    yield "fp64 factor", torch.float64, damping
+    yield IDENTITY, None, 0.0
 
 
-def _upper(ordered: torch.Tensor, damping: float) -> torch.Tensor:
-    """Return the upper Cholesky factor of (H + damping · I)⁻¹ as fp32.
+def _damped(
+    hessian: torch.Tensor, perm: torch.Tensor, dtype: torch.dtype | None, damping: float
+) -> torch.Tensor:
+    """Return what is factored: a matrix of its own, for a Hessian can be as large as all else."""
+    if dtype is None:
+        return torch.eye(len(perm), device=perm.device)
+    ordered = in_order(hessian, perm).to(dtype)
+    ordered.diagonal().add_(damping)
+    return ordered
+
+
+def upper_factor(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the inverse of a matrix (k, k), fp32.
+
+    A matrix that nobody else refers to is freed on the way.
 
     Raises:
         SingularHessian: a factor does not exist or is not finite.
     """
-    diagonal = ordered.diagonal()
-    own = diagonal.clone()
-    diagonal.add_(damping)  # no copy, for a Hessian can be as large as all else
-    lower, failed = torch.linalg.cholesky_ex(ordered)
-    diagonal.copy_(own)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    del matrix
     if not failed:
         inverse = torch.cholesky_inverse(lower)
         del lower
         upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        del inverse
     if failed or not upper.isfinite().all():
         raise SingularHessian("no Cholesky factor")
     factored: torch.Tensor = upper.float()

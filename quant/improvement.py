@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from exl2flow.core.config import RoundingOptions
+from exl2flow.core.errors import SingularHessian
 from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor
+from exl2flow.quant.hessian import HessianFactor, upper_factor
 from exl2flow.quant.refine import Metric, refine
 
 STORED, ANEW = "stored", "rounded anew"  # where refining begins
@@ -109,17 +110,12 @@ def _rounded_anew(
 ) -> RoundedMatrix | None:
     """Round with the stored groups and permutation; None where no parameters describe them."""
     params = params_of(stored.groups)
-    upper = _upper(metric.hessian)
-    if params is None or upper is None:
+    if params is None:
+        return None
+    try:
+        upper = upper_factor(metric.hessian)
+    except SingularHessian:
         return None
     job = RoundingJob(weight=weight, params=params, output=metric.output)
     (rounded,) = round_matrices([job], replace(item, upper=upper), search=options.scale_search)
     return rounded
-
-
-def _upper(damped: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper Cholesky factor of the inverse, fp32 (k, k), or None if there is none."""
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    if not failed:
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return None if failed or not upper.isfinite().all() else upper
