@@ -216,7 +216,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def test_disk_is_forecast_stage_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make_tiny("llama", tmp_path / "model", num_hidden_layers=1)
+    source = make_tiny("llama", tmp_path / "model", num_hidden_layers=2)
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(tune_module, "STATES_INTERVAL_SECONDS", 0.0)
     config = config_of(source, **EVERYTHING)
