@@ -111,4 +111,4 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _copying(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here

@@ -250,7 +250,7 @@ def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda
 
     Torch hands out its 32 streams in turn: what made new ones would record other streams' work.
     """
-    stream = torch.cuda.Stream(current.device)  # type: ignore[no-untyped-call]  # torch
+    stream = torch.cuda.Stream(current.device)  # type: ignore[no-untyped-call]  # torch has no types here
     pool = torch.cuda.graph_pool_handle()
     return stream, _recorded(lambda: torch.zeros(1, device=current.device), stream, pool)
 

@@ -90,4 +90,4 @@ def _load_linear_algebra(device: torch.device) -> None:
 
 @lru_cache(maxsize=64)
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here

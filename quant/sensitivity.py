@@ -28,6 +28,7 @@ from exl2flow.quant.fisher import (
     FactorSum,
     StoredFactors,
     factor_bytes,
+    read_file,
     storing_factors,
     unpacked,
 )
@@ -66,7 +67,11 @@ def read_factors(
     Raises:
         CorruptCheckpoint: a file is missing or damaged.
     """
-    return FactorFiles(folder, torch.device(device)).read(index)
+    return read_file(_factors_path(folder, index), device)
+
+
+def _factors_path(folder: Path, index: int | Literal["head"]) -> Path:
+    return folder / (HEAD_FILE if index == "head" else factor_file(index))
 
 
 class FactorFiles:
@@ -79,17 +84,14 @@ class FactorFiles:
 
     def read(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """See `read_factors`."""
-        path = self._path(index)
+        path = _factors_path(self.folder, index)
         ahead = self._ahead.pop(path, None)
         stored = ahead.result() if ahead else StoredFactors.read(path)
         if self.device.type == "cuda" and index != "head":
-            following = self._path(index + 1)
-            following = following if following.exists() else self._path("head")
+            following = _factors_path(self.folder, index + 1)
+            following = following if following.exists() else _factors_path(self.folder, "head")
             self._ahead[following] = readers().submit(StoredFactors.read, following, pinned=True)
         return unpacked(stored, self.device)
-
-    def _path(self, index: int | Literal["head"]) -> Path:
-        return self.folder / (HEAD_FILE if index == "head" else factor_file(index))
 
 
 def spread_rows(folder: Path, count: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from exl2flow.quant.estimate import Projection
 from exl2flow.quant.fisher import Factors
 from exl2flow.quant.hessian import HessianFactor, collect_hessians, head_hessian, shared_factor
 from exl2flow.quant.layout import Choice
-from exl2flow.quant.sensitivity import read_factors
+from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel
 from exl2flow.quant.walk import advance
 
@@ -40,7 +40,7 @@ class Trials:
     ) -> None:
         """Prepare; `rows` int64 (rows, t) are those that Hessians are taken from."""
         self.model = model
-        self.factors = factors
+        self.factors = FactorFiles(factors, model.device)
         self.options = options
         self.rows = rows
 
@@ -56,8 +56,8 @@ class Trials:
         states = {name: reference.clone() for name in choices}
         first = next(iter(choices))
         without: dict[str, torch.Tensor] = {}
-        for spec in self.model.spec.sublayers:
-            sublayer = self.model.sublayer(spec)
+        for sublayer in self.model.sublayers(self.model.spec.sublayers):
+            spec = sublayer.spec
             hessians, outputs = collect_hessians(sublayer, seen)
             for row, output in outputs.items():
                 seen[row] = output
@@ -80,7 +80,7 @@ class Trials:
         choices: Mapping[str, Choice],
     ) -> dict[tuple[str, QuantParams], Linear]:
         """Round every distinct matrix that some allocation asks for."""
-        factors = read_factors(self.factors, sublayer.spec.index, self.model.device)
+        factors = self.factors.read(sublayer.spec.index)
         found: dict[tuple[str, QuantParams], Linear] = {}
         for capture, hessian in hessians.items():
             specs = sublayer.spec.reading(capture)
@@ -122,7 +122,7 @@ class Trials:
         """Compare logits, each allocation with its own head."""
         head, projection = self.model.head(), self.model.spec.head
         wanted = tuple(dict.fromkeys(choice[projection.key] for choice in choices.values()))
-        factors = read_factors(self.factors, "head", self.model.device)[projection.name]
+        factors = self.factors.read("head")[projection.name]
         hessian = head_hessian(head, seen)
         item = self._factor(projection, hessian, factors)
         found = Projection(projection, head.linear, hessian, item, factors)
