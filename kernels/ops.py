@@ -250,13 +250,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 @contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Let a GPU multiply fp32 matrices as TF32: of fp16 and bf16 weights nothing is lost.
+def tensor_cores(use: bool = True) -> Iterator[None]:
+    """Let a GPU multiply fp32 matrices as TF32, or not: of fp16 and bf16 weights nothing is lost.
 
-    What that changes is told in `docs/concepts/gpu.md`.
+    That is so for all threads. What it changes is told in `docs/concepts/gpu.md`.
     """
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = use
     try:
         yield
     finally:

@@ -47,12 +47,15 @@ class CrossProducts:
             return
         for capture, wanted in (("input", normed), ("inner", inner)):
             found = read[capture][0]
-            product = found.T @ (wanted[0] - found)
-            self._sums[capture] = self._sums.get(capture, 0) + product
+            if capture not in self._sums:
+                k = found.shape[-1]
+                self._sums[capture] = torch.zeros(k, k, device=found.device)
+            self._sums[capture].addmm_(found.T, wanted[0] - found)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Return capture name → the mean over rows, fp32 (k, k)."""
-        return {capture: total / len(self._fitting) for capture, total in self._sums.items()}
+        """Return capture name → the mean over rows, fp32 (k, k). Ends the sums."""
+        sums, self._sums = self._sums, {}
+        return {capture: total.div_(len(self._fitting)) for capture, total in sums.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,9 @@ class Correction:
         damped = hessian.clone()
         mean = hessian.diagonal().mean()
         damped.diagonal().add_((self.damping * mean).clamp(min=LEAST_DAMPING))
-        return self.strength * torch.cholesky_solve(cross, torch.linalg.cholesky(damped))
+        lower = torch.linalg.cholesky(damped)
+        del damped
+        return torch.cholesky_solve(cross, lower).mul_(self.strength)
 
     def sublayer_targets(
         self,
@@ -92,7 +97,7 @@ class Correction:
         means, paired = crosses.means(), states[:: crosses.pairs.step]
         own = dict(sublayer.linears)
         moves = {
-            capture: self.move(hessian, means[capture]) for capture, hessian in hessians.items()
+            capture: self.move(hessian, means.pop(capture)) for capture, hessian in hessians.items()
         }
         targets = {p.name: moved(own[p.name], moves[p.capture]) for p in sublayer.spec.projections}
         errors = []

@@ -59,10 +59,13 @@ class Estimating(OverSource):
         """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
         factors = self.factors.read(sublayer.spec.index)
+        items = {
+            capture: self.factor(sublayer.spec.reading(capture)[0], hessian, factors)
+            for capture, hessian in hessians.items()
+        }
 
         def work(capture: str) -> dict[str, list[CandidateResult]]:
-            specs, hessian = sublayer.spec.reading(capture), hessians[capture]
-            item = self.factor(specs[0], hessian, factors)
+            specs, hessian, item = sublayer.spec.reading(capture), hessians[capture], items[capture]
             projections = [
                 Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
                 for spec in specs

@@ -6,12 +6,14 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from exl2flow.core.config import RoundingOptions
 from exl2flow.core.errors import SingularHessian
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.source import StatesCheck, device_of
 
@@ -23,6 +25,7 @@ LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
 ROWS_TOGETHER = 4  # that a GPU adds to a Hessian at a time
 CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
 ATTEMPTS = 10  # each adds the damping once more
+LEAF = 512  # rows of a triangular matrix that are inverted at once
 
 
 class HessianSum:
@@ -48,11 +51,11 @@ class HessianSum:
             self._add_waiting()
 
     def mean(self) -> torch.Tensor:
-        """Return `H`, fp32 (k, k); the identity when nothing was added."""
+        """Return `H`, fp32 (k, k); the identity when nothing was added. Ends the sum."""
         if not self._rows:
             return torch.eye(len(self._sum), device=self._sum.device)
         self._add_waiting()
-        return self._sum / self._rows
+        return self._sum.div_(self._rows)
 
     def _add_waiting(self) -> None:
         if self._waiting:
@@ -62,30 +65,70 @@ class HessianSum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HessianFactor:
-    """perm: int64 (k,), in-features by falling diagonal; upper: fp32 (k, k); hessian: fp32 (k, k).
+class MixedHessian:
+    """A weighted sum of matrices, made when it is wanted: each can be as large as all else.
 
-    `hessian` keeps the order of the in-features and is not damped; the identity stands for one that
-    has no factor. `added` is the damping in absolute terms. `remedy` says what was done beside the
-    ordinary damping, or is empty.
+    parts: of each fp32 (k, k), in the order of the in-features, what it is divided by and then
+    multiplied by.
     """
 
-    perm: torch.Tensor
-    upper: torch.Tensor
-    hessian: torch.Tensor
-    added: float
-    remedy: str = ""
+    parts: tuple[tuple[torch.Tensor, torch.Tensor | float, float], ...]
 
-    def damped(self) -> torch.Tensor:
-        """Return the damped Hessian in act-order, fp32 (k, k)."""
-        ordered = in_order(self.hessian, self.perm)
+    @classmethod
+    def plain(cls, hessian: torch.Tensor) -> Self:
+        """Return what stands for one matrix as it is."""
+        return cls(parts=((hessian, 1.0, 1.0),))
+
+    def diagonal(self) -> torch.Tensor:
+        """Return the diagonal, fp32 (k,)."""
+        diagonals = [part.diagonal() / mean * share for part, mean, share in self.parts]
+        return torch.stack(diagonals).sum(dim=0)
+
+    def in_order(self, perm: torch.Tensor) -> torch.Tensor:
+        """Return the sum with rows and columns permuted, fp32 (k, k)."""
+        (first, mean, share), *others = self.parts
+        total = first[perm[:, None], perm].div_(mean).mul_(share)
+        for part, mean, share in others:
+            for begin in range(0, len(perm), max(1, CHUNK_ELEMENTS // len(perm))):
+                rows = perm[begin : begin + max(1, CHUNK_ELEMENTS // len(perm))]
+                total[begin : begin + len(rows)] += part[rows[:, None], perm].div_(mean).mul_(share)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DampedHessian:
+    """What matrices are rounded for.
+
+    undamped: the Hessian. perm: int64 (k,), in-features by falling diagonal. added: the damping in
+    absolute terms.
+    """
+
+    undamped: MixedHessian
+    perm: torch.Tensor
+    added: float
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return it in act-order, (k, k)."""
+        ordered = self.undamped.in_order(self.perm).to(dtype)
         ordered.diagonal().add_(self.added)
         return ordered
 
 
-def in_order(hessian: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """Return a Hessian fp32 (k, k) with rows and columns permuted."""
-    return hessian[perm[:, None], perm]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HessianFactor:
+    """upper: fp32 (k, k), `U` of `hessian`, which is the identity when nothing else has a factor.
+
+    `remedy` says what was done beside the ordinary damping, or is empty.
+    """
+
+    hessian: DampedHessian
+    upper: torch.Tensor
+    remedy: str = ""
+
+    @property
+    def perm(self) -> torch.Tensor:
+        """In-features by falling diagonal, int64 (k,)."""
+        return self.hessian.perm
 
 
 def relative_error(
@@ -107,23 +150,24 @@ def squared_norm(hessian: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> torch.Tensor:
-    """Return the Hessian that is rounded for, of mean diagonal 1, fp32 (k, k).
+def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> MixedHessian:
+    """Return the Hessian that is rounded for, of mean diagonal 1.
 
     Args:
-        hessian: of the inputs.
+        hessian: of the inputs, fp32 (k, k).
         weighted: of the inputs weighted by the gradients of the outputs, or None.
         share: of `weighted` in the mean of both.
     """
-    total = _normalized(hessian)
-    if weighted is not None and share > 0:
-        total.lerp_(_normalized(weighted.to(hessian.device)), share)
-    return total
+    if weighted is None or share == 0:
+        return MixedHessian(parts=((hessian, _mean(hessian), 1.0),))
+    weighted = weighted.to(hessian.device)
+    parts = (hessian, _mean(hessian), 1 - share), (weighted, _mean(weighted), share)
+    return MixedHessian(parts=parts)
 
 
-def _normalized(hessian: torch.Tensor) -> torch.Tensor:
+def _mean(hessian: torch.Tensor) -> torch.Tensor:
     mean = hessian.diagonal().double().mean()  # a sum in fp32 may overflow
-    return (hessian / mean.clamp(min=LEAST_MEAN)).float()
+    return mean.clamp(min=LEAST_MEAN)
 
 
 def collect_hessians(
@@ -199,64 +243,76 @@ def shared_factor(
     return item
 
 
-def factor(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
+def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
     """Factor a Hessian, with remedies in place of a dead run.
 
     Args:
-        hessian: fp32 (k, k).
+        hessian: of what is read.
         damping: added to its diagonal, as a share of the mean diagonal.
         name: the projection, for the log.
     """
-    perm = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    mean = float(hessian.diagonal()[perm].double().mean())  # a sum in fp32 may overflow
-    for remedy, kind, added in _attempts(max(damping * mean, LEAST_DAMPING)):
+    diagonal = hessian.diagonal()
+    perm = torch.argsort(diagonal, descending=True, stable=True)
+    mean = float(diagonal[perm].double().mean())  # a sum in fp32 may overflow
+    for remedy, dtype, added in _attempts(max(damping * mean, LEAST_DAMPING)):
+        damped = DampedHessian(undamped=hessian, perm=perm, added=added)
+        if remedy == IDENTITY:
+            identity = MixedHessian.plain(torch.eye(len(perm), device=perm.device))
+            damped = replace(damped, undamped=identity)
         try:
-            upper = upper_factor(_damped(hessian, perm, kind, added))
+            upper = upper_factor(replace(damped, perm=perm.flip(0)).matrix(dtype))
         except SingularHessian:
             continue
         if remedy:
             log.warning("projection=%s remedy=%s", name, remedy)
-        usable = torch.eye(len(perm), device=perm.device) if remedy == IDENTITY else hessian
-        return HessianFactor(perm=perm, upper=upper, hessian=usable, added=added, remedy=remedy)
+        return HessianFactor(hessian=damped, upper=upper, remedy=remedy)
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
 
-def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype | None, float]]:
-    """Yield what to record, the dtype to factor in (None: the identity), and the damping."""
+def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype, float]]:
+    """Yield what to record, the dtype to factor in, and the damping."""
     yield "", torch.float32, damping
     for times in range(2, ATTEMPTS + 1):
         yield f"damping x{times}", torch.float32, times * damping
     yield "fp64 factor", torch.float64, damping
-    yield IDENTITY, None, 0.0
+    yield IDENTITY, torch.float32, 0.0
 
 
-def _damped(
-    hessian: torch.Tensor, perm: torch.Tensor, dtype: torch.dtype | None, damping: float
-) -> torch.Tensor:
-    """Return what is factored: a matrix of its own, for a Hessian can be as large as all else."""
-    if dtype is None:
-        return torch.eye(len(perm), device=perm.device)
-    ordered = in_order(hessian, perm).to(dtype)
-    ordered.diagonal().add_(damping)
-    return ordered
+@tensor_cores(False)
+def upper_factor(turned: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the inverse of a matrix, fp32 (k, k).
 
+    With J the reversal of rows, `J H J = L Lᵀ` gives `H⁻¹ = Uᵀ U` with `U = J L⁻¹ J`: one
+    factorization and one triangular inverse, and the inverse of `H` itself is never made.
 
-def upper_factor(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse of a matrix (k, k), fp32.
-
-    A matrix that nobody else refers to is freed on the way.
+    Args:
+        turned: (k, k), rows and columns in reverse order; freed on the way if nobody else has it.
 
     Raises:
         SingularHessian: a factor does not exist or is not finite.
     """
-    lower, failed = torch.linalg.cholesky_ex(matrix)
-    del matrix
-    if not failed:
-        inverse = torch.cholesky_inverse(lower)
-        del lower
-        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-        del inverse
-    if failed or not upper.isfinite().all():
+    transposed, failed = torch.linalg.cholesky_ex(turned, upper=True)  # its rows lie in columns
+    del turned
+    if failed:
         raise SingularHessian("no Cholesky factor")
-    factored: torch.Tensor = upper.float()
-    return factored.contiguous()
+    lower = transposed.mT.contiguous()
+    del transposed
+    invert_lower(lower)
+    upper: torch.Tensor = lower.flip(0, 1).float()
+    if not upper.isfinite().all() or not upper.diagonal().all():
+        raise SingularHessian("no Cholesky factor")
+    return upper
+
+
+def invert_lower(lower: torch.Tensor) -> None:
+    """Invert a lower triangular matrix (k, k) in place, by halves whose products are GEMMs."""
+    k = len(lower)
+    if k <= LEAF:
+        identity = torch.eye(k, dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return
+    half = -(-k // (2 * LEAF)) * LEAF
+    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    invert_lower(first)
+    invert_lower(last)
+    below.copy_((last @ below) @ first).neg_()

@@ -13,7 +13,7 @@ from exl2flow.core.errors import SingularHessian
 from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, upper_factor
+from exl2flow.quant.hessian import DampedHessian, HessianFactor, upper_factor
 from exl2flow.quant.refine import Metric, refine
 
 STORED, ANEW = "stored", "rounded anew"  # where refining begins
@@ -76,8 +76,8 @@ def improve(
         output: fp32 (blocks, b, b), metric of errors in one row, or None.
         options: of rounding.
     """
-    in_order = replace(item, perm=stored.perm)
-    metric = Metric(hessian=in_order.damped(), output=output)
+    in_order = replace(item.hessian, perm=stored.perm)
+    metric = Metric(hessian=in_order.matrix(), output=output)
     before = loss(stored, weight, metric)
     found: dict[str, RoundedMatrix] = {}
     losses: dict[str, float] = {}
@@ -104,7 +104,7 @@ def loss(rounded: RoundedMatrix, weight: torch.Tensor, metric: Metric) -> float:
 def _rounded_anew(
     stored: RoundedMatrix,
     weight: torch.Tensor,
-    item: HessianFactor,
+    hessian: DampedHessian,
     metric: Metric,
     options: RoundingOptions,
 ) -> RoundedMatrix | None:
@@ -113,9 +113,10 @@ def _rounded_anew(
     if params is None:
         return None
     try:
-        upper = upper_factor(metric.hessian)
+        upper = upper_factor(metric.hessian.flip(0, 1))
     except SingularHessian:
         return None
     job = RoundingJob(weight=weight, params=params, output=metric.output)
-    (rounded,) = round_matrices([job], replace(item, upper=upper), search=options.scale_search)
+    item = HessianFactor(hessian=hessian, upper=upper)
+    (rounded,) = round_matrices([job], item, search=options.scale_search)
     return rounded

@@ -180,7 +180,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=5,
+    schema=6,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,

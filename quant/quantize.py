@@ -40,6 +40,7 @@ from exl2flow.quant.gptq import (
     side_by_side,
 )
 from exl2flow.quant.hessian import (
+    HessianFactor,
     collect_hessians,
     head_hessian,
     shared_factor,
@@ -102,11 +103,19 @@ class Rounding:
         }
         return {"name": name, "bits": bits, "bpw": bits / numel, "projections": projections}
 
+    def factor(
+        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
+    ) -> HessianFactor:
+        """Return the factor of what a projection and others read."""
+        weighted = factors[first.name].input if factors else None
+        note = self.folder.note
+        return shared_factor(hessian, weighted, self.options, name=first.reads, note=note)
+
     def round(
         self,
         projections: Sequence[ProjectionSpec],
         linears: Mapping[str, Linear],
-        hessian: torch.Tensor,
+        item: HessianFactor,
         factors: Mapping[str, Factors],
     ) -> list[RoundedMatrix]:
         """Round the projections that read one activation.
@@ -114,32 +123,31 @@ class Rounding:
         Args:
             projections: what to round, with the parameters chosen.
             linears: their weights by name.
-            hessian: of what they read, fp32 (k, k).
+            item: the factor of what they read; freed on the way if nobody else has it.
             factors: by name, or empty.
         """
         options = self.options
-        found = {name: item.to(hessian.device) for name, item in factors.items()}
-        first = projections[0]
-        weighted = found[first.name].input if found else None
-        item = shared_factor(hessian, weighted, options, name=first.reads, note=self.folder.note)
         jobs = [
             RoundingJob(
                 weight=padded_weight(linears[p.name]),
                 params=self.choice[p.key],
-                output=found[p.name].output.damped(options.output_damping).blocks
-                if found and options.rounds
+                output=factors[p.name].output.damped(options.output_damping).blocks
+                if factors and options.rounds
                 else None,
             )
             for p in projections
         ]
+        hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
+        del item
+        begun = list(rounded)
         if not options.rounds:
-            return list(round_matrices(jobs, item, search=options.scale_search))
-        damped = item.damped()
+            return begun
+        damped = hessian.matrix()
         return [
             matrix
             for run in alike(jobs)
             for matrix in refine_together(
-                list(round_matrices(run, item, search=options.scale_search)),
+                [begun.pop(0) for _ in run],
                 [job.weight for job in run],
                 Metric(hessian=damped, output=side_by_side([job.output for job in run])),
                 rounds=options.rounds,
@@ -181,11 +189,11 @@ class Quantizing:
         kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
         crosses = CrossProducts(sublayer, states[self.rows :], self.again)
         hessians, reference = collect_hessians(sublayer, quantized, keep=kept, observe=crosses.add)
-        factors = self.rounding.read_factors(sublayer.spec.index)
         source = targets = dict(sublayer.linears)
         if self.again:
             correction = self.rounding.correction
             targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+        factors = self.rounding.read_factors(sublayer.spec.index)
         rounded = self._round(sublayer, targets, hessians, factors)
         packed = []
         for p in sublayer.spec.projections:
@@ -213,9 +221,21 @@ class Quantizing:
     ) -> dict[str, RoundedMatrix]:
         """Return projection → rounded matrix, those that read one activation together."""
 
+        def factor(capture: str) -> HessianFactor:
+            first = sublayer.spec.reading(capture)[0]
+            return self.rounding.factor(first, hessians[capture], factors)
+
+        items = {capture: factor(capture) for capture in hessians}
+
         def work(capture: str) -> dict[str, RoundedMatrix]:
             members = sublayer.spec.reading(capture)
-            found = self.rounding.round(members, linears, hessians[capture], factors)
+            found = self.rounding.round(
+                members,
+                linears,
+                # gone if this is done a second time
+                items.pop(capture) if capture in items else factor(capture),
+                factors,
+            )
             return {p.name: matrix for p, matrix in zip(members, found, strict=True)}
 
         works = [partial(work, capture) for capture in hessians]
@@ -245,7 +265,12 @@ def quantize_head(
         paired = quantized[:: work.again.step]
         target = rounding.correction.head_target(head, hessian, paired, source)
     factors = rounding.read_factors("head")
-    (matrix,) = rounding.round([projection], {projection.name: target}, hessian, factors)
+    (matrix,) = rounding.round(
+        [projection],
+        {projection.name: target},
+        rounding.factor(projection, hessian, factors),
+        factors,
+    )
     packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
 
     def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
@@ -280,7 +305,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 QUANTIZE = Stage(
     name="quantize",
-    schema=6,
+    schema=7,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,

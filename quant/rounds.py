@@ -191,7 +191,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 ALLOCATE = Stage(
     name="allocate",
-    schema=2,
+    schema=3,
     inputs=("tokenize", "sensitivity", "measure"),
     options=_options,
     run=allocate,

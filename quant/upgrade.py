@@ -257,7 +257,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 REFINE = Stage(
     name="refine",
-    schema=3,
+    schema=4,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,

@@ -24,7 +24,7 @@ from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.flows.conversion import open_pipeline
-from exl2flow.kernels import Group, get_ops
+from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
 from exl2flow.quant.allocate import ALLOCATION_FILE
 from exl2flow.quant.candidates import parse_params
@@ -93,8 +93,8 @@ class Matrix:
     def objective(self, rounded: RoundedMatrix) -> float:
         """Return tr(O Eᵀ H E) in the damped metric of rounding."""
         error = (rounded.dequantize().float() - self.weight)[self.item.perm]
-        metric = Metric(hessian=self.item.damped(), output=self.output)
-        return float(((metric.hessian @ error) * metric.times_output(error)).sum())
+        metric = Metric(hessian=self.item.hessian.matrix(), output=self.output)
+        return float(((metric.hessian @ error) * times_output(error, metric.output)).sum())
 
 
 def run_until(pipeline: Pipeline, last: str) -> Path:
@@ -284,7 +284,7 @@ def draw_refine(demo: Demo, axes: Axes) -> None:
     colours = ("#b5482f", "#e08a3c", "#2e8b57")
     curves: dict[str, list[list[float]]] = {label: [] for label in STARTS}
     for matrix in demo.matrices:
-        metric = Metric(hessian=matrix.item.damped(), output=matrix.output)
+        metric = Metric(hessian=matrix.item.hessian.matrix(), output=matrix.output)
         for label, (search, in_metric) in STARTS.items():
             rounded = matrix.rounded("3 g128", search, in_metric=in_metric)
             curve = [matrix.objective(rounded)]

@@ -14,7 +14,7 @@ from exl2flow.flows.local import run_locally
 from exl2flow.kernels import get_ops, times_output
 from exl2flow.quant.candidates import CANDIDATES, parse_params
 from exl2flow.quant.gptq import RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, relative_error
+from exl2flow.quant.hessian import HessianFactor, HessianSum, MixedHessian, factor, relative_error
 from exl2flow.quant.refine import Metric, refine
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +66,10 @@ def test_columns_find_the_same_scales(weight: torch.Tensor, bits: int) -> None:
     assert (on_cuda[0].cpu() != on_cpu[0]).float().mean() < 0.05  # ties of costs
 
 
+def factored(hessian: torch.Tensor) -> HessianFactor:
+    return factor(MixedHessian.plain(hessian), damping=0.05, name="q")
+
+
 @pytest.mark.parametrize("row", [0, 4, 12, 18])
 @pytest.mark.parametrize("search", ["grid", "column"])
 def test_a_matrix_is_rounded_as_well(
@@ -73,13 +77,14 @@ def test_a_matrix_is_rounded_as_well(
 ) -> None:
     params = CANDIDATES["attention"][row]["q_proj"]
 
-    def error(item: HessianFactor, matrix: torch.Tensor) -> float:
+    def error(covariance: torch.Tensor, matrix: torch.Tensor) -> float:
+        item = factored(covariance)
         job = RoundingJob(weight=matrix, params=params)
         (rounded,) = round_matrices([job], item, search=search)
-        return float(relative_error(item.hessian, matrix, rounded.dequantize().float()))
+        return float(relative_error(covariance, matrix, rounded.dequantize().float()))
 
-    on_cpu = error(factor(hessian, damping=0.05, name="q"), weight)
-    on_cuda = error(factor(hessian.cuda(), damping=0.05, name="q"), weight.cuda())
+    on_cpu = error(hessian, weight)
+    on_cuda = error(hessian.cuda(), weight.cuda())
 
     assert on_cuda == pytest.approx(on_cpu, rel=0.02)  # one flipped code changes all that follow
 
@@ -91,13 +96,13 @@ def test_a_matrix_is_refined_as_well(
     def loss(item: HessianFactor, matrix: torch.Tensor, blocks: torch.Tensor) -> float:
         job = RoundingJob(weight=matrix, params=parse_params(cell), output=blocks)
         (start,) = round_matrices([job], item, search="column")
-        metric = Metric(hessian=item.damped(), output=blocks)
+        metric = Metric(hessian=item.hessian.matrix(), output=blocks)
         refined = refine(start, matrix, metric, rounds=2, sweeps=2)
         error = (refined.dequantize().float() - matrix)[item.perm]
         return float((metric.hessian @ times_output(error, metric.output) * error).sum())
 
-    on_cpu = loss(factor(hessian, damping=0.05, name="q"), weight, output)
-    on_cuda = loss(factor(hessian.cuda(), damping=0.05, name="q"), weight.cuda(), output.cuda())
+    on_cpu = loss(factored(hessian), weight, output)
+    on_cuda = loss(factored(hessian.cuda()), weight.cuda(), output.cuda())
 
     assert on_cuda == pytest.approx(on_cpu, rel=0.05)  # other codes, as good ones
 

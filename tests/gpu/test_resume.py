@@ -34,10 +34,13 @@ def interrupt() -> None:
 
 
 def after(stage: str, done: int, act: Callable[[], None]) -> Progress:
-    """Return a sink that acts when a stage has committed so many results."""
+    """Return a sink that acts once, when a stage has committed so many results."""
+    acted = False
 
     def sink(tick: Tick) -> None:
-        if (tick.stage, tick.done) == (stage, done) and tick.detail:
+        nonlocal acted
+        if (tick.stage, tick.done) == (stage, done) and tick.detail and not acted:
+            acted = True
             act()
 
     return sink

@@ -27,7 +27,7 @@ from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_pa
 from exl2flow.quant.estimate import HEAD_FILE, REFERENCE
 from exl2flow.quant.fisher import Factors, estimate
 from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, mixed
+from exl2flow.quant.hessian import HessianFactor, HessianSum, MixedHessian, factor, mixed
 from exl2flow.quant.measurement import MEASUREMENT_FILE, projection_bits, read_measurement
 from exl2flow.quant.sensitivity import read_factors
 from exl2flow.quant.source import SourceModel
@@ -307,8 +307,10 @@ def test_hopeless_projection_stops_the_run(
 def test_remedy_is_recorded_and_the_run_goes_on(
     single: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
-        return factor(torch.full_like(hessian, torch.nan), damping=damping, name=name)
+    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
+        k = len(hessian.diagonal())
+        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
+        return factor(spoiled, damping=damping, name=name)
 
     monkeypatch.setattr(hessian_module, "factor", fail)
 

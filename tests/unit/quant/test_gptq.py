@@ -11,7 +11,7 @@ from exl2flow.model import QuantParams
 from exl2flow.quant import gptq
 from exl2flow.quant.candidates import CANDIDATES, HEAD_PARAMS, parse_params
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, factor, relative_error
+from exl2flow.quant.hessian import HessianFactor, HessianSum, MixedHessian, factor, relative_error
 
 PRESETS = sorted(
     {p for rows in CANDIDATES.values() for row in rows for p in row.values()}
@@ -29,7 +29,7 @@ def correlated_inputs(k: int, *, tokens: int = 512) -> torch.Tensor:
 def factor_of(x: torch.Tensor) -> HessianFactor:
     total = HessianSum(x.shape[1])
     total.add(x)
-    return factor(total.mean(), damping=0.12, name="test")
+    return factor(MixedHessian.plain(total.mean()), damping=0.12, name="test")
 
 
 def alone(
@@ -56,7 +56,7 @@ def output_loss(
     """Return tr(O Eᵀ H E) of the damped Hessian, in fp64."""
     error = (matrix.dequantize().double() - weight.double())[item.perm]
     whole = torch.block_diag(*output).double()
-    return float(((item.damped().double() @ error @ whole) * error).sum())
+    return float(((item.hessian.matrix().double() @ error @ whole) * error).sum())
 
 
 def to_fp16(x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def test_rows_are_rounded_in_the_order_of_the_diagonal() -> None:
 
     error = (alone(weight, params, item).dequantize().float() - weight).abs().mean(dim=1)
 
-    first = item.hessian.diagonal().topk(32).indices
+    first = item.hessian.undamped.diagonal().topk(32).indices
     others = torch.ones(96, dtype=torch.bool)
     others[first] = False
     # eight bits for the strongest in-features, two for the others
@@ -308,7 +308,7 @@ def test_zero_columns_stay_zero_and_leave_the_others_alone(search: ScaleSearch) 
 
 def test_identity_in_place_of_a_hessian_still_rounds_well() -> None:
     hessian = torch.full((64, 64), torch.nan)
-    item = factor(hessian, damping=0.12, name="test")
+    item = factor(MixedHessian.plain(hessian), damping=0.12, name="test")
     weight = torch.randn(64, 32)
 
     rounded = alone(weight, parse_params("6 g32"), item).dequantize().float()
@@ -321,7 +321,7 @@ def test_identity_in_place_of_a_hessian_still_rounds_well() -> None:
 
 @pytest.mark.parametrize("k", [16, 48, 100])
 def test_rows_that_fill_no_word_are_refused(k: int) -> None:
-    item = factor(torch.eye(k), damping=0.12, name="test")
+    item = factor(MixedHessian.plain(torch.eye(k)), damping=0.12, name="test")
 
     with pytest.raises(TensorShapeError, match=f"{k} in-features are not a multiple of 32"):
         alone(torch.randn(k, 32), parse_params("4 g32"), item)

@@ -14,7 +14,7 @@ from exl2flow.kernels import Group
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, factor
+from exl2flow.quant.hessian import HessianFactor, MixedHessian, factor
 from exl2flow.quant.improvement import ANEW, STORED, improve, loss, params_of, unpacked
 from exl2flow.quant.refine import Metric
 
@@ -45,18 +45,21 @@ def golden() -> QuantizedMatrix:
 def problem(n: int = COLUMNS) -> tuple[torch.Tensor, HessianFactor]:
     """Return a weight fp32 (k, n) and the factor of a Hessian of dependent inputs."""
     x = torch.randn(256, ROWS) @ torch.randn(ROWS, ROWS) * ROWS**-0.5
-    return torch.randn(ROWS, n) * 0.1, factor(x.T @ x / 256, damping=0.05, name="test")
+    return torch.randn(ROWS, n) * 0.1, factor(
+        MixedHessian.plain(x.T @ x / 256), damping=0.05, name="test"
+    )
 
 
 def roughly(weight: torch.Tensor, item: HessianFactor, params: QuantParams) -> RoundedMatrix:
     """Round to nearest in an order that no Hessian gives."""
-    shuffled = to_nearest(replace(item, perm=torch.randperm(ROWS)))
+    other_order = replace(item.hessian, perm=torch.randperm(ROWS))
+    shuffled = to_nearest(replace(item, hessian=other_order))
     job = RoundingJob(weight=weight, params=params)
     return next(round_matrices([job], shuffled, search="grid"))
 
 
 def metric_of(rounded: RoundedMatrix, item: HessianFactor) -> Metric:
-    return Metric(hessian=replace(item, perm=rounded.perm).damped())
+    return Metric(hessian=replace(item.hessian, perm=rounded.perm).matrix())
 
 
 @pytest.mark.parametrize("k", [64, 96, 384, 1024, 11008])

@@ -19,7 +19,7 @@ from exl2flow.model import DenseLinear, TensorFiles, build_sublayer
 from exl2flow.quant import measure as measure_module
 from exl2flow.quant.candidates import CANDIDATES
 from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, collect_hessians, factor
+from exl2flow.quant.hessian import HessianFactor, HessianSum, MixedHessian, collect_hessians, factor
 from exl2flow.quant.measurement import MEASUREMENT_FILE, read_measurement
 from exl2flow.quant.source import SourceModel
 from exl2flow.quant.tokens import load_rows
@@ -121,7 +121,7 @@ def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
                 total.add(row)
             weight = padded_weight(sublayer.linears[projection.name])
             job = RoundingJob(weight=weight, params=candidate[projection.name])
-            item = factor(total.mean(), damping=0.12, name="")
+            item = factor(MixedHessian.plain(total.mean()), damping=0.12, name="")
             matrix = next(round_matrices([job], item, search="grid")).dequantize()
             rounded[projection.name] = matrix.float().T[: projection.out_features].contiguous()
         for name, weight in rounded.items():
@@ -161,8 +161,10 @@ def test_hopeless_sublayer_stops_the_run(
 def singular(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the module a Hessian that no damping makes regular."""
 
-    def fail(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
-        return factor(torch.full_like(hessian, torch.nan), damping=damping, name=name)
+    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
+        k = len(hessian.diagonal())
+        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
+        return factor(spoiled, damping=damping, name=name)
 
     monkeypatch.setattr(module, "factor", fail)
 

@@ -27,6 +27,7 @@ from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round
 from exl2flow.quant.hessian import (
     HessianFactor,
     HessianSum,
+    MixedHessian,
     collect_hessians,
     factor,
     mixed,
@@ -94,7 +95,7 @@ def original(
     weight: torch.Tensor, params: QuantParams, hessian: torch.Tensor, *, feedback: bool = True
 ) -> RoundedMatrix:
     """Round as exllamav2 does: its damping, one multiplier per group, and nothing after that."""
-    item = factor(hessian, damping=0.12, name="")
+    item = factor(MixedHessian.plain(hessian), damping=0.12, name="")
     item = item if feedback else to_nearest(item)
     return next(round_matrices([RoundingJob(weight=weight, params=params)], item, search="grid"))
 
@@ -107,7 +108,7 @@ def refined(
     output = factors.output.damped(0.3).blocks
     job = RoundingJob(weight=weight, params=params, output=output)
     start = next(round_matrices([job], item, search="column"))
-    metric = Metric(hessian=item.damped(), output=output)
+    metric = Metric(hessian=item.hessian.matrix(), output=output)
     return refine(start, weight, metric, rounds=3, sweeps=2)
 
 
@@ -265,8 +266,10 @@ def test_bits_of_all_sublayers_are_those_allotted(either: Any) -> None:
 def test_remedy_is_recorded_and_the_run_goes_on(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(hessian: torch.Tensor, *, damping: float, name: str) -> HessianFactor:
-        return factor(torch.full_like(hessian, torch.nan), damping=damping, name=name)
+    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
+        k = len(hessian.diagonal())
+        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
+        return factor(spoiled, damping=damping, name=name)
 
     monkeypatch.setattr(hessian_module, "factor", fail)
 

@@ -10,7 +10,7 @@ from exl2flow.kernels import get_ops, times_output
 from exl2flow.model import QuantParams
 from exl2flow.quant.candidates import parse_params
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, factor
+from exl2flow.quant.hessian import HessianFactor, MixedHessian, factor
 from exl2flow.quant.refine import Metric, refine
 
 K, N = 160, 96
@@ -18,6 +18,10 @@ PARAMS = [
     parse_params(cell)
     for cell in ("2 g64", "3/2@0.25/0.75 g64", "3 g128", "8/4/3@0.05/0.1/0.85 g32", "6 g32")
 ]
+
+
+def metric_of(item: HessianFactor, output: torch.Tensor | None = None) -> Metric:
+    return Metric(hessian=item.hessian.matrix(), output=output)
 
 
 def correlated(k: int, *, rank: int, size: float = 1.0) -> torch.Tensor:
@@ -28,7 +32,7 @@ def correlated(k: int, *, rank: int, size: float = 1.0) -> torch.Tensor:
 
 @pytest.fixture
 def item() -> HessianFactor:
-    return factor(correlated(K, rank=80), damping=0.05, name="test")
+    return factor(MixedHessian.plain(correlated(K, rank=80)), damping=0.05, name="test")
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def loss(
     """Return tr(O Eᵀ H E) of values fp64 (k, n) in act-order."""
     error = values - weight.double()[item.perm]
     whole = torch.eye(error.shape[1]) if output is None else torch.block_diag(*output)
-    return float(((item.damped().double() @ error @ whole.double()) * error).sum())
+    return float(((item.hessian.matrix().double() @ error @ whole.double()) * error).sum())
 
 
 def check_same(found: RoundedMatrix, expected: RoundedMatrix) -> None:
@@ -80,7 +84,7 @@ def test_every_step_of_every_round_lowers_the_objective(
     output: torch.Tensor,
 ) -> None:
     blocks = output if in_metric else None
-    metric = Metric(hessian=item.damped(), output=blocks)
+    metric = metric_of(item, blocks)
     matrix = rounded(weight, params, item)
 
     course = [loss(exact(matrix), weight, item, blocks)]
@@ -101,7 +105,7 @@ def test_what_a_decoder_sees_is_better_too(
 ) -> None:
     start = rounded(weight, params, item)
 
-    found = refine(start, weight, Metric(hessian=item.damped(), output=output), rounds=2, sweeps=2)
+    found = refine(start, weight, metric_of(item, output), rounds=2, sweeps=2)
 
     before, after = (
         loss(matrix.dequantize().double()[item.perm], weight, item, output)
@@ -116,7 +120,7 @@ def test_layout_and_order_stay_and_the_matrix_can_be_stored(
 ) -> None:
     start = rounded(weight, params, item)
 
-    found = refine(start, weight, Metric(hessian=item.damped(), output=output), rounds=1, sweeps=1)
+    found = refine(start, weight, metric_of(item, output), rounds=1, sweeps=1)
 
     assert found.groups == start.groups == params.groups(K)
     assert torch.equal(found.perm, start.perm)
@@ -131,7 +135,10 @@ def test_layout_and_order_stay_and_the_matrix_can_be_stored(
 def test_start_and_weight_are_not_changed(
     weight: torch.Tensor, item: HessianFactor, output: torch.Tensor
 ) -> None:
-    start, metric = rounded(weight, PARAMS[1], item), Metric(hessian=item.damped(), output=output)
+    start, metric = (
+        rounded(weight, PARAMS[1], item),
+        metric_of(item, output),
+    )
     copies = replace(
         start,
         codes=start.codes.clone(),
@@ -150,7 +157,7 @@ def test_start_and_weight_are_not_changed(
 def test_no_rounds_return_the_matrix_as_it_is(weight: torch.Tensor, item: HessianFactor) -> None:
     start = rounded(weight, PARAMS[3], item)
 
-    check_same(refine(start, weight, Metric(hessian=item.damped()), rounds=0, sweeps=2), start)
+    check_same(refine(start, weight, metric_of(item), rounds=0, sweeps=2), start)
 
 
 @pytest.mark.parametrize("in_metric", [False, True])
@@ -161,9 +168,7 @@ def test_refit_alone_keeps_the_codes_and_finds_scales_that_were_spoiled(
     start = rounded(weight, parse_params("4 g32"), item)
     spoiled = replace(start, max_scales=(start.max_scales.float() * 1.12).half())
 
-    found = refine(
-        spoiled, weight, Metric(hessian=item.damped(), output=blocks), rounds=3, sweeps=0
-    )
+    found = refine(spoiled, weight, metric_of(item, blocks), rounds=3, sweeps=0)
 
     assert torch.equal(found.codes, start.codes)
     good, bad, refitted = (
@@ -177,7 +182,7 @@ def test_refit_finds_the_scales_that_a_weight_was_made_with() -> None:
     codes = torch.randint(0, 16, (32, 32)).to(torch.uint8)
     wanted = torch.rand(32) * 0.5 + 0.5  # scales that no codes of the maximum below stand for
     weight = torch.zeros(32, 32)
-    small = factor(torch.eye(32), damping=0.05, name="test")
+    small = factor(MixedHessian.plain(torch.eye(32)), damping=0.05, name="test")
     weight[small.perm] = (codes.float() - 8) * wanted
     start = RoundedMatrix(
         codes=codes,
@@ -187,7 +192,7 @@ def test_refit_finds_the_scales_that_a_weight_was_made_with() -> None:
         perm=small.perm,
     )
 
-    found = refine(start, weight, Metric(hessian=small.damped()), rounds=4, sweeps=0)
+    found = refine(start, weight, Metric(hessian=small.hessian.matrix()), rounds=4, sweeps=0)
 
     scales = get_ops("cpu").decode_scales(found.scale_codes, found.max_scales)[0].float()
     # neighbouring squares differ by an eighth or less from 13² on: half of that at most is missed
@@ -202,7 +207,7 @@ def test_group_whose_scales_decode_to_zero_stays_so_and_disturbs_nothing(
     maxima[1] = 0
     dead = replace(start, max_scales=maxima)
 
-    found = refine(dead, weight, Metric(hessian=item.damped()), rounds=1, sweeps=1)
+    found = refine(dead, weight, metric_of(item), rounds=1, sweeps=1)
 
     assert not found.dequantize()[item.perm][32:64].any()
     losses = [loss(exact(matrix), weight, item, None) for matrix in (dead, found)]
@@ -210,7 +215,7 @@ def test_group_whose_scales_decode_to_zero_stays_so_and_disturbs_nothing(
 
 
 def test_identity_metric_is_no_metric(weight: torch.Tensor, item: HessianFactor) -> None:
-    start, hessian = rounded(weight, PARAMS[1], item), item.damped()
+    start, hessian = rounded(weight, PARAMS[1], item), item.hessian.matrix()
     identity = torch.eye(32).repeat(3, 1, 1)
 
     found, expected = (
@@ -233,7 +238,11 @@ def test_padded_columns_stay_zero(weight: torch.Tensor, item: HessianFactor) -> 
     start = rounded(weight, PARAMS[1], item)
 
     found = refine(
-        start, weight, Metric(hessian=item.damped(), output=output[None]), rounds=2, sweeps=2
+        start,
+        weight,
+        metric_of(item, output[None]),
+        rounds=2,
+        sweeps=2,
     )
 
     assert not found.dequantize()[:, 80:].any()
@@ -242,7 +251,10 @@ def test_padded_columns_stay_zero(weight: torch.Tensor, item: HessianFactor) -> 
 def test_same_input_gives_the_same_bytes(
     weight: torch.Tensor, item: HessianFactor, output: torch.Tensor
 ) -> None:
-    start, metric = rounded(weight, PARAMS[1], item), Metric(hessian=item.damped(), output=output)
+    start, metric = (
+        rounded(weight, PARAMS[1], item),
+        metric_of(item, output),
+    )
 
     first, second = (refine(start, weight, metric, rounds=2, sweeps=2) for _ in range(2))
 
