@@ -29,6 +29,7 @@ from exl2flow.quant.hessian import (
     head_hessian,
     shared_factor,
     squared_norm,
+    widest_first,
 )
 from exl2flow.quant.measurement import CandidateResult, projection_bits
 from exl2flow.quant.sensitivity import FactorFiles
@@ -56,8 +57,8 @@ class Estimating(OverSource):
         return f"nats={min(nats):.2g}..{max(nats):.2g}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
-        hessians, outputs = collect_hessians(sublayer, states)
+        """See `SublayerWork`: let the states pass unquantized, and try all candidates."""
+        hessians, _ = collect_hessians(sublayer, states, move=True)
         factors = self.factors.read(sublayer.spec.index)
         items = {
             capture: self.factor(sublayer.spec.reading(capture)[0], hessian, factors)
@@ -72,12 +73,10 @@ class Estimating(OverSource):
             ]
             return estimated(projections, PROJECTION_OPTIONS, self.options)
 
-        works = [partial(work, capture) for capture in hessians]
+        works = [partial(work, capture) for capture in widest_first(hessians)]
         results: dict[str, list[CandidateResult]] = {}
         for found in at_the_same_time(works, device_of(sublayer)):
             results |= found
-        for row, output in outputs.items():
-            states[row] = output
         return partial(write_json, path, _content(results))
 
     def factor(

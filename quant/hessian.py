@@ -175,14 +175,16 @@ def collect_hessians(
     states: torch.Tensor,
     *,
     keep: range | None = None,
+    move: bool = False,
     observe: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
     """Run every row through the unquantized sublayer.
 
     Args:
         sublayer: with its own weights.
-        states: fp32 (rows, t, hidden), not changed.
+        states: fp32 (rows, t, hidden).
         keep: rows whose outputs are wanted; all when None.
+        move: whether the outputs take the place of the states; none is returned then.
         observe: is given each row's number and, by capture, what is read of it, (1, t, k).
 
     Returns:
@@ -205,9 +207,17 @@ def collect_hessians(
         if keep is None or row in keep:
             output = sublayer.output(hidden, inner)[0]
             check.add(row, output)
-            outputs[row] = output.to(states.device)
-    check.finish(outputs)
+            if move:
+                states[row].copy_(output, non_blocking=True)
+            else:
+                outputs[row] = output.to(states.device)
+    check.finish(states if move else outputs)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
+
+
+def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return captures in the order that takes the least memory where they are worked on in turn."""
+    return sorted(hessians, key=lambda capture: -len(hessians[capture]))
 
 
 def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ from exl2flow.quant.hessian import (
     collect_hessians,
     head_hessian,
     shared_factor,
+    widest_first,
 )
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.packed import Packed, Reports, storing
@@ -111,32 +112,24 @@ class Rounding:
         note = self.folder.note
         return shared_factor(hessian, weighted, self.options, name=first.reads, note=note)
 
-    def round(
-        self,
-        projections: Sequence[ProjectionSpec],
-        linears: Mapping[str, Linear],
-        item: HessianFactor,
-        factors: Mapping[str, Factors],
-    ) -> list[RoundedMatrix]:
-        """Round the projections that read one activation.
+    def job(
+        self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]
+    ) -> RoundingJob:
+        """Return what is to be done with a projection."""
+        options, output = self.options, None
+        if factors and options.rounds:
+            output = factors[projection.name].output.damped(options.output_damping).blocks
+        params = self.choice[projection.key]
+        return RoundingJob(weight=padded_weight(linear), params=params, output=output)
+
+    def round(self, jobs: Sequence[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
+        """Round matrices that read one activation.
 
         Args:
-            projections: what to round, with the parameters chosen.
-            linears: their weights by name.
+            jobs: the matrices.
             item: the factor of what they read; freed on the way if nobody else has it.
-            factors: by name, or empty.
         """
         options = self.options
-        jobs = [
-            RoundingJob(
-                weight=padded_weight(linears[p.name]),
-                params=self.choice[p.key],
-                output=factors[p.name].output.damped(options.output_damping).blocks
-                if factors and options.rounds
-                else None,
-            )
-            for p in projections
-        ]
         hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
         del item
         begun = list(rounded)
@@ -189,7 +182,7 @@ class Quantizing:
         kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
         crosses = CrossProducts(sublayer, states[self.rows :], self.again)
         hessians, reference = collect_hessians(sublayer, quantized, keep=kept, observe=crosses.add)
-        source = targets = dict(sublayer.linears)
+        source, targets = dict(sublayer.linears), dict(sublayer.linears)
         if self.again:
             correction = self.rounding.correction
             targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
@@ -215,11 +208,18 @@ class Quantizing:
     def _round(
         self,
         sublayer: Sublayer,
-        linears: Mapping[str, Linear],
+        targets: dict[str, Linear],
         hessians: Mapping[str, torch.Tensor],
         factors: Mapping[str, Factors],
     ) -> dict[str, RoundedMatrix]:
-        """Return projection → rounded matrix, those that read one activation together."""
+        """Return projection → rounded matrix, those that read one activation together.
+
+        Targets are taken out: each is as large as the sublayer's weights.
+        """
+        jobs = {
+            p.name: self.rounding.job(p, targets.pop(p.name), factors)
+            for p in sublayer.spec.projections
+        }
 
         def factor(capture: str) -> HessianFactor:
             first = sublayer.spec.reading(capture)[0]
@@ -228,17 +228,15 @@ class Quantizing:
         items = {capture: factor(capture) for capture in hessians}
 
         def work(capture: str) -> dict[str, RoundedMatrix]:
-            members = sublayer.spec.reading(capture)
+            names = [p.name for p in sublayer.spec.reading(capture)]
             found = self.rounding.round(
-                members,
-                linears,
+                [jobs[name] for name in names],
                 # gone if this is done a second time
                 items.pop(capture) if capture in items else factor(capture),
-                factors,
             )
-            return {p.name: matrix for p, matrix in zip(members, found, strict=True)}
+            return dict(zip(names, found, strict=True))
 
-        works = [partial(work, capture) for capture in hessians]
+        works = [partial(work, capture) for capture in widest_first(hessians)]
         parts = at_the_same_time(works, device_of(sublayer))
         return {name: matrix for part in parts for name, matrix in part.items()}
 
@@ -265,12 +263,8 @@ def quantize_head(
         paired = quantized[:: work.again.step]
         target = rounding.correction.head_target(head, hessian, paired, source)
     factors = rounding.read_factors("head")
-    (matrix,) = rounding.round(
-        [projection],
-        {projection.name: target},
-        rounding.factor(projection, hessian, factors),
-        factors,
-    )
+    job = rounding.job(projection, target, factors)
+    (matrix,) = rounding.round([job], rounding.factor(projection, hessian, factors))
     packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
 
     def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:

@@ -32,7 +32,7 @@ from exl2flow.quant.fisher import (
     storing_factors,
     unpacked,
 )
-from exl2flow.quant.source import DTYPE, SourceModel, placed
+from exl2flow.quant.source import DTYPE, SourceModel
 from exl2flow.quant.tokens import text_rows
 from exl2flow.quant.walk import advance, save_states
 
@@ -213,10 +213,10 @@ class InputStates:
         folder = self.run.folder
         for at in range(index, 0, -1):
             if at in self.kept:
-                return at, placed(self.kept[at]()["states"], self.model.device)
+                return at, self.model.placed(self.kept[at]()["states"])
             if folder.valid(self._name(at)):
                 states = read_tensors(folder.path / self._name(at))["states"]
-                return at, placed(states, self.model.device)
+                return at, self.model.placed(states)
         return 0, self.model.initial_states(self.ids)
 
     def _name(self, index: int) -> str:
@@ -257,7 +257,7 @@ class _WayBack:
         self.run.tick(folder.manifest.cursor, folder.manifest.total)
         saved = folder.load_states()
         if saved is not None and saved[0] > last_open:
-            start, self.gradient = saved[0], placed(saved[1], self.model.device)
+            start, self.gradient = saved[0], self.model.placed(saved[1])
             return start
         self._head()
         return len(self.order)

@@ -22,11 +22,11 @@ from exl2flow.model import (
     resolve,
 )
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
+from exl2flow.quant.working import working_bytes
 
 NARROW = torch.float16  # of weights on a GPU, which multiplies them faster
 PARTS = ("weight", "bias")  # of a projection in a file
 DTYPE = torch.float32  # of weights and states while converting
-RESIDENT_SHARE = 0.4  # of a device's free memory may be taken by the states of a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class SourceModel:
     tensors: TensorFiles
     device: torch.device
     dtype: torch.dtype = DTYPE
+    keeps_states: bool = True  # on the device, where they fit
 
     @classmethod
     def open(
@@ -113,7 +114,7 @@ class SourceModel:
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden).
 
-        They lie where `room_for` says. Rows that begin with a negative id become Gaussian noise
+        They lie where `room` says. Rows that begin with a negative id become Gaussian noise
         with the mean and deviation of all other rows (format section 6).
 
         Raises:
@@ -124,7 +125,7 @@ class SourceModel:
         final_norm = f"{FINAL_NORM_KEY}.weight"
         self._check_finite(final_norm, self.tensors.read(final_norm))
         self.head()  # used last, found out now
-        states = room_for((*ids.shape, self.spec.hidden_size), self.device)
+        states = self.room((*ids.shape, self.spec.hidden_size))
         for row, tokens in zip(states, ids, strict=True):
             row.copy_(embedding(tokens[None])[0])
         noise = ids[:, 0] < 0
@@ -135,28 +136,29 @@ class SourceModel:
             states[noise] = drawn * others.std() + others.mean()
         return states
 
+    def room(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return fp32 memory for states: on the device if they fit there beside a sublayer's work.
+
+        What lies in main memory beside a GPU is pinned.
+        """
+        if self.device.type == "cpu":
+            return torch.empty(shape, dtype=DTYPE)
+        needed = math.prod(shape) * DTYPE.itemsize + working_bytes(self.spec)
+        if self.keeps_states and needed <= free_memory(self.device):
+            with suppress(torch.OutOfMemoryError):
+                return torch.empty(shape, dtype=DTYPE, device=self.device)
+        return torch.empty(shape, dtype=DTYPE, pin_memory=True)
+
+    def placed(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states where they are walked."""
+        if self.device.type == "cpu":
+            return states
+        return self.room(tuple(states.shape)).copy_(states)
+
 
 def device_of(sublayer: Sublayer) -> torch.device:
     """Return where a sublayer's weights lie."""
     return next(iter(sublayer.linears.values())).weight.device
-
-
-def room_for(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return fp32 memory for states: on the device if they take little of it, else in main memory.
-
-    What lies in main memory beside a GPU is pinned.
-    """
-    if device.type == "cpu":
-        return torch.empty(shape, dtype=DTYPE)
-    if math.prod(shape) * DTYPE.itemsize <= RESIDENT_SHARE * free_memory(device):
-        with suppress(torch.OutOfMemoryError):
-            return torch.empty(shape, dtype=DTYPE, device=device)
-    return torch.empty(shape, dtype=DTYPE, pin_memory=True)
-
-
-def placed(states: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return states where they are walked."""
-    return room_for(tuple(states.shape), device).copy_(states) if device.type == "cuda" else states
 
 
 class StatesCheck:

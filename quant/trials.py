@@ -58,9 +58,7 @@ class Trials:
         without: dict[str, torch.Tensor] = {}
         for sublayer in self.model.sublayers(self.model.spec.sublayers):
             spec = sublayer.spec
-            hessians, outputs = collect_hessians(sublayer, seen)
-            for row, output in outputs.items():
-                seen[row] = output
+            hessians, _ = collect_hessians(sublayer, seen, move=True)
             advance(sublayer, reference)
             streams = list(without.values())
             without[spec.name] = states[first].clone()

@@ -7,6 +7,7 @@ is not repeated: its sublayers are only run forward, from the last saved states 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ from exl2flow.core.background import Background, to_host
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
-from exl2flow.quant.source import SourceModel, StatesCheck, device_of, placed
+from exl2flow.quant.source import SourceModel, StatesCheck, device_of
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,19 @@ def walk(
     Returns:
         States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
     """
+    try:
+        return _walk(run, model, ids, work, to_end=to_end)
+    except torch.OutOfMemoryError:
+        if not model.keeps_states:
+            raise
+        log.warning("remedy=out of memory: states wait in main memory, the walk begins again")
+    torch.cuda.empty_cache()  # now that nothing of the walk is left
+    return _walk(run, replace(model, keeps_states=False), ids, work, to_end=to_end)
+
+
+def _walk(
+    run: StageRun, model: SourceModel, ids: torch.Tensor, work: SublayerWork, *, to_end: bool
+) -> torch.Tensor | None:
     order = model.spec.sublayers
     folder = run.folder
     finished = [folder.valid(work.file(sublayer)) for sublayer in order]
@@ -100,7 +114,7 @@ def walk(
     first_open = finished.index(False) if not all(finished) else len(order)
     saved = folder.load_states()
     if saved is not None and saved[0] <= first_open:
-        start, states = saved[0], placed(saved[1], model.device)
+        start, states = saved[0], model.placed(saved[1])
     else:
         start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
     run.tick(sum(finished), folder.manifest.total)
