@@ -77,7 +77,8 @@ class Estimating(OverSource):
         results: dict[str, list[CandidateResult]] = {}
         for found in at_the_same_time(works, device_of(sublayer)):
             results |= found
-        return partial(write_json, path, _content(results))
+        in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
+        return partial(write_json, path, _content(in_order))
 
     def factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
