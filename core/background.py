@@ -1,16 +1,18 @@
 """Reading and storing beside computing: copies off a device, threads that write and read ahead."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache, lru_cache
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
-READERS = 4
+T = TypeVar("T")
+
+HELPERS = 8
 MOST_WAITING = 2  # results that wait to be written, each with its memory
 
 
@@ -46,9 +48,25 @@ class Background:
         if self._at_once:
             work()
             return
+        self._make_room()
+        self._waiting.append(self._pool.submit(copy_context().run, self._do, work))
+
+    def store(self, write: Callable[[], T], commit: Callable[[T], None]) -> None:
+        """Give `commit` what `write` returns: several write at the same time, each is in order."""
+        if self._at_once:
+            commit(write())
+            return
+        self._make_room()
+        written = helpers().submit(copy_context().run, write)
+        self.submit(lambda: commit(written.result()))
+
+    def is_idle(self) -> bool:
+        """Tell whether all work is done."""
+        return all(work.done() for work in self._waiting)
+
+    def _make_room(self) -> None:
         while self._waiting and (self._waiting[0].done() or len(self._waiting) >= MOST_WAITING):
             self._waiting.popleft().result()
-        self._waiting.append(self._pool.submit(copy_context().run, self._do, work))
 
     def wait(self) -> None:
         """Wait for all work."""
@@ -66,9 +84,21 @@ class Background:
 
 
 @cache
-def readers() -> ThreadPoolExecutor:
-    """Return threads that read files ahead of their use."""
-    return ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-read")
+def helpers() -> ThreadPoolExecutor:
+    """Return threads that read files ahead of their use, and write, decode and hash."""
+    return ThreadPoolExecutor(HELPERS, thread_name_prefix="exl2flow-helper")
+
+
+def one_ahead(works: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yield what works return; each is begun while the one before is used."""
+    ahead: Future[T] | None = None
+    for work in works:
+        begun = helpers().submit(work)
+        if ahead is not None:
+            yield ahead.result()
+        ahead = begun
+    if ahead is not None:
+        yield ahead.result()
 
 
 HostTensors = Callable[[], dict[str, torch.Tensor]]

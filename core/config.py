@@ -37,7 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     },
     "standard": {},
     "best": {
-        "sensitivity": {"rows": 32, "block": 0},
+        "sensitivity": {"rows": 32, "block": 1024},
         "rounding": {"rounds": 4},
         "allocate": {"rounds": 1},
         "tune": {"steps": 400},

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -175,6 +176,8 @@ def write_layout(
 ) -> str:
     """Write a safetensors file atomically, holding one tensor at a time, and return its sha256.
 
+    A thread hashes what is written.
+
     Args:
         path: the file.
         layout: name → (dtype, shape), in the order of `tensors`.
@@ -182,7 +185,7 @@ def write_layout(
         metadata: text for the header.
     """
     sha = hashlib.sha256()
-    with replacing(path) as file:
+    with replacing(path) as file, ThreadPoolExecutor(1) as hashing:
         header = safetensors_header(layout, metadata or {})
         sha.update(header)
         file.write(header)
@@ -190,8 +193,9 @@ def write_layout(
             if (tensor.dtype, tuple(tensor.shape)) != expected:
                 raise AssertionError(f"`{name}` is not laid out as planned: {expected}")
             data = tensor_bytes(tensor)
-            sha.update(data)
+            hashed = hashing.submit(sha.update, data)
             file.write(data)
+            hashed.result()
     return sha.hexdigest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from exl2flow.core.background import readers
+from exl2flow.core.background import helpers
 from exl2flow.core.errors import MissingTensor, SourceModelError
 
 DTYPES = {
@@ -98,7 +98,7 @@ class TensorFiles:
         """Begin to read tensors into pinned memory beside other work; `read` returns each once."""
         for name in names:
             if name in self and name not in self._ahead:
-                self._ahead[name] = readers().submit(self._read, name, pinned=True)
+                self._ahead[name] = helpers().submit(self._read, name, pinned=True)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in CPU memory that it alone owns.

@@ -10,12 +10,13 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from exl2flow.core.background import readers
+from exl2flow.core.background import helpers, one_ahead, to_host
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
 from exl2flow.core.files import (
@@ -128,8 +129,8 @@ def compile_model(run: StageRun) -> None:
     for index, shard in enumerate(shards, 1):
         path = out / shard.name
         if not run.folder.valid(str(path)):
-            contents = (tensors.read(name, entry[1]) for name, entry in shard.layout.items())
-            sha256 = write_layout(path, shard.layout, contents, metadata=FORMAT_METADATA)
+            reads = (partial(tensors.read, name, entry[1]) for name, entry in shard.layout.items())
+            sha256 = write_layout(path, shard.layout, one_ahead(reads), metadata=FORMAT_METADATA)
             run.folder.commit(str(path), sha256, cursor=index)
         run.tick(index, len(shards), shard.name)
         run.stop_if_asked()
@@ -259,7 +260,8 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     def check(key: str, sha256: str) -> None:
         names = [name for name in written.names if name.startswith(f"{key}.")]
         matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
-        if reconstruction_digest(matrix.to(device).dequantize()) != sha256:
+        decoded = to_host({key: matrix.to(device).dequantize()})()[key]
+        if reconstruction_digest(decoded) != sha256:
             raise ReconstructionMismatch(
                 f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
                 "faulty: delete the folder and repeat the command"
@@ -268,7 +270,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
             plain[f"{key}.bias"] = tuple(matrix.bias.shape)
 
     # beside a GPU, which decodes, some matrices are read and hashed at the same time
-    together = map if device == "cpu" else readers().map
+    together = map if device == "cpu" else helpers().map
     for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
         pass
     for name, shape in plain.items():

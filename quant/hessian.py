@@ -86,12 +86,13 @@ class MixedHessian:
 
     def in_order(self, perm: torch.Tensor) -> torch.Tensor:
         """Return the sum with rows and columns permuted, fp32 (k, k)."""
-        (first, mean, share), *others = self.parts
-        total = first[perm[:, None], perm].div_(mean).mul_(share)
-        for part, mean, share in others:
-            for begin in range(0, len(perm), max(1, CHUNK_ELEMENTS // len(perm))):
-                rows = perm[begin : begin + max(1, CHUNK_ELEMENTS // len(perm))]
-                total[begin : begin + len(rows)] += part[rows[:, None], perm].div_(mean).mul_(share)
+        k = len(perm)
+        step = max(1, CHUNK_ELEMENTS // k)
+        total = torch.zeros(k, k, device=perm.device)
+        for part, mean, share in self.parts:
+            for begin in range(0, k, step):
+                rows = part.index_select(0, perm[begin : begin + step]).index_select(1, perm)
+                total[begin : begin + step] += rows.div_(mean).mul_(share)
         return total
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core.background import Background, HostTensors, readers, to_host
+from exl2flow.core.background import Background, HostTensors, helpers, to_host
 from exl2flow.core.config import ConversionConfig, SensitivityOptions
 from exl2flow.core.errors import CalibrationError
 from exl2flow.core.files import read_tensors, write_tensors
@@ -90,7 +90,7 @@ class FactorFiles:
         if self.device.type == "cuda" and index != "head":
             following = _factors_path(self.folder, index + 1)
             following = following if following.exists() else _factors_path(self.folder, "head")
-            self._ahead[following] = readers().submit(StoredFactors.read, following, pinned=True)
+            self._ahead[following] = helpers().submit(StoredFactors.read, following, pinned=True)
         return unpacked(stored, self.device)
 
 
@@ -243,7 +243,8 @@ class _WayBack:
         is_open = [not folder.valid(name) for name in factor_files(self.model.spec)]
         if any(is_open):
             last = len(self.order) - is_open[::-1].index(True)
-            with Background(self.model.device) as self.background:
+            device = self.model.device
+            with Background(device) as self.results, Background(device) as self.saves:
                 first = is_open.index(True)
                 order = self.order[first : self._begin(last, is_open)]
                 for sublayer in self.model.sublayers(order[::-1]):
@@ -299,18 +300,19 @@ class _WayBack:
         if sums:
             store = storing_factors(folder.path / name, projections, sums, self.tokens)
 
-            def commit() -> None:
-                folder.commit(name, store(), cursor=folder.manifest.cursor + 1)
+            def commit(sha256: str) -> None:
+                folder.commit(name, sha256, cursor=folder.manifest.cursor + 1)
                 log.info("%s elapsed=%.2fs", projections[0].key, time.monotonic() - begun)
                 self.run.tick(folder.manifest.cursor, folder.manifest.total, projections[0].key)
 
-            self.background.submit(commit)
+            self.results.store(store, commit)
         is_last = self.run.stop.signum is not None
-        if is_last or folder.states_are_due():
-            save_states(folder, self.gradient, index, self.background)
-        self.background.submit(lambda: self._drop(index))
+        if is_last or (self.saves.is_idle() and folder.states_are_due()):
+            save_states(folder, self.gradient, index, self.saves)
+        self.saves.submit(lambda: self._drop(index))
         if is_last:
-            self.background.wait()
+            self.results.wait()
+            self.saves.wait()
         self.run.stop_if_asked()
 
     def _drop(self, index: int) -> None:

@@ -120,6 +120,8 @@ class SourceModel:
         Raises:
             NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
         """
+        if self.device.type == "cuda":
+            self.tensors.fetch([f"{EMBEDDING_KEY}.weight", f"{self.spec.head.key}.weight"])
         embedding = build_embedding(self.spec, self.tensors, dtype=DTYPE, device=self.device)
         self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
         final_norm = f"{FINAL_NORM_KEY}.weight"

@@ -119,14 +119,14 @@ def _walk(
         start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
     run.tick(sum(finished), folder.manifest.total)
 
-    def commit(spec: SublayerSpec, store: Store, begun: float, cursor: int) -> None:
-        sha256, name = store(), work.file(spec)
+    def commit(spec: SublayerSpec, begun: float, cursor: int, sha256: str) -> None:
+        name = work.file(spec)
         folder.commit(name, sha256, cursor=cursor)
         detail = f"{spec.name} {work.describe(folder.path / name)}"
         log.info("%s elapsed=%.2fs", detail, time.monotonic() - begun)
         run.tick(cursor, folder.manifest.total, detail)
 
-    with Background(model.device) as background:
+    with Background(model.device) as results, Background(model.device) as saves:
         begun = time.monotonic()
         for sublayer in model.sublayers(order[start:stop]):
             spec = sublayer.spec
@@ -136,24 +136,23 @@ def _walk(
             else:
                 store = work.compute(sublayer, states, path)
                 finished[spec.index] = True
-                background.submit(partial(commit, spec, store, begun, sum(finished)))
+                results.store(store, partial(commit, spec, begun, sum(finished)))
             is_last = run.stop.signum is not None
-            if is_last or (spec.index + 1 < stop and folder.states_are_due()):
-                save_states(folder, states, spec.index + 1, background)
+            if is_last or (spec.index + 1 < stop and saves.is_idle() and folder.states_are_due()):
+                save_states(folder, states, spec.index + 1, saves)
             if is_last:
-                background.wait()
+                results.wait()
+                saves.wait()
             run.stop_if_asked()
             begun = time.monotonic()
     return states if to_end else None
 
 
-def save_states(
-    folder: StageFolder, states: torch.Tensor, index: int, background: Background
-) -> None:
+def save_states(folder: StageFolder, states: torch.Tensor, index: int, saves: Background) -> None:
     """Save the states entering sublayer `index`, which may change as soon as this returns."""
     if states.is_pinned():
         torch.cuda.synchronize()  # what the device puts there may be on its way
     waiting = to_host({"states": states}, hold=True)
-    background.submit(lambda: folder.save_states(waiting()["states"], index))
+    saves.submit(lambda: folder.save_states(waiting()["states"], index))
     if not states.is_cuda:
-        background.wait()  # they are not copied
+        saves.wait()  # they are not copied
