@@ -17,12 +17,17 @@ def limit_memory(device: torch.device, most: int | None) -> None:
     torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
 
 
+def limit_of(device: torch.device) -> int:
+    """Return how many bytes of a GPU this process may use in all."""
+    _, total = torch.cuda.mem_get_info(device)
+    return _limits.get(_indexed(device), total)
+
+
 def free_memory(device: torch.device) -> int:
     """Return how many bytes of a GPU may still be used, what is reserved for reuse included."""
-    free, total = torch.cuda.mem_get_info(device)
+    free, _ = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
-    limit = _limits.get(_indexed(device), total)
-    return min(free + torch.cuda.memory_reserved(device) - used, limit - used)
+    return min(free + torch.cuda.memory_reserved(device) - used, limit_of(device) - used)
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -15,53 +15,40 @@ from exl2flow.core.config import RoundingOptions
 from exl2flow.core.errors import SingularHessian
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
-from exl2flow.quant.source import StatesCheck, device_of
+from exl2flow.quant.source import StatesCheck, device_of, row_batches
 
 log = logging.getLogger(__name__)
 
 LEAST_DAMPING = 1e-5
 IDENTITY = "identity Hessian"  # the last remedy
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
-ROWS_TOGETHER = 4  # that a GPU adds to a Hessian at a time
 CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
 ATTEMPTS = 10  # each adds the damping once more
 LEAF = 512  # rows of a triangular matrix that are inverted at once
 
 
 class HessianSum:
-    """Accumulates `XᵀX` in fp32, one calibration row at a time.
-
-    A GPU multiplies fp16 numbers, some rows at a time: writing a large sum takes long.
-    """
+    """Accumulates `XᵀX` of calibration rows in fp32; a GPU multiplies fp16 numbers."""
 
     def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._rows = 0
-        self._waiting: list[torch.Tensor] = []
 
     def add(self, x: torch.Tensor) -> None:
-        """Add the inputs of one calibration row, (..., k)."""
-        flat = x.reshape(-1, x.shape[-1])  # (t, k)
-        self._rows += 1
-        if not x.is_cuda:
+        """Add the inputs of one calibration row, (t, k), or of some, (rows, t, k)."""
+        self._rows += len(x) if x.ndim == 3 else 1
+        flat = x.reshape(-1, x.shape[-1])
+        if x.is_cuda:
+            flat = narrowed(flat)
+            torch.addmm(self._sum, flat.T, flat, out_dtype=torch.float32, out=self._sum)
+        else:
             self._sum.addmm_(flat.float().T, flat.float())
-            return
-        self._waiting.append(narrowed(flat))
-        if len(self._waiting) == ROWS_TOGETHER:
-            self._add_waiting()
 
     def mean(self) -> torch.Tensor:
         """Return `H`, fp32 (k, k); the identity when nothing was added. Ends the sum."""
         if not self._rows:
             return torch.eye(len(self._sum), device=self._sum.device)
-        self._add_waiting()
         return self._sum.div_(self._rows)
-
-    def _add_waiting(self) -> None:
-        if self._waiting:
-            x = torch.cat(self._waiting)
-            torch.addmm(self._sum, x.T, x, out_dtype=torch.float32, out=self._sum)
-            self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,24 +181,31 @@ def collect_hessians(
     sums: dict[str, HessianSum] = {}
     outputs: dict[int, torch.Tensor] = {}
     check = StatesCheck(sublayer.spec.name)
-    for row in range(len(states)):
-        hidden = states[row : row + 1].to(device_of(sublayer), non_blocking=True)
+    for rows in row_batches(sublayer, states):
+        hidden = states[rows].to(device_of(sublayer), non_blocking=True)
         normed = sublayer.normed(hidden)
         inner = sublayer.inner(normed)
         read = {"input": normed, "inner": inner}
+        numbers = range(rows.start, rows.stop)
         if observe is not None:
-            observe(row, read)
+            for row in numbers:
+                own = slice(row - rows.start, row - rows.start + 1)
+                observe(row, {capture: x[own] for capture, x in read.items()})
         for capture, x in read.items():
             if capture not in sums:
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)
             sums[capture].add(x)
-        if keep is None or row in keep:
-            output = sublayer.output(hidden, inner)[0]
-            check.add(row, output)
+        kept = [row for row in numbers if keep is None or row in keep]
+        if len(kept) < len(numbers):
+            places = [row - rows.start for row in kept]
+            hidden, inner = hidden[places], inner[places]
+        if kept:
+            output = sublayer.output(hidden, inner)
+            check.add(kept, output)
             if move:
-                states[row].copy_(output, non_blocking=True)
+                states[rows].copy_(output, non_blocking=True)
             else:
-                outputs[row] = output.to(states.device)
+                outputs |= zip(kept, output.to(states.device), strict=True)
     check.finish(states if move else outputs)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
 

@@ -29,7 +29,7 @@ from exl2flow.quant.measurement import (
     CandidateResult,
     candidate_bits,
 )
-from exl2flow.quant.source import SourceModel, device_of
+from exl2flow.quant.source import SourceModel, device_of, row_batches
 from exl2flow.quant.tokens import load_rows
 from exl2flow.quant.walk import OverSource, Store, walk
 
@@ -95,7 +95,8 @@ def _candidate_errors(
     """Return each candidate's mean over rows of ‖y - y_ref‖ / ‖y_ref‖."""
     first = [p.name for p in sublayer.spec.projections if p.capture == "input"]
     last = [p.name for p in sublayer.spec.projections if p.capture == "inner"]
-    totals = torch.zeros(len(candidates), dtype=torch.float64, device=targets.device)
+    device = device_of(sublayer)
+    totals = torch.zeros(len(candidates), dtype=torch.float64, device=device)
     sharing: dict[tuple[QuantParams, ...], list[int]] = {}
     for index, candidate in enumerate(candidates):
         sharing.setdefault(tuple(candidate[name] for name in first), []).append(index)
@@ -103,14 +104,20 @@ def _candidate_errors(
         inputs = [_linear(sublayer, name, candidates[members[0]], rounded) for name in first]
         sublayer.linears.update(zip(first, inputs, strict=True))
         outputs = {i: [_linear(sublayer, n, candidates[i], rounded) for n in last] for i in members}
-        for row, target in enumerate(targets):
-            hidden = states[row : row + 1].to(device_of(sublayer))
-            inner = sublayer.inner(sublayer.normed(hidden))
+        for rows in row_batches(sublayer, states):
+            hidden, wanted = (x[rows].to(device) for x in (states, targets))
+            inner, sizes = sublayer.inner(sublayer.normed(hidden)), row_norms(wanted)
             for index, linears in outputs.items():
                 sublayer.linears.update(zip(last, linears, strict=True))
-                difference = sublayer.output(hidden, inner)[0].to(target.device) - target
-                totals[index] += difference.norm() / target.norm()
+                errors = row_norms(sublayer.output(hidden, inner) - wanted)
+                totals[index] += (errors / sizes).sum()
     return (totals / len(states)).tolist()
+
+
+def row_norms(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row of states (rows, t, hidden)."""
+    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=(1, 2))
+    return norms
 
 
 Variants = dict[tuple[str, QuantParams], RoundedMatrix]

@@ -9,7 +9,7 @@ import torch
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.core.memory import free_memory, limit_memory
+from exl2flow.core.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
     Head,
     ModelSpec,
@@ -27,6 +27,8 @@ from exl2flow.quant.working import working_bytes
 NARROW = torch.float16  # of weights on a GPU, which multiplies them faster
 PARTS = ("weight", "bias")  # of a projection in a file
 DTYPE = torch.float32  # of weights and states while converting
+ROWS_TOGETHER = 4  # that a GPU works on at a time at most
+ROW_PARTS = 24  # of memory: a row's widest activation, fp32, takes one at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,20 @@ class SourceModel:
         return self.room(tuple(states.shape)).copy_(states)
 
 
+def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+    """Yield the rows of states (rows, t, hidden) that pass a sublayer together; a CPU has one.
+
+    How many depends on shapes and on the limit of memory alone, for results depend on it.
+    """
+    device, together = device_of(sublayer), 1
+    if device.type == "cuda":
+        widest = max(max(p.in_features, p.out_features) for p in sublayer.spec.projections)
+        row = states.shape[1] * widest * DTYPE.itemsize
+        together = max(1, min(ROWS_TOGETHER, limit_of(device) // (ROW_PARTS * row)))
+    for begin in range(0, len(states), together):
+        yield slice(begin, min(begin + together, len(states)))
+
+
 def device_of(sublayer: Sublayer) -> torch.device:
     """Return where a sublayer's weights lie."""
     return next(iter(sublayer.linears.values())).weight.device
@@ -168,11 +184,13 @@ class StatesCheck:
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._largest: dict[int, torch.Tensor] = {}
+        self._rows: list[int] = []
+        self._largest: list[torch.Tensor] = []
 
-    def add(self, row: int, states: torch.Tensor) -> None:
-        """Look at a row's states, fp32 (..., hidden)."""
-        self._largest[row] = torch.linalg.vector_norm(states, ord=math.inf)
+    def add(self, rows: Sequence[int], states: torch.Tensor) -> None:
+        """Look at states of some rows, fp32 (rows, t, hidden)."""
+        self._rows.extend(rows)
+        self._largest.append(torch.linalg.vector_norm(states, ord=math.inf, dim=(1, 2)))
 
     def finish(self, found: torch.Tensor | Mapping[int, torch.Tensor]) -> None:
         """Tell what was found.
@@ -185,8 +203,8 @@ class StatesCheck:
         """
         if not self._largest:
             return
-        finite = torch.stack(list(self._largest.values())).isfinite().tolist()
-        for row, is_finite in zip(self._largest, finite, strict=True):
+        finite = torch.cat(self._largest).isfinite().tolist()
+        for row, is_finite in zip(self._rows, finite, strict=True):
             if not is_finite:
                 share = 1 - float(found[row].isfinite().float().mean())
                 raise NonFiniteState(

@@ -18,7 +18,7 @@ from exl2flow.core.background import Background, to_host
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
-from exl2flow.quant.source import SourceModel, StatesCheck, device_of
+from exl2flow.quant.source import SourceModel, StatesCheck, device_of, row_batches
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,10 @@ class OverSource:
 def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
     """Run every row through a sublayer, in place."""
     check = StatesCheck(sublayer.spec.name)
-    for row in range(len(states)):
-        hidden = states[row : row + 1].to(device_of(sublayer), non_blocking=True)
-        output = sublayer(hidden)[0]
-        check.add(row, output)
-        states[row].copy_(output, non_blocking=True)
+    for rows in row_batches(sublayer, states):
+        output = sublayer(states[rows].to(device_of(sublayer), non_blocking=True))
+        check.add(range(rows.start, rows.stop), output)
+        states[rows].copy_(output, non_blocking=True)
     check.finish(states)
 
 

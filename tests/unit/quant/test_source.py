@@ -118,9 +118,9 @@ def test_states_that_are_not_finite_name_sublayer_row_and_share() -> None:
     states[0, :5] = torch.nan
 
     check = StatesCheck("layers.3.mlp")
-    check.add(0, torch.full((2, 2), 1e38))
+    check.add([0], torch.full((1, 2, 2), 1e38))
     check.finish({})
-    check.add(7, states)
+    check.add([7], states[None])
     with pytest.raises(NonFiniteState, match=r"after `layers\.3\.mlp` .* 5\.00% of row 7"):
         check.finish({7: states})
 
