@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 WINDOW_ROWS = 8 * PANEL_ROWS  # errors of so many rows reach all rows below in one product
 BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
-GPU_BATCH_ELEMENTS = 1 << 28
+GPU_BATCH_ELEMENTS = 1 << 29
 BATCH_SHARE = 0.25  # of a GPU's free memory, for there may be two batches
 BATCH_BYTES = 8  # of a weight: its row's value, codes and a copy of them
 
@@ -125,6 +125,7 @@ def round_matrices(
         raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
     for run in alike(jobs):
         most = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
+        most = -(-len(run) // -(-len(run) // most))  # as many each time
         while run:
             try:
                 found = _Batch(run[:most], factor, search, keep_fed_back).round()

@@ -196,16 +196,18 @@ def collect_hessians(
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)
             sums[capture].add(x)
         kept = [row for row in numbers if keep is None or row in keep]
+        if not kept:
+            continue
         if len(kept) < len(numbers):
-            places = [row - rows.start for row in kept]
-            hidden, inner = hidden[places], inner[places]
-        if kept:
-            output = sublayer.output(hidden, inner)
-            check.add(kept, output)
-            if move:
-                states[rows].copy_(output, non_blocking=True)
-            else:
-                outputs |= zip(kept, output.to(states.device), strict=True)
+            hidden, inner = (
+                torch.stack([x[row - rows.start] for row in kept]) for x in (hidden, inner)
+            )
+        output = sublayer.output(hidden, inner)
+        check.add(kept, output)
+        if move:
+            states[rows].copy_(output, non_blocking=True)
+        else:
+            outputs |= zip(kept, output.to(states.device), strict=True)
     check.finish(states if move else outputs)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
 
@@ -283,7 +285,6 @@ def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype, float]]:
     yield IDENTITY, torch.float32, 0.0
 
 
-@tensor_cores(False)
 def upper_factor(turned: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of the inverse of a matrix, fp32 (k, k).
 
@@ -302,8 +303,10 @@ def upper_factor(turned: torch.Tensor) -> torch.Tensor:
         raise SingularHessian("no Cholesky factor")
     lower = transposed.mT.contiguous()
     del transposed
-    invert_lower(lower)
+    with tensor_cores(False):
+        invert_lower(lower)
     upper: torch.Tensor = lower.flip(0, 1).float()
+    del lower
     if not upper.isfinite().all() or not upper.diagonal().all():
         raise SingularHessian("no Cholesky factor")
     return upper
