@@ -12,6 +12,7 @@ longest in a stage.
 import argparse
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ import torch
 from exl2flow.core.config import ConversionConfig, build_config
 from exl2flow.core.files import write_tensors
 from exl2flow.core.progress import report
-from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.conversion import ALLOCATOR, open_pipeline
 from exl2flow.tasks.stages import STAGES
 
 TOKENIZER = Path(__file__).parent.parent / "demo" / "model"
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--max-memory", help="of the GPU, as 24GB")
     parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")
     arguments = parser.parse_args()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)  # before the model is made
     rows = arguments.rows
     few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}
     with tempfile.TemporaryDirectory() as name:

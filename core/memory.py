@@ -4,21 +4,25 @@ from pathlib import Path
 
 import torch
 
-_limits: dict[torch.device, int] = {}  # bytes, of devices whose use is limited
+BESIDE_TENSORS = 2**30  # of a GPU: CUDA itself, libraries, kernels; about
+WORKSPACE_SHARE = 0.04  # of a limit: what libraries take as they work
+
+_limits: dict[torch.device, int] = {}  # bytes of tensors, of devices whose use is limited
 
 
 def limit_memory(device: torch.device, most: int | None) -> None:
-    """Let this process use at most so many bytes of a GPU; None: all there is."""
+    """Let this process use at most so many bytes of a GPU, all included; None: all there is."""
     if device.type == "cpu":
         return
     own = _indexed(device)
     _, total = torch.cuda.mem_get_info(own)
-    _limits[own] = min(most or total, total)
+    tensors = total if most is None else int(most * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS
+    _limits[own] = max(0, min(tensors, total))
     torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
 
 
 def limit_of(device: torch.device) -> int:
-    """Return how many bytes of a GPU this process may use in all."""
+    """Return how many bytes of a GPU the tensors of this process may take in all."""
     _, total = torch.cuda.mem_get_info(device)
     return _limits.get(_indexed(device), total)
 

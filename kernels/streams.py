@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import cache, lru_cache, wraps
 from typing import ParamSpec, TypeVar
@@ -39,14 +40,13 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
         ]
     for stream in streams:
         current.wait_stream(stream)
-    try:
+    with suppress(torch.OutOfMemoryError):
         return [item.result() for item in begun]
-    except torch.OutOfMemoryError:
-        del begun
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        log.warning("remedy=out of memory: what was done side by side is done in turn")
-        return [work() for work in works]
+    del begun  # with the errors, which hold what their threads had
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    log.warning("remedy=out of memory: what was done side by side is done in turn")
+    return [work() for work in works]
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
