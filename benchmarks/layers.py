@@ -5,8 +5,8 @@
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
 Prefect, and prints seconds of the stage, of its last layer (from the end of the one before to its
-own, results stored) and the highest use of GPU memory. `--profile` adds the kernels that took
-longest in a stage.
+own, results stored) and the highest use of GPU memory, with what `--dry-run` forecasts beside them.
+`--profile` adds the kernels that took longest in a stage.
 """
 
 import argparse
@@ -27,6 +27,8 @@ from exl2flow.core.config import ConversionConfig, build_config
 from exl2flow.core.files import write_tensors
 from exl2flow.core.progress import report
 from exl2flow.flows.conversion import ALLOCATOR, open_pipeline
+from exl2flow.quant.gpu_needs import GpuNeed
+from exl2flow.quant.preflight import preflight
 from exl2flow.tasks.stages import STAGES
 
 TOKENIZER = Path(__file__).parent.parent / "demo" / "model"
@@ -107,11 +109,13 @@ def profiled(wanted: bool) -> Iterator[None]:
 
 def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     """Run the stages and print a line for each."""
+    forecast = preflight(config).gpu_needs
     pipeline = open_pipeline(config, STAGES)
     on_gpu = config.device == "cuda"
     log = logging.getLogger("exl2flow.quant")
     log.setLevel(logging.INFO)
-    print("| stage | seconds | per layer | peak GB |\n|---|---|---|---|")
+    print("| stage | seconds | forecast | per layer | peak GB | forecast |")
+    print("|---|---|---|---|---|---|")
     all_seconds = 0.0
     for name in pipeline.stages:
         times = LayerTimes()
@@ -126,10 +130,15 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
         log.removeHandler(times)
         peak = torch.cuda.max_memory_reserved() / 1e9 if on_gpu else 0.0
         all_seconds += seconds
-        print(f"| {name} | {seconds:.2f} | {times.last():.2f} | {peak:.1f} |", flush=True)
+        need = forecast.get(name, GpuNeed(memory=0, seconds=0))
+        print(
+            f"| {name} | {seconds:.2f} | {need.seconds:.1f} | {times.last():.2f} | {peak:.1f} "
+            f"| {need.memory / 1e9:.1f} |",
+            flush=True,
+        )
         if name == last:
             break
-    print(f"| all | {all_seconds:.2f} | | |")
+    print(f"| all | {all_seconds:.2f} | {sum(n.seconds for n in forecast.values()):.1f} | | | |")
 
 
 def main() -> None:

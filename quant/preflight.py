@@ -3,8 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +31,7 @@ from exl2flow.quant.candidates import (
     candidates_for,
 )
 from exl2flow.quant.compile import check_output_folder
+from exl2flow.quant.gpu_needs import Card, gpu_needs
 from exl2flow.quant.layout import plain_tensors
 from exl2flow.quant.measurement import (
     candidate_bits,
@@ -39,55 +39,15 @@ from exl2flow.quant.measurement import (
     read_measurement,
     slot_projections,
 )
-from exl2flow.quant.needs import Need, memory_bytes, stage_needs, work_bytes
+from exl2flow.quant.needs import memory_bytes, stage_needs, work_bytes
 from exl2flow.quant.parquet import check_parquet
+from exl2flow.quant.plan import BASE_MEMORY, Plan, megabytes
 from exl2flow.quant.tune import tune_memory
+from exl2flow.quant.working import working_bytes
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a conversion will do and need, before it starts; sizes in bytes."""
-
-    model: str
-    architecture: str
-    layers: int
-    weights: int
-    device: str
-    calibration: str
-    target: str
-    reachable_bpw: tuple[float, float]
-    output_bytes: int
-    work_bytes: int
-    memory_bytes: int
-    needs: Mapping[str, Need]
-    work_dir: str
-    out: str
-
-    def to_json(self) -> dict[str, object]:
-        """Return the plan as JSON."""
-        needs = {name: need.to_json() for name, need in self.needs.items()}
-        return {name: getattr(self, name) for name in self.__slots__} | {"needs": needs}
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (what, value) for people."""
-        low, high = self.reachable_bpw
-        return [
-            ("model", f"{self.model} ({self.architecture}, {self.layers} layers)"),
-            ("weights", f"{self.weights / 1e6:.1f} M"),
-            ("device", self.device),
-            ("calibration", self.calibration),
-            ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
-            ("output", f"{self.out}, about {_megabytes(self.output_bytes)}"),
-            ("checkpoints", f"{self.work_dir}, up to {_megabytes(self.work_bytes)}"),
-            ("memory", f"about {_megabytes(self.memory_bytes)}"),
-            ("by stage", _by_stage(self.needs)),
-        ]
 
 
 def preflight(config: ConversionConfig) -> Plan:
@@ -108,6 +68,9 @@ def preflight(config: ConversionConfig) -> Plan:
         return None
 
     device = attempt(lambda: resolve_device(config.device))
+    card = None
+    if device is not None and device.type == "cuda":
+        card = Card.of(device, config.max_memory)
     attempt(lambda: _check_writable(config.work_dir_root))
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
@@ -121,11 +84,12 @@ def preflight(config: ConversionConfig) -> Plan:
         attempt(lambda: _check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
         attempt(lambda: _check_measurement(config, spec))
-        attempt(lambda: _check_tuning(config, spec, device))
-        plan = attempt(lambda: _plan(config, spec, device))
+        attempt(lambda: _check_tuning(config, spec, card))
+        plan = attempt(lambda: _plan(config, spec, device, card))
     if plan is not None:
         attempt(lambda: _check_disk(plan))
         attempt(lambda: _check_memory(plan))
+        _warn_of_card(plan, spec)
     if problems or plan is None:
         raise PreflightFailed("\n".join(problems))
     return plan
@@ -223,19 +187,19 @@ def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
         log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
 
 
-def _check_tuning(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> None:
+def _check_tuning(config: ConversionConfig, spec: ModelSpec, card: Card | None) -> None:
     """Ask that a GPU can hold what tuning needs: the whole source, and the quantized model."""
-    if not config.tune.steps or device is None or device.type != "cuda":
-        return
-    need, (free, _) = tune_memory(spec, config.tune), torch.cuda.mem_get_info()
-    if need > free:
+    need = tune_memory(spec, config.tune) if config.tune.steps else 0
+    if card is not None and need > card.memory:
         raise StoreError(
-            f"the stage `tune` may need {_megabytes(need)} of the GPU's memory, "
-            f"{_megabytes(free)} are free; choose another `--quality`, or `--device cpu`"
+            f"the stage `tune` may need {megabytes(need)} of the GPU's memory, "
+            f"{megabytes(card.memory)} may be used; choose another `--quality`, or `--device cpu`"
         )
 
 
-def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None) -> Plan:
+def _plan(
+    config: ConversionConfig, spec: ModelSpec, device: torch.device | None, card: Card | None
+) -> Plan:
     """Forecast sizes; refuse a target that the candidates cannot reach.
 
     Raises:
@@ -274,6 +238,8 @@ def _plan(config: ConversionConfig, spec: ModelSpec, device: torch.device | None
         work_bytes=work_bytes(needs),
         memory_bytes=BASE_MEMORY + memory_bytes(needs),
         needs=needs,
+        card=card,
+        gpu_needs=gpu_needs(config, spec, card, output=plain + packed) if card else {},
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
     )
@@ -313,7 +279,7 @@ def _check_disk(plan: Plan) -> None:
     for disk, size in need.items():
         if size > free[disk]:
             raise StoreError(
-                f"the conversion may need {_megabytes(size)} of disk, {_megabytes(free[disk])} are "
+                f"the conversion may need {megabytes(size)} of disk, {megabytes(free[disk])} are "
                 "free; free some, or put `--out` and `--work-root` on other disks"
             )
 
@@ -323,21 +289,18 @@ def _check_memory(plan: Plan) -> None:
     if available is not None and plan.memory_bytes > available:
         most = max(plan.needs, key=lambda name: plan.needs[name].memory)
         raise StoreError(
-            f"the stage `{most}` may need {_megabytes(plan.memory_bytes)} of memory, "
-            f"{_megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
+            f"the stage `{most}` may need {megabytes(plan.memory_bytes)} of memory, "
+            f"{megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
             "another `--quality`"
         )
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-def _by_stage(needs: Mapping[str, Need]) -> str:
-    """Return the memory of each stage in short, all in one unit."""
-    sizes = [
-        f"{name} {(BASE_MEMORY + need.memory) / 1e9:.2f}"
-        for name, need in needs.items()
-        if name != "tokenize"  # too little to tell
-    ]
-    return f"{', '.join(sizes)} GB"
+def _warn_of_card(plan: Plan, spec: ModelSpec | None) -> None:
+    """Warn of a model whose sublayers may not fit a GPU even if worked on piece by piece."""
+    if plan.card and spec and (least := working_bytes(spec)) > plan.card.memory:
+        log.warning(
+            "the largest sublayer may need %s of the GPU's memory, %s may be used; if it ends for "
+            "lack of memory, raise `--max-memory` or use `--device cpu`: it goes on where it was",
+            megabytes(least),
+            megabytes(plan.card.memory),
+        )

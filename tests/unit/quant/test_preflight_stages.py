@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ from exl2flow.quant import preflight as preflight_module
 from exl2flow.quant import tune as tune_module
 from exl2flow.quant.allocate import decoder_numel
 from exl2flow.quant.correction import paired_rows
+from exl2flow.quant.gpu_needs import Card
 from exl2flow.quant.needs import STATE_FILES, Need, memory_bytes, stage_needs, work_bytes
-from exl2flow.quant.preflight import BASE_MEMORY, preflight
+from exl2flow.quant.plan import BASE_MEMORY
+from exl2flow.quant.preflight import preflight
 from exl2flow.quant.tune import tune_memory
 from exl2flow.tasks.stages import STAGES
 
@@ -133,12 +136,12 @@ def test_a_gpu_too_small_to_tune_on_is_refused(
     cuda = torch.device("cuda")
     config = config_of(source, tune={"steps": 1})
     need = tune_memory(resolve(source), config.tune)
-    free = [need]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 2 * need))
+    card = Card(name="small", flops=1e13, processors=20, memory=need)
+    monkeypatch.setattr(Card, "of", lambda device, limit: card)
     monkeypatch.setattr(preflight_module, "resolve_device", lambda device: cuda)
 
     in_main = preflight(config).needs["tune"].memory
-    free[0] = need - 1
+    card = replace(card, memory=need - 1)
     preflight(config_of(source))
     with pytest.raises(PreflightFailed, match=r"^the stage `tune` .* GPU's memory, .* `--device"):
         preflight(config)

@@ -1,0 +1,31 @@
+"""What a plan says of the GPU, beside what a conversion takes of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.progress import silent
+from exl2flow.flows.conversion import open_pipeline
+from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.stages import STAGES
+
+pytestmark = pytest.mark.gpu
+
+
+def test_no_stage_takes_more_memory_than_the_plan_says(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "model")
+    config = small_config(source, tmp_path / "out", device="cuda", quality="standard")
+    plan = preflight(config)
+    assert plan.card is not None
+    assert plan.card.name == torch.cuda.get_device_name()
+    pipeline = open_pipeline(config, STAGES)
+
+    for name, need in plan.gpu_needs.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        pipeline.run(name, progress=silent)
+        if need.memory:
+            assert torch.cuda.max_memory_allocated() - before <= need.memory, name
