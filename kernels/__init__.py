@@ -13,7 +13,7 @@ from exl2flow.kernels.ops import (
     resolve_device,
     tensor_cores,
 )
-from exl2flow.kernels.streams import at_the_same_time
+from exl2flow.kernels.streams import at_the_same_time, used_here
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "resolve_device",
     "tensor_cores",
     "times_output",
+    "used_here",
 ]

@@ -231,17 +231,22 @@ class CudaOps(TorchOps):
         return matrix
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
-        """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device."""
+        """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device.
+
+        What a recording needs comes from memory of its own; where that is short, nothing is recorded.
+        """
         if times == 0:
             return
         current = torch.cuda.current_stream()
-        with _RECORDING:
+        with _RECORDING, suppress(torch.OutOfMemoryError):
             stream, first = _recorder(current)
             stream.wait_stream(current)
             graph = _recorded(work, stream, first.pool())
             for _ in range(times):
                 graph.replay()
             del graph  # what is on its way goes on
+            return
+        super().repeat(work, times)
 
 
 @lru_cache(maxsize=16)

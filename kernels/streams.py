@@ -49,6 +49,16 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
     return [work() for work in works]
 
 
+def used_here(*tensors: torch.Tensor) -> None:
+    """Tell torch that the current stream uses tensors which another one made.
+
+    For those that are freed before the other stream has waited for this one.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def kept(function: Callable[P, T]) -> Callable[P, T]:
     """Keep what a function sends to a device, made once even if two threads ask for it.
 

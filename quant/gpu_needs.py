@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 
+from exl2flow.core.background import HELPERS
 from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.memory import free_memory, limit_memory
 from exl2flow.kernels import PANEL_ROWS
@@ -45,6 +46,7 @@ START = 1.5  # a stage: embedding, states, reading the head
 LAYER_CHOICE = 0.04  # `allocate`
 TUNED_STEP = 2e-10  # seconds per weight and step
 DECODED, WRITTEN = 2.5e9, 0.4e9  # bytes per second that `compile` checks and writes
+LIBRARIES = 1 << 28  # workspaces of the libraries
 FLOAT, NARROW = 4, 2
 
 
@@ -98,6 +100,7 @@ class _Part:
         sizes = [(p.in_features, padded_columns(p.out_features)) for p in projections]
         read = {p.capture: p.in_features for p in projections}
         self.weights = sum(k * n for k, n in sizes)
+        self.largest = max(k * n for k, n in sizes)
         self.squares = sum(k * k for k in read.values())
         self.own_squares = sum(k * k for k, _ in sizes)
         self.cubes = sum(k * k * n for k, n in sizes)
@@ -158,13 +161,14 @@ class _Forecast:
             seconds = START + config.tune.steps * weights * TUNED_STEP
             needs["tune"] = GpuNeed(memory=tune_memory(self.spec, config.tune), seconds=seconds)
         seconds = NARROW * weights / DECODED + output / WRITTEN
-        needs["compile"] = GpuNeed(memory=3 * NARROW * self.most.weights, seconds=seconds)
+        memory = LIBRARIES + HELPERS * 3 * max(part.largest for part in (*self.parts, self.head))
+        needs["compile"] = GpuNeed(memory=memory, seconds=seconds)
         return needs
 
     def _need(self, seconds: float, states: int, beside: float) -> GpuNeed:
         """Add states to what is needed beside them, if they fit there."""
         stay = states + working_bytes(self.spec) <= self.card.memory
-        memory = int(beside) + states * stay
+        memory = LIBRARIES + int(beside) + states * stay
         return GpuNeed(
             memory=min(memory, self.card.memory), seconds=START + seconds, states_stay=stay
         )

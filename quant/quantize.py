@@ -18,7 +18,7 @@ import torch
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_metadata, read_tensors
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.kernels import at_the_same_time, tensor_cores
+from exl2flow.kernels import at_the_same_time, tensor_cores, used_here
 from exl2flow.model import (
     Exl2Linear,
     Linear,
@@ -131,6 +131,7 @@ class Rounding:
         """
         options = self.options
         hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
+        used_here(item.upper)
         del item
         begun = list(rounded)
         if not options.rounds:
@@ -238,7 +239,10 @@ class Quantizing:
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
         parts = at_the_same_time(works, device_of(sublayer))
-        return {name: matrix for part in parts for name, matrix in part.items()}
+        found = {name: matrix for part in parts for name, matrix in part.items()}
+        for matrix in found.values():
+            used_here(matrix.codes, matrix.scale_codes, matrix.max_scales)
+        return found
 
 
 def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:

@@ -7,6 +7,7 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
+from exl2flow.core.memory import limit_memory
 from exl2flow.core.progress import silent
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.quant.preflight import preflight
@@ -29,3 +30,25 @@ def test_no_stage_takes_more_memory_than_the_plan_says(tmp_path: Path) -> None:
         pipeline.run(name, progress=silent)
         if need.memory:
             assert torch.cuda.max_memory_allocated() - before <= need.memory, name
+
+
+def test_a_conversion_in_little_memory_ends_well(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "model", num_hidden_layers=4)
+    config = small_config(
+        source,
+        tmp_path / "out",
+        device="cuda",
+        quality="standard",
+        max_memory="1.5GB",
+        calibration={"rows": 24, "row_tokens": 2048, "measure_rows": 8, "measure_row_tokens": 2048},
+    )
+    pipeline = open_pipeline(config, STAGES)
+    torch.cuda.empty_cache()
+    try:
+        for name in pipeline.stages:
+            pipeline.run(name, progress=silent)
+            assert torch.cuda.max_memory_reserved() < 1.5e9, name
+    finally:
+        limit_memory(torch.device("cuda"), None)
+
+    assert (config.out / "model.safetensors").is_file()
