@@ -233,7 +233,7 @@ class CudaOps(TorchOps):
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device.
 
-        What a recording needs comes from memory of its own; where that is short, nothing is recorded.
+        A recording has memory of its own; where that is short, nothing is recorded.
         """
         if times == 0:
             return
