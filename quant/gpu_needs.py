@@ -46,6 +46,7 @@ START = 1.5  # a stage: embedding, states, reading the head
 LAYER_CHOICE = 0.04  # `allocate`
 TUNED_STEP = 2e-10  # seconds per weight and step
 DECODED, WRITTEN = 2.5e9, 0.4e9  # bytes per second that `compile` checks and writes
+SCARCE = 1.8  # times as long where states come and go, and work is done in turn
 LIBRARIES = 1 << 28  # workspaces of the libraries
 FLOAT, NARROW = 4, 2
 
@@ -169,9 +170,8 @@ class _Forecast:
         """Add states to what is needed beside them, if they fit there."""
         stay = states + working_bytes(self.spec) <= self.card.memory
         memory = LIBRARIES + int(beside) + states * stay
-        return GpuNeed(
-            memory=min(memory, self.card.memory), seconds=START + seconds, states_stay=stay
-        )
+        seconds = START + seconds * (1 if stay else SCARCE)
+        return GpuNeed(memory=min(memory, self.card.memory), seconds=seconds, states_stay=stay)
 
     def _states(self, rows: int, tokens: int) -> int:
         return FLOAT * rows * tokens * self.spec.hidden_size

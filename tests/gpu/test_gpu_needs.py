@@ -44,6 +44,7 @@ def test_a_conversion_in_little_memory_ends_well(tmp_path: Path) -> None:
     )
     pipeline = open_pipeline(config, STAGES)
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     try:
         for name in pipeline.stages:
             pipeline.run(name, progress=silent)
