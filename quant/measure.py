@@ -5,7 +5,9 @@ States are those of the unquantized model throughout: errors do not accumulate h
 """
 
 import json
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from exl2flow.core.files import read_json, write_json
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import DenseLinear, Sublayer
+from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import candidates_for
 from exl2flow.quant.estimate import estimate_options, estimate_slots
@@ -65,7 +67,8 @@ class Measuring(OverSource):
                 self.folder.note(f"{sublayer.spec.name} {capture}: {item.remedy}")
         targets = torch.stack([outputs[row] for row in range(len(states))])
         candidates = candidates_for(sublayer.spec)
-        rounded = _round_variants(sublayer, candidates, factors, self.options.scale_search)
+        rounded, costs = _round_variants(sublayer, candidates, factors, self.options.scale_search)
+        candidates = undominated(sublayer.spec, candidates, costs)
         errors = _candidate_errors(sublayer, states, targets, candidates, rounded)
         results = [
             CandidateResult(
@@ -121,6 +124,32 @@ def row_norms(x: torch.Tensor) -> torch.Tensor:
 
 
 Variants = dict[tuple[str, QuantParams], RoundedMatrix]
+Costs = Mapping[tuple[str, QuantParams], float]
+
+
+def undominated(
+    sublayer: SublayerSpec, candidates: Sequence[Candidate], costs: Costs
+) -> tuple[Candidate, ...]:
+    """Return the candidates that may be on the Pareto front of bits and error, in order.
+
+    Left out is what takes no fewer bits than another one, and costs no less in any projection. The
+    largest one stays: it bounds what can be asked for.
+    """
+    seen = [
+        (
+            candidate_bits(sublayer.projections, candidate),
+            *(costs[name, params] for name, params in candidate.items()),
+        )
+        for candidate in candidates
+    ]
+
+    def is_dominated(place: int) -> bool:
+        own = seen[place]
+        return own[0] < max(seen)[0] and any(
+            other != own and all(map(operator.le, other, own)) for other in seen
+        )
+
+    return tuple(c for place, c in enumerate(candidates) if not is_dominated(place))
 
 
 def _round_variants(
@@ -128,16 +157,25 @@ def _round_variants(
     candidates: tuple[Candidate, ...],
     factors: Mapping[str, HessianFactor],
     search: ScaleSearch,
-) -> Variants:
-    """Round every distinct (projection, parameters) once, those sharing a Hessian together."""
+) -> tuple[Variants, Costs]:
+    """Round every distinct (projection, parameters) once, those sharing a Hessian together.
+
+    A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors that were fed back.
+    """
     variants: Variants = {}
+    costs: dict[tuple[str, QuantParams], torch.Tensor] = {}
     for capture, item in factors.items():
         names = [p.name for p in sublayer.spec.reading(capture)]
         keys = list(dict.fromkeys((name, c[name]) for name in names for c in candidates))
         weights = {name: padded_weight(sublayer.linears[name]) for name in names}
         jobs = [RoundingJob(weight=weights[name], params=params) for name, params in keys]
-        variants |= zip(keys, round_matrices(jobs, item, search=search), strict=True)
-    return variants
+        rounded = round_matrices(jobs, item, search=search, keep_fed_back=True)
+        for key, matrix in zip(keys, rounded, strict=True):
+            assert matrix.fed_back is not None
+            costs[key] = torch.linalg.vector_norm(matrix.fed_back)
+            variants[key] = replace(matrix, fed_back=None)
+    norms = torch.stack(list(costs.values())).tolist()
+    return variants, dict(zip(costs, norms, strict=True))
 
 
 def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Variants) -> DenseLinear:
@@ -187,7 +225,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=6,
+    schema=7,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,

@@ -20,6 +20,7 @@ from exl2flow.quant import measure as measure_module
 from exl2flow.quant.candidates import CANDIDATES
 from exl2flow.quant.gptq import RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.hessian import HessianFactor, HessianSum, MixedHessian, collect_hessians, factor
+from exl2flow.quant.measure import undominated
 from exl2flow.quant.measurement import MEASUREMENT_FILE, read_measurement
 from exl2flow.quant.source import SourceModel
 from exl2flow.quant.tokens import load_rows
@@ -66,11 +67,14 @@ def test_schema_is_that_of_exllamav2(written: dict[str, Any]) -> None:
     for name in names:
         kind = "mlp" if name.endswith("mlp") else "attention"
         entries = written["measurement"][name]
-        assert len(entries) == len(CANDIDATES[kind])
-        for entry, candidate in zip(entries, CANDIDATES[kind], strict=True):
-            assert list(entry) == ["accuracy", "total_bits", *candidate]
-            for projection, params in candidate.items():
-                assert entry[projection] == params.to_json()
+        table = [{p: params.to_json() for p, params in c.items()} for c in CANDIDATES[kind]]
+        places = [table.index({p: entry[p] for p in table[0]}) for entry in entries]
+        assert places == sorted(places)
+        assert len(table) - 3 <= len(places) <= len(table)  # without those that others dominate
+        assert places[-1] == len(table) - 1
+        for entry in entries:
+            assert list(entry) == ["accuracy", "total_bits", *table[0]]
+            for projection in table[0]:
                 assert all(isinstance(size, str) for size in entry[projection]["group_size"])
 
 
@@ -100,7 +104,7 @@ def test_more_bits_are_more_accurate(written: dict[str, Any]) -> None:
             assert entries[0]["total_bits"] < entries[6]["total_bits"] < entries[-1]["total_bits"]
 
 
-@pytest.mark.parametrize(("index", "option"), [(0, 0), (2, 4), (2, 16), (3, 1), (3, 9)])
+@pytest.mark.parametrize(("index", "option"), [(0, 0), (2, 4), (2, 16), (3, 8), (3, 9)])
 def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
     index: int, option: int, written: dict[str, Any], converted: Any
 ) -> None:
@@ -129,9 +133,35 @@ def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
         found = sublayer(states)
 
     errors = [(y - r).norm() / r.norm() for y, r in zip(found, reference, strict=True)]
-    entry = written["measurement"][sublayer.spec.name][option]
+    entry = next(
+        entry
+        for entry in written["measurement"][sublayer.spec.name]
+        if all(entry[name] == params.to_json() for name, params in candidate.items())
+    )
     # fp32 sums in another order may move single codes by one
     assert entry["accuracy"] == pytest.approx(1 - float(sum(errors)) / 3, abs=2e-4)
+
+
+def test_only_what_can_be_on_the_front_of_bits_and_error_is_run(converted: Any) -> None:
+    sublayer = converted.spec.sublayers[0]
+    few, more, odd, most = (CANDIDATES["attention"][place] for place in (0, 6, 12, 18))
+    costs = {
+        (name, candidate[name]): cost
+        for candidate, cost in ((few, 5.0), (more, 2.0), (odd, 3.0), (most, 4.0))
+        for name in candidate
+    }
+
+    assert undominated(sublayer, (few, more, odd, most), costs) == (few, more, most)
+
+    costs["q_proj", odd["q_proj"]] = 1.0  # better in a single projection
+    assert undominated(sublayer, (few, more, odd, most), costs) == (few, more, odd, most)
+
+
+def test_costs_that_are_no_numbers_dominate_nothing(converted: Any) -> None:
+    sublayer, rows = converted.spec.sublayers[0], CANDIDATES["attention"]
+    costs = {(name, row[name]): math.nan for row in rows for name in row}
+
+    assert undominated(sublayer, rows, costs) == rows
 
 
 @pytest.mark.parametrize("errors", [1.5, math.nan, math.inf])
@@ -139,14 +169,14 @@ def test_accuracy_has_a_floor(
     errors: float, config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bad_but_one(*args: object) -> list[float]:
-        return [errors] * 16 + [0.25] * (len(args[3]) - 16)  # type: ignore[arg-type]  # candidates
+        return [errors] * (len(args[3]) - 1) + [0.25]  # type: ignore[arg-type]  # candidates
 
     monkeypatch.setattr(measure_module, "_candidate_errors", bad_but_one)
 
     content = read_json(run_until(config, "measure").path("measure") / MEASUREMENT_FILE)
 
     accuracies = [entry["accuracy"] for entry in content["measurement"]["model.layers.0.mlp"]]
-    assert accuracies == [1e-6] * 16 + [0.75]
+    assert accuracies == [1e-6] * (len(accuracies) - 1) + [0.75]
 
 
 def test_hopeless_sublayer_stops_the_run(
