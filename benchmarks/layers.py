@@ -6,6 +6,7 @@
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
 Prefect, and prints seconds of the stage, of its last layer (from the end of the one before to its
 own, results stored) and the highest use of GPU memory, with what `--dry-run` forecasts beside them.
+TFLOP/s count the products of a stage; the limit is their time at the peak of fp16 and TF32.
 `--profile` adds the kernels that took longest in a stage.
 """
 
@@ -114,8 +115,10 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     on_gpu = config.device == "cuda"
     log = logging.getLogger("exl2flow.quant")
     log.setLevel(logging.INFO)
-    print("| stage | seconds | forecast | per layer | peak GB | forecast |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| stage | seconds | forecast | per layer | peak GB | forecast | TFLOP/s | of the limit |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     all_seconds = 0.0
     for name in pipeline.stages:
         times = LayerTimes()
@@ -133,12 +136,15 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
         need = forecast.get(name, GpuNeed(memory=0, seconds=0))
         print(
             f"| {name} | {seconds:.2f} | {need.seconds:.1f} | {times.last():.2f} | {peak:.1f} "
-            f"| {need.memory / 1e9:.1f} |",
+            f"| {need.memory / 1e9:.1f} | {need.operations / seconds / 1e12:.0f} "
+            f"| {need.least / seconds:.0%} |",
             flush=True,
         )
         if name == last:
             break
-    print(f"| all | {all_seconds:.2f} | {sum(n.seconds for n in forecast.values()):.1f} | | | |")
+    print(
+        f"| all | {all_seconds:.2f} | {sum(n.seconds for n in forecast.values()):.1f} | | | | | |"
+    )
 
 
 def main() -> None:

@@ -35,12 +35,12 @@ from exl2flow.quant.working import working_bytes
 OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 NARROW_SHARE = 0.5  # of the peak: forward passes and Hessians, fp16
 WIDE_SHARE = 0.28  # products of fp32 matrices, as TF32
-BACKWARD_SHARE = 0.19  # forward and backward in fp32
+BACKWARD_SHARE = 0.19  # forward and backward in fp32, as TF32
 PASSES = 2.4  # forward passes of `quantize`: Hessians, the source's rows, what was quantized
 FREE_PANEL = 0.25e-3  # seconds: 32 rows rounded in every batch of candidates, columns independent
 GRID_PANEL = 1.4e-3  # the same with the original's search of scales
 COUPLED_PANEL = 0.6e-3  # 32 rows rounded in the metric of the output factor
-REFIT_PANEL, SWEEP_PANEL = 0.13e-3, 0.22e-3  # a round's refit of them, and each of its sweeps
+REFIT_PANEL, SWEEP_PANEL = 0.1e-3, 0.2e-3  # a round's refit of them, and each of its sweeps
 SUBLAYER = 0.08  # seconds: what a sublayer takes beside its work
 START = 1.5  # a stage: embedding, states, reading the head
 LAYER_CHOICE = 0.04  # `allocate`
@@ -77,10 +77,16 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """memory: bytes of the card at most; seconds, about; states_stay: on the card, not pinned."""
+    """What a stage needs of a card.
+
+    memory: bytes at most. seconds: about. least: seconds of its products at the card's peak.
+    operations: of those products. states_stay: on the card, not in pinned memory.
+    """
 
     memory: int
     seconds: float
+    least: float = 0.0
+    operations: float = 0.0
     states_stay: bool = True
 
     def to_json(self) -> dict[str, object]:
@@ -90,6 +96,15 @@ class GpuNeed:
             "seconds": round(self.seconds, 1),
             "states_on_gpu": self.states_stay,
         }
+
+
+@dataclass(slots=True)
+class _Work:
+    """Operations of fp16 products and of fp32 ones as TF32, and seconds beside them."""
+
+    narrow: float = 0.0
+    wide: float = 0.0
+    beside: float = 0.0
 
 
 class _Part:
@@ -166,12 +181,23 @@ class _Forecast:
         needs["compile"] = GpuNeed(memory=memory, seconds=seconds)
         return needs
 
-    def _need(self, seconds: float, states: int, beside: float) -> GpuNeed:
+    def _need(
+        self, work: _Work, states: int, beside: float, *, wide_share: float = WIDE_SHARE
+    ) -> GpuNeed:
         """Add states to what is needed beside them, if they fit there."""
+        flops = self.card.flops
+        seconds = work.narrow / (NARROW_SHARE * flops) + work.wide / (wide_share * flops)
+        seconds += work.beside
         stay = states + working_bytes(self.spec) <= self.card.memory
         memory = LIBRARIES + int(beside) + states * stay
         seconds = START + seconds * (1 if stay else SCARCE)
-        return GpuNeed(memory=min(memory, self.card.memory), seconds=seconds, states_stay=stay)
+        return GpuNeed(
+            memory=min(memory, self.card.memory),
+            seconds=seconds,
+            least=(work.narrow + 2 * work.wide) / flops,
+            operations=work.narrow + work.wide,
+            states_stay=stay,
+        )
 
     def _states(self, rows: int, tokens: int) -> int:
         return FLOAT * rows * tokens * self.spec.hidden_size
@@ -182,55 +208,57 @@ class _Forecast:
 
     def _sensitivity(self) -> GpuNeed:
         rows, tokens = self.config.sensitivity.rows, self.config.calibration.row_tokens
-        operations = (
-            rows
-            * tokens
-            * sum(12 * part.weights + 2 * part.own_squares for part in (*self.parts, self.head))
-        )
-        seconds = operations / (BACKWARD_SHARE * self.card.flops)
+        work = _Work()
+        for part in (*self.parts, self.head):  # three times forward, once backward; sums
+            work.wide += rows * tokens * (10 * part.weights + 2 * part.own_squares)
         beside = FLOAT * (4 * self.most.weights + 3 * self.most.own_squares)
-        return self._need(seconds, 3 * self._states(rows, tokens), beside + self._passing(tokens))
+        return self._need(
+            work,
+            3 * self._states(rows, tokens),
+            beside + self._passing(tokens),
+            wide_share=BACKWARD_SHARE,
+        )
 
     def _measure(self) -> GpuNeed:
-        rows = self.config.calibration
-        positions, most = rows.measure_rows * rows.measure_row_tokens, self.most
-        flops, seconds = self.card.flops, 0.0
+        rows, most, work = self.config.calibration, self.most, _Work()
+        positions = rows.measure_rows * rows.measure_row_tokens
         for part in (*self.parts, *([self.head] if self.fisher else [])):
-            seconds += SUBLAYER + 2 * positions * (part.weights + part.squares) / (
-                NARROW_SHARE * flops
-            )
+            work.narrow += 2 * positions * (part.weights + part.squares)
+            work.beside += SUBLAYER
+            work.wide += part.candidates * part.cubes  # errors fed back
             if self.fisher:
-                seconds += 4 * part.candidates * part.cubes / (WIDE_SHARE * flops)
-                seconds += FREE_PANEL * part.free_panels + COUPLED_PANEL * part.coupled_panels
+                work.wide += 4 * part.candidates * part.cubes  # two prices
+                work.beside += FREE_PANEL * part.free_panels + COUPLED_PANEL * part.coupled_panels
             else:
-                tried = 2 * positions * part.weights * part.candidates
-                seconds += tried / (NARROW_SHARE * flops) + GRID_PANEL * part.free_panels
+                work.narrow += 2 * positions * part.weights * part.candidates
+                work.beside += GRID_PANEL * part.free_panels
         beside = 3 * FLOAT * most.squares + 12 * sum(sorted(most.batch)[-2:]) + 8 * most.weights
         states = (1 if self.fisher else 2) * self._states(
             rows.measure_rows, rows.measure_row_tokens
         )
-        return self._need(seconds, states, beside + self._passing(rows.measure_row_tokens))
+        return self._need(work, states, beside + self._passing(rows.measure_row_tokens))
 
     def _allocate(self) -> GpuNeed:
         rounds, layers = self.config.allocate.rounds, len(self.parts) / 2
-        seconds = LAYER_CHOICE * layers
-        if rounds:
-            panels = sum(part.coupled_panels for part in (*self.parts, self.head))
-            seconds += (rounds + 1) * (3 * FREE_PANEL * panels + SUBLAYER * 2 * layers)
-            return self._need(seconds, 0, working_bytes(self.spec))
-        return GpuNeed(memory=0, seconds=seconds)
+        work = _Work(beside=LAYER_CHOICE * layers)
+        if not rounds:
+            return GpuNeed(memory=0, seconds=work.beside)
+        panels = sum(part.coupled_panels for part in (*self.parts, self.head))
+        work.beside += (rounds + 1) * (3 * FREE_PANEL * panels + SUBLAYER * 2 * layers)
+        return self._need(work, 0, working_bytes(self.spec))
 
     def _quantize(self) -> GpuNeed:
         rows, rounding, most = self.config.calibration, self.config.rounding, self.most
         pairs = len(paired_rows(rows.rows)) if rounding.correction else 0
-        positions, flops = rows.rows * rows.row_tokens, self.card.flops
-        panel = FREE_PANEL
+        panel, steps = FREE_PANEL, 1  # products with the Hessian or its factor
         if rounding.rounds:
             panel = COUPLED_PANEL
             panel += rounding.rounds * (REFIT_PANEL + rounding.sweeps * SWEEP_PANEL)
-        seconds = 0.0
+            steps += 2 + 2 * rounding.rounds * (1 + rounding.sweeps)
+        work = _Work()
         for part in (*self.parts, self.head):
-            operations = 2 * positions * (PASSES * part.weights + part.squares)
-            seconds += SUBLAYER + operations / (NARROW_SHARE * flops) + panel * part.coupled_panels
+            work.narrow += 2 * rows.rows * rows.row_tokens * (PASSES * part.weights + part.squares)
+            work.wide += steps * part.cubes + 2 * pairs * rows.row_tokens * part.squares
+            work.beside += SUBLAYER + panel * part.coupled_panels
         beside = 5 * FLOAT * most.squares + 35 * most.weights + self._passing(rows.row_tokens)
-        return self._need(seconds, self._states(rows.rows + pairs, rows.row_tokens), beside)
+        return self._need(work, self._states(rows.rows + pairs, rows.row_tokens), beside)
