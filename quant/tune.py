@@ -18,7 +18,6 @@ from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.stage import Stage, StageRun
-from exl2flow.core.store import STATES_INTERVAL_SECONDS
 from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
 from exl2flow.quant.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.packed import reconstruction_digest
@@ -106,16 +105,14 @@ def distill(run: StageRun, work: Distillation) -> None:
     elif not work.judgements:
         work.judge()
     run.tick(work.step, run.folder.manifest.total)
-    last = time.monotonic()
     while not work.finished:
         begun = time.monotonic()
         work.advance()
         is_judged = work.judge_when_due()
-        late = time.monotonic() - last > STATES_INTERVAL_SECONDS
-        if late or work.finished or run.stop.signum is not None:
+        is_last = work.finished or run.stop.signum is not None
+        if is_last or run.folder.states_are_due():
             run.folder.manifest.cursor = work.step
             run.folder.save_states(work.state(), work.step)
-            last = time.monotonic()
         if is_judged:
             log.info("step=%d %s elapsed=%.1fs", work.step, work.summary, time.monotonic() - begun)
             run.tick(work.step, run.folder.manifest.total, work.summary)
@@ -145,8 +142,8 @@ def _write_linears(
     tensors: dict[str, torch.Tensor] = {}
     for projection, linear in linears:
         packed = linear.export()
-        matrix = packed.dequantize()
-        if not torch.equal(matrix[:, : projection.out_features].float(), linear.decode()[0].cpu()):
+        matrix = packed.to(linear.device).dequantize()
+        if not torch.equal(matrix[:, : projection.out_features].float(), linear.decode()[0]):
             raise ReconstructionMismatch(
                 f"the tuned tensors of `{projection.key}` do not decode to the matrix that was "
                 "judged; this is a defect of exl2flow: report it with the model's name"

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from exl2flow.core import store
 from exl2flow.flows import run_locally  # noqa: F401  # imported here so that no fork has to
 from exl2flow.flows.cli import main
-from exl2flow.quant import tune
 
 MESSAGE_BYTES = 1 << 16
 LIMIT_SECONDS = 120  # a process that hangs dies, and its exit code says so
@@ -48,8 +47,7 @@ def run(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
     if (limit := request["file_limit"]) is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if (seconds := request["states_seconds"]) is not None:
-        for module in (store, tune):
-            module.STATES_INTERVAL_SECONDS = seconds
+        store.STATES_INTERVAL_SECONDS = seconds
     slow_down(request["flush_seconds"])
     sys.argv = ["exl2flow", *request["start"]]
     code = DEFECT

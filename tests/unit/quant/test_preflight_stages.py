@@ -19,7 +19,6 @@ from exl2flow.core.progress import Tick
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.quant import preflight as preflight_module
-from exl2flow.quant import tune as tune_module
 from exl2flow.quant.allocate import decoder_numel
 from exl2flow.quant.correction import paired_rows
 from exl2flow.quant.gpu_needs import Card
@@ -221,7 +220,6 @@ def files(folder: Path) -> Iterator[Path]:
 def test_disk_is_forecast_stage_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_tiny("llama", tmp_path / "model", num_hidden_layers=2)
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr(tune_module, "STATES_INTERVAL_SECONDS", 0.0)
     config = config_of(source, **EVERYTHING)
     plan = preflight(config)
     pipeline = Pipeline(config, STAGES, device="cpu")

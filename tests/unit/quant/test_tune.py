@@ -13,6 +13,7 @@ from stage_runs import foreign_measurement, text_parquet
 from tiny import make_tiny
 from traces import contents, truncate
 
+from exl2flow.core import store
 from exl2flow.core.config import ConversionConfig, TuneOptions, build_config
 from exl2flow.core.errors import Interrupted, NotEnoughRows
 from exl2flow.core.files import read_json, read_tensors, write_json, write_tensors
@@ -20,7 +21,6 @@ from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import KINDS_FILE, ROWS_FILE, Pipeline
 from exl2flow.model import Exl2Linear, QuantizedMatrix, build_decoder, resolve
 from exl2flow.model.weights import TensorFiles
-from exl2flow.quant import tune as tune_module
 from exl2flow.quant.distill import Distillation
 from exl2flow.quant.packed import reconstruction_digest
 from exl2flow.quant.quantize import HEAD_FILE, read_report, result_files
@@ -281,7 +281,7 @@ def test_a_resumed_run_gives_the_same_bytes(
     error: type[Exception],
     step: int,
 ) -> None:
-    monkeypatch.setattr(tune_module, "STATES_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
     steps: list[int] = []
     advance = Distillation.advance
 
