@@ -34,7 +34,7 @@ from exl2flow.quant.fisher import (
 )
 from exl2flow.quant.source import DTYPE, SourceModel
 from exl2flow.quant.tokens import text_rows
-from exl2flow.quant.walk import advance, save_states
+from exl2flow.quant.walk import advance, remedied, save_states
 
 log = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ def sensitivity(run: StageRun) -> None:
     model = SourceModel.open(run.config, run.device, gradients=True)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     ids = spread_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
-    _WayBack(run, model, ids).walk()
+    remedied(model, lambda model: _WayBack(run, model, ids).walk())
     run.tick(run.folder.manifest.total, run.folder.manifest.total)
 
 

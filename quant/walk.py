@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,8 +20,8 @@ from exl2flow.core.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
 from exl2flow.quant.source import SourceModel, StatesCheck, device_of, row_batches
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
-
 
 Store = Callable[[], str]
 
@@ -91,14 +91,22 @@ def walk(
     Returns:
         States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
     """
+    return remedied(model, lambda model: _walk(run, model, ids, work, to_end=to_end))
+
+
+def remedied(model: SourceModel, work: Callable[[SourceModel], T]) -> T:
+    """Return what resumable work with a model returns.
+
+    If it ends for lack of memory it is gone on with, its states in main memory.
+    """
     try:
-        return _walk(run, model, ids, work, to_end=to_end)
+        return work(model)
     except torch.OutOfMemoryError:
         if not model.keeps_states:
             raise
         log.warning("remedy=out of memory: states wait in main memory, the walk begins again")
-    torch.cuda.empty_cache()  # now that nothing of the walk is left
-    return _walk(run, replace(model, keeps_states=False), ids, work, to_end=to_end)
+    torch.cuda.empty_cache()  # now that nothing of the work is left
+    return work(replace(model, keeps_states=False))
 
 
 def _walk(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import make_tiny
 from traces import alter, contents, delete, identities, truncate
 
@@ -293,4 +294,39 @@ def test_only_what_leads_to_a_missing_result_is_replayed(
     pipeline.run(stage, progress=silent)
 
     assert walked == [0, 1, 2]
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.parametrize("kind", ["nats"])
+@pytest.mark.parametrize("stage", ["sensitivity", *LONG])
+def test_a_run_whose_memory_ends_goes_on_with_states_elsewhere(
+    stage: str,
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    walked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    models: list[bool] = []
+    initial_states = SourceModel.initial_states
+
+    def recording(model: SourceModel, ids):
+        models.append(model.keeps_states)
+        return initial_states(model, ids)
+
+    monkeypatch.setattr(SourceModel, "initial_states", recording)
+    ended = False
+
+    def end_once() -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            raise torch.OutOfMemoryError
+
+    pipeline.run(stage, progress=after(stage, STOP_AFTER, end_once))
+
+    assert ended
+    assert models[0]
+    assert not models[-1]
+    assert "remedy=out of memory" in caplog.text
     assert results(pipeline, stage) == results(undisturbed, stage)
