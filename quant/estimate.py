@@ -130,7 +130,7 @@ class Projection:
         Args:
             options: the parameters.
             search: how scales are chosen.
-            nats: cost of a matrix fp32 (k, n). None: the estimate by the factors.
+            nats: cost of a matrix fp16 (k, n). None: the estimate by the factors.
 
         Returns:
             fp64 (options, 2, k), in act-order.
@@ -139,18 +139,18 @@ class Projection:
         costs = []
         for matrix in self.rounded(options, search, keep_fed_back=True):
             assert matrix.fed_back is not None
-            found = matrix.dequantize().float()
+            found = matrix.dequantize()
             shares = self.factors.output.row_norms(matrix.fed_back).clamp(min=0).double()
             shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
-            error = found - self.weight
-            squared = squared_norm(self.hessian, error).clamp(min=0) / size
-            cost = self.nats(error) if nats is None else nats(found)
+            error = squared_norm(self.hessian, found, less=self.weight)
+            squared = error.clamp(min=0) / size
+            cost = self.nats(found) if nats is None else nats(found)
             costs.append(torch.stack([cost, squared])[:, None].double() * shares)
         return torch.stack(costs)
 
-    def nats(self, error: torch.Tensor) -> torch.Tensor:
-        """Return the estimate for an error fp32 (k, n)."""
-        return estimated_nats(error, self.factors)
+    def nats(self, found: torch.Tensor) -> torch.Tensor:
+        """Return the estimate for what became of the matrix, (k, n)."""
+        return estimated_nats(found, self.factors, less=self.weight)
 
     def results(
         self,
@@ -214,7 +214,7 @@ def estimated(
         projections: what to round.
         options: the candidates.
         rounding: how.
-        nats: cost of a matrix fp32 (k, n). None: the estimate by the factors, less what is gained
+        nats: cost of a matrix fp16 (k, n). None: the estimate by the factors, less what is gained
             when outputs are regarded, too.
     """
     bands = single_widths(options)
@@ -245,7 +245,7 @@ def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -
     ]
     rounded = round_matrices(jobs, projections[0].item, search=rounding.scale_search)
     pairs = zip(projections, rounded, strict=True)
-    return torch.stack([p.nats(matrix.dequantize().float() - p.weight) for p, matrix in pairs])
+    return torch.stack([p.nats(matrix.dequantize()) for p, matrix in pairs])
 
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:

@@ -18,7 +18,7 @@ from exl2flow.core.background import to_host
 from exl2flow.core.files import read_metadata, read_tensors, write_tensors
 from exl2flow.model import ProjectionSpec
 from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
-from exl2flow.quant.hessian import CHUNK_ELEMENTS
+from exl2flow.quant.hessian import CHUNK_ELEMENTS, column_chunks
 
 LEAST_TRACE = 1e-30  # of an output factor: one that is zero divides nothing
 CAPTURES_KEY = "captures"  # header entry: projection → [tensor of its input factor, columns]
@@ -50,14 +50,14 @@ class OutputFactor:
         split = _split(x.reshape(-1, self.columns), number, size)  # (number, m, b)
         return torch.bmm(split, self.blocks).transpose(0, 1).reshape(x.shape)
 
-    def parts(self, x: torch.Tensor) -> Iterator[tuple[Self, torch.Tensor]]:
-        """Divide the columns of x (m, n), which may be wide, and the factor with them."""
+    def parts(
+        self, x: torch.Tensor, less: torch.Tensor | None = None
+    ) -> Iterator[tuple[Self, torch.Tensor]]:
+        """Divide the columns of x (m, n), or of x - less, and the factor with them."""
         size = self.blocks.shape[-1]
         step = max(1, CHUNK_ELEMENTS // len(x) // size) * size
-        for part, begin in zip(
-            torch.split(x, step, dim=1), range(0, x.shape[1], step), strict=True
-        ):
-            blocks = self.blocks[begin // size : -(-(begin + part.shape[1]) // size)]
+        for columns, part in column_chunks(x, less, step=step):
+            blocks = self.blocks[columns.start // size : -(-columns.stop // size)]
             yield replace(self, blocks=blocks, columns=part.shape[1]), part
 
     def row_norms(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,23 +96,26 @@ class Factors:
         return replace(self, input=self.input.to(device), output=self.output.to(device))
 
 
-def estimate(error: torch.Tensor, factors: Factors) -> float:
+def estimate(error: torch.Tensor, factors: Factors, *, less: torch.Tensor | None = None) -> float:
     """Return `estimated_nats` as a number."""
-    return float(estimated_nats(error, factors))
+    return float(estimated_nats(error, factors, less=less))
 
 
-def estimated_nats(error: torch.Tensor, factors: Factors) -> torch.Tensor:
+def estimated_nats(
+    error: torch.Tensor, factors: Factors, *, less: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return `½ Σ (H_I E H_O) E`, the KL divergence in nats per token that an error causes.
 
     Args:
-        error: `Q - W`, fp32 (k, n), columns as stored.
+        error: `Q - W`, (k, n), columns as stored; or Q alone.
         factors: of the projection, on the same device.
+        less: W then.
 
     Returns:
         fp32 (), on the device: nothing waits for it.
     """
-    total = error.new_zeros(())
-    for output, part in factors.output.parts(error):
+    total = factors.input.new_zeros(())
+    for output, part in factors.output.parts(error, less):
         total = total + (factors.input @ part).mul_(output.apply(part)).sum()
     return total / 2
 

@@ -127,15 +127,28 @@ def relative_error(
     The result is fp32 (), on the device: nothing waits for it.
     """
     size = squared_norm(hessian, weight)
-    return (squared_norm(hessian, weight - rounded) / size.clamp(min=1e-30)).clamp(min=0).sqrt()
+    error = squared_norm(hessian, weight, less=rounded)
+    return (error / size.clamp(min=1e-30)).clamp(min=0).sqrt()
 
 
-def squared_norm(hessian: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return tr(Xᵀ H X) of x fp32 (k, n), fp32 ()."""
+def squared_norm(
+    hessian: torch.Tensor, x: torch.Tensor, *, less: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return tr(Xᵀ H X) of x (k, n), or of x - less, fp32 ()."""
     total = hessian.new_zeros(())
-    for part in torch.split(x, max(1, CHUNK_ELEMENTS // len(x)), dim=1):
+    for _, part in column_chunks(x, less, step=CHUNK_ELEMENTS // len(x)):
         total = total + (hessian @ part).mul_(part).sum()
     return total
+
+
+def column_chunks(
+    x: torch.Tensor, less: torch.Tensor | None, *, step: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield columns of x (m, n), or of x - less, as fp32: a head can be as large as all else."""
+    for begin in range(0, x.shape[1], max(1, step)):
+        columns = slice(begin, min(begin + max(1, step), x.shape[1]))
+        part = x[:, columns].float()
+        yield columns, part if less is None else part - less[:, columns].float()
 
 
 def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> MixedHessian:

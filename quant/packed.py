@@ -12,7 +12,7 @@ from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import tensor_bytes, write_tensors
 from exl2flow.model import Linear, ProjectionSpec
 from exl2flow.quant.fisher import Factors, estimated_nats
-from exl2flow.quant.gptq import RoundedMatrix, padded, padded_weight
+from exl2flow.quant.gptq import RoundedMatrix, padded
 from exl2flow.quant.hessian import relative_error
 from exl2flow.quant.walk import Store
 
@@ -47,14 +47,15 @@ class Packed:
         """
         self.projection = projection
         self.matrix = rounded.pack(None if linear.bias is None else padded(linear.bias))
-        values, weight = rounded.dequantize(), padded_weight(linear)
+        values, weight = rounded.dequantize(), padded(linear.weight.T)
         self._figures = {
             "values": values,
             "wrong": (self.matrix.dequantize() != values).any(),
             "rel_err": relative_error(hessian, weight, values),
         }
         if factors is not None:
-            self._figures["nats"] = estimated_nats(values - weight, factors.to(values.device))
+            factors = factors.to(values.device)
+            self._figures["nats"] = estimated_nats(values, factors, less=weight)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what `report` needs in main memory, by name."""

@@ -262,12 +262,15 @@ def quantize_head(
     head = model.head()
     quantized, source = states[: work.rows], states[work.rows :]
     hessian = head_hessian(head, quantized)
-    target = head.linear
-    if work.again:
-        paired = quantized[:: work.again.step]
-        target = rounding.correction.head_target(head, hessian, paired, source)
     factors = rounding.read_factors("head")
-    job = rounding.job(projection, target, factors)
+
+    def target() -> Linear:
+        if not work.again:
+            return head.linear
+        paired = quantized[:: work.again.step]
+        return rounding.correction.head_target(head, hessian, paired, source)
+
+    job = rounding.job(projection, target(), factors)  # as large as the head, and not kept
     (matrix,) = rounding.round([job], rounding.factor(projection, hessian, factors))
     packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
 

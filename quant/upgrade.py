@@ -168,7 +168,7 @@ class Upgrading:
             output = factors.output.damped(self.options.output_damping).blocks
         made = improve(old, weight, item, output, self.options)
         packed = Packed(projection, linear, made.matrix, hessian, factors)
-        found = old.dequantize().float()
+        found = old.dequantize()
         return packed.matrix, {
             "params": str(params_of(old.groups) or ""),
             **packed.report(to_host(packed.tensors())()),
@@ -176,7 +176,7 @@ class Upgrading:
             "losses": dict(made.losses),
             "before": {
                 "rel_err": float(relative_error(hessian, weight, found)),
-                "nats": None if factors is None else estimate(found - weight, factors),
+                "nats": None if factors is None else estimate(found, factors, less=weight),
                 "loss": made.before,
             },
         }
