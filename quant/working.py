@@ -8,12 +8,8 @@ from exl2flow.model.exl2 import padded_columns
 
 NARROW = 2  # bytes of a weight as the model computes with it, fp16
 FLOAT = 4
-ROUNDED = (
-    10  # bytes per weight of the one that is rounded: values, codes twice, what they decode to
-)
-REFINED = (
-    12  # per weight refined side by side: signed codes, gradient, codes twice, a window's change
-)
+ROUNDED = 10  # bytes per weight of what is rounded: values, codes, what they decode to
+REFINED = 12  # per weight refined side by side: signed codes, gradient, codes, a window's change
 PASSING = 1 << 29  # a row's activations, chunks of wide matrices, the libraries' own
 
 
