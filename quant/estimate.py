@@ -286,7 +286,7 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
 
     def nats(matrix: torch.Tensor) -> torch.Tensor:
         columns = len(head.linear.weight)
-        weight = matrix.T.to(head.linear.weight.dtype).contiguous()
+        weight = matrix.T.to(head.linear.weight.dtype)
         found = DenseLinear(weight, head.linear.bias, out_features=columns)
         return torch.tensor(divergence(head.linear, inputs, found, inputs), device=matrix.device)
 

@@ -122,12 +122,12 @@ class Rounding:
         params = self.choice[projection.key]
         return RoundingJob(weight=padded_weight(linear), params=params, output=output)
 
-    def round(self, jobs: Sequence[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
+    def round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
         """Round matrices that read one activation.
 
         Args:
-            jobs: the matrices.
-            item: the factor of what they read; freed on the way if nobody else has it.
+            jobs: the matrices; taken out, and freed on the way if nobody else has them.
+            item: the factor of what they read; freed likewise.
         """
         options = self.options
         hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
@@ -136,18 +136,18 @@ class Rounding:
         begun = list(rounded)
         if not options.rounds:
             return begun
-        damped = hessian.matrix()
-        return [
-            matrix
-            for run in alike(jobs)
-            for matrix in refine_together(
-                [begun.pop(0) for _ in run],
-                [job.weight for job in run],
-                Metric(hessian=damped, output=side_by_side([job.output for job in run])),
-                rounds=options.rounds,
-                sweeps=options.sweeps,
+        damped, refined = hessian.matrix(), list[RoundedMatrix]()
+        while jobs:
+            run = next(alike(jobs))
+            del jobs[: len(run)]
+            weights = [job.weight for job in run]
+            metric = Metric(hessian=damped, output=side_by_side([job.output for job in run]))
+            starts = [begun.pop(0) for _ in run]
+            del run
+            refined += refine_together(
+                starts, weights, metric, rounds=options.rounds, sweeps=options.sweeps
             )
-        ]
+        return refined
 
 
 class Quantizing:
@@ -270,8 +270,9 @@ def quantize_head(
         paired = quantized[:: work.again.step]
         return rounding.correction.head_target(head, hessian, paired, source)
 
-    job = rounding.job(projection, target(), factors)  # as large as the head, and not kept
-    (matrix,) = rounding.round([job], rounding.factor(projection, hessian, factors))
+    # targets and weights are as large as the head: none is kept
+    jobs = [rounding.job(projection, target(), factors)]
+    (matrix,) = rounding.round(jobs, rounding.factor(projection, hessian, factors))
     packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
 
     def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:

@@ -48,7 +48,7 @@ def refine(
 
 def refine_together(
     rounded: Sequence[RoundedMatrix],
-    weights: Sequence[torch.Tensor],
+    weights: list[torch.Tensor],
     metric: Metric,
     *,
     rounds: int,
@@ -58,12 +58,13 @@ def refine_together(
 
     Args:
         rounded: where to begin.
-        weights: of each, as for `refine`.
+        weights: of each, as for `refine`; taken out, for those of a head are as large as all else.
         metric: blocks of its output are those of all matrices in order.
         rounds: how often both steps are done.
         sweeps: how often each round visits every code.
     """
     state = _Refinement(rounded, weights, metric)
+    weights.clear()
 
     def once() -> None:
         state.refit()
