@@ -2,6 +2,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageFolder
 from exl2flow.quant.quantize import QUANTIZE
 from exl2flow.quant.source import SourceModel
+from exl2flow.quant.walk import remedied
 from exl2flow.tasks.stages import STAGES
 
 LAYERS = 2
@@ -299,34 +301,38 @@ def test_only_what_leads_to_a_missing_result_is_replayed(
 
 @pytest.mark.parametrize("kind", ["nats"])
 @pytest.mark.parametrize("stage", ["sensitivity", *LONG])
-def test_a_run_whose_memory_ends_goes_on_with_states_elsewhere(
-    stage: str,
-    undisturbed: Pipeline,
-    pipeline: Pipeline,
-    walked: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_run_whose_memory_ends_goes_on_by_itself(
+    stage: str, undisturbed: Pipeline, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    models: list[bool] = []
-    initial_states = SourceModel.initial_states
-
-    def recording(model: SourceModel, ids):
-        models.append(model.keeps_states)
-        return initial_states(model, ids)
-
-    monkeypatch.setattr(SourceModel, "initial_states", recording)
-    ended = False
+    errors = [torch.OutOfMemoryError()]
 
     def end_once() -> None:
-        nonlocal ended
-        if not ended:
-            ended = True
-            raise torch.OutOfMemoryError
+        if errors:
+            raise errors.pop()
 
     pipeline.run(stage, progress=after(stage, STOP_AFTER, end_once))
 
-    assert ended
-    assert models[0]
-    assert not models[-1]
+    assert not errors
     assert "remedy=out of memory" in caplog.text
     assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+def test_work_that_lacks_memory_is_done_once_more_with_states_elsewhere(
+    undisturbed: Pipeline,
+) -> None:
+    kept: list[bool] = []
+
+    def work(model: SourceModel, failures: int) -> str:
+        kept.append(model.keeps_states)
+        if len(kept) <= failures:
+            raise torch.OutOfMemoryError
+        return "done"
+
+    model = SourceModel.open(undisturbed.config, "cpu")
+    assert remedied(model, partial(work, failures=1)) == "done"
+    assert kept == [True, False]
+
+    kept.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        remedied(model, partial(work, failures=2))
+    assert kept == [True, False]
