@@ -1,7 +1,7 @@
 """Reading and storing beside computing: copies off a device, threads that write and read ahead."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache, lru_cache
@@ -117,7 +117,7 @@ def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostT
     device = next((t.device for t in tensors.values() if t.is_cuda), None)
     if device is None:
         return lambda: dict(tensors)
-    current, stream = torch.cuda.current_stream(device), _copying(device)
+    current, stream = torch.cuda.current_stream(device), own_stream(device, "copies")
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         copies = {name: _pinned(t) if t.is_cuda else t for name, t in tensors.items()}
@@ -139,6 +139,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-@lru_cache(maxsize=16)
-def _copying(device: torch.device) -> torch.cuda.Stream:
+@lru_cache(maxsize=128)
+def own_stream(device: torch.device, purpose: Hashable) -> torch.cuda.Stream:
+    """Return the stream of a device that is kept for a purpose."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here

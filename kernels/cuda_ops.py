@@ -14,6 +14,7 @@ from typing import Any
 import cupy
 import torch
 
+from exl2flow.core.background import own_stream
 from exl2flow.kernels.compiler import GRID_TOGETHER, function
 from exl2flow.kernels.ops import (
     MOST_COLUMNS,
@@ -255,7 +256,7 @@ def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda
 
     Torch hands out its 32 streams in turn: what made new ones would record other streams' work.
     """
-    stream = torch.cuda.Stream(current.device)  # type: ignore[no-untyped-call]  # torch has no types here
+    stream = own_stream(current.device, ("recordings of", current))
     pool = torch.cuda.graph_pool_handle()
     return stream, _recorded(lambda: torch.zeros(1, device=current.device), stream, pool)
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from functools import cache, lru_cache, wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+
+from exl2flow.core.background import own_stream
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -28,10 +30,10 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
     current, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
 
     def run(work: Callable[[], T], number: int) -> T:
-        with torch.inference_mode(inference), torch.cuda.stream(_stream(device, number)):
+        with torch.inference_mode(inference), torch.cuda.stream(own_stream(device, number)):
             return work()
 
-    streams = [_stream(device, number) for number in range(len(works))]
+    streams = [own_stream(device, number) for number in range(len(works))]
     for stream in streams:
         stream.wait_stream(current)
     with ThreadPoolExecutor(len(works), thread_name_prefix="exl2flow-stream") as pool:
@@ -85,7 +87,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu":
         return tensor
-    stream = _stream(device, -1)
+    stream = own_stream(device, -1)
     with torch.cuda.stream(stream):
         there = tensor.pin_memory().to(device, non_blocking=True)
     stream.synchronize()
@@ -96,8 +98,3 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _load_linear_algebra(device: torch.device) -> None:
     """Have torch load its library, which fails if two threads are the first to need it."""
     torch.linalg.cholesky_ex(torch.eye(1, device=device))
-
-
-@lru_cache(maxsize=64)
-def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here

@@ -21,13 +21,12 @@ from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.divergence import divergence
-from exl2flow.quant.fisher import Factors, estimated_nats
+from exl2flow.quant.fisher import Factors, estimated_nats, shared_factor
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
     head_hessian,
-    shared_factor,
     squared_norm,
     widest_first,
 )
@@ -84,13 +83,7 @@ class Estimating(OverSource):
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
         """Factor the Hessian of what projections read, and record what had to be done for that."""
-        return shared_factor(
-            hessian,
-            factors[first.name].input,
-            self.options,
-            name=first.reads,
-            note=self.folder.note,
-        )
+        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
 
 
 class Projection:

@@ -15,10 +15,11 @@ import torch
 from torch.nn import functional
 
 from exl2flow.core.background import to_host
+from exl2flow.core.config import RoundingOptions
 from exl2flow.core.files import read_metadata, read_tensors, write_tensors
 from exl2flow.model import ProjectionSpec
 from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
-from exl2flow.quant.hessian import CHUNK_ELEMENTS, column_chunks
+from exl2flow.quant.hessian import CHUNK_ELEMENTS, HessianFactor, column_chunks, factor, mixed
 
 LEAST_TRACE = 1e-30  # of an output factor: one that is zero divides nothing
 CAPTURES_KEY = "captures"  # header entry: projection → [tensor of its input factor, columns]
@@ -118,6 +119,31 @@ def estimated_nats(
     for output, part in factors.output.parts(error, less):
         total = total + (factors.input @ part).mul_(output.apply(part)).sum()
     return total / 2
+
+
+def shared_factor(
+    first: ProjectionSpec,
+    hessian: torch.Tensor,
+    factors: Mapping[str, Factors],
+    options: RoundingOptions,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+) -> HessianFactor:
+    """Factor the Hessian that all projections which read one activation are rounded for.
+
+    Args:
+        first: of the projections.
+        hessian: of what they read, fp32 (k, k).
+        factors: of each by name, or empty.
+        options: of rounding.
+        note: records what had to be done for the factor to exist.
+    """
+    weighted = factors[first.name].input if factors else None
+    blend = mixed(hessian, weighted, options.fisher_share)
+    item = factor(blend, damping=options.damping, name=first.reads)
+    if item.remedy:
+        note(f"{first.reads}: {item.remedy}")
+    return item
 
 
 def block_size(columns: int, limit: int) -> int:

@@ -144,7 +144,12 @@ def batch_elements(device: torch.device) -> int:
     """Return how many weights are rounded side by side, to bound memory."""
     if device.type == "cpu":
         return BATCH_ELEMENTS
-    return min(GPU_BATCH_ELEMENTS, int(free_memory(device) * BATCH_SHARE) // BATCH_BYTES)
+    return gpu_batch_elements(free_memory(device))
+
+
+def gpu_batch_elements(free: int) -> int:
+    """Return how many weights are rounded side by side on a GPU with so many bytes free."""
+    return min(GPU_BATCH_ELEMENTS, int(free * BATCH_SHARE) // BATCH_BYTES)
 
 
 class _Batch:

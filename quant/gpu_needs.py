@@ -25,11 +25,11 @@ from exl2flow.quant.candidates import (
 )
 from exl2flow.quant.correction import paired_rows
 from exl2flow.quant.fisher import block_size
-from exl2flow.quant.gptq import BATCH_BYTES, BATCH_SHARE, GPU_BATCH_ELEMENTS
+from exl2flow.quant.gptq import gpu_batch_elements
 from exl2flow.quant.sensitivity import head_block
 from exl2flow.quant.source import ROWS_TOGETHER
 from exl2flow.quant.tune import tune_memory
-from exl2flow.quant.working import working_bytes
+from exl2flow.quant.working import FLOAT, NARROW, working_bytes
 
 # Operations per clock and multiprocessor of fp16 products with fp32 sums, by compute capability
 OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
@@ -48,7 +48,6 @@ TUNED_STEP = 2e-10  # seconds per weight and step
 DECODED, WRITTEN = 2.5e9, 0.4e9  # bytes per second that `compile` checks and writes
 SCARCE = 1.8  # times as long where states come and go, and work is done in turn
 LIBRARIES = 1 << 28  # workspaces of the libraries
-FLOAT, NARROW = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ class _Part:
         self.cubes = sum(k * k * n for k, n in sizes)
         self.widest = max(max(size) for size in sizes)
         self.candidates = candidates
-        batch = min(GPU_BATCH_ELEMENTS, int(card.memory * BATCH_SHARE) // BATCH_BYTES)
+        batch = gpu_batch_elements(card.memory)
         self.batch = [min(max(batch, k * n), candidates * k * n) for k, n in sizes]
         self.free_panels = sum(
             k // PANEL_ROWS * -(-candidates * k * n // max(batch, k * n)) for k, n in sizes

@@ -11,7 +11,6 @@ from typing import Self
 
 import torch
 
-from exl2flow.core.config import RoundingOptions
 from exl2flow.core.errors import SingularHessian
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
@@ -136,7 +135,7 @@ def squared_norm(
 ) -> torch.Tensor:
     """Return tr(Xᵀ H X) of x (k, n), or of x - less, fp32 ()."""
     total = hessian.new_zeros(())
-    for _, part in column_chunks(x, less, step=CHUNK_ELEMENTS // len(x)):
+    for _, part in column_chunks(x, less, step=max(1, CHUNK_ELEMENTS // len(x))):
         total = total + (hessian @ part).mul_(part).sum()
     return total
 
@@ -145,8 +144,8 @@ def column_chunks(
     x: torch.Tensor, less: torch.Tensor | None, *, step: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield columns of x (m, n), or of x - less, as fp32: a head can be as large as all else."""
-    for begin in range(0, x.shape[1], max(1, step)):
-        columns = slice(begin, min(begin + max(1, step), x.shape[1]))
+    for begin in range(0, x.shape[1], step):
+        columns = slice(begin, min(begin + step, x.shape[1]))
         part = x[:, columns].float()
         yield columns, part if less is None else part - less[:, columns].float()
 
@@ -237,30 +236,6 @@ def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
     for row in states:
         total.add(head.normed(row[None].to(device)))
     return total.mean()
-
-
-def shared_factor(
-    hessian: torch.Tensor,
-    weighted: torch.Tensor | None,
-    options: RoundingOptions,
-    *,
-    name: str,
-    note: Callable[[str], None] = lambda text: None,
-) -> HessianFactor:
-    """Factor the Hessian that all projections which read one activation are rounded for.
-
-    Args:
-        hessian: of what they read, fp32 (k, k).
-        weighted: the same, weighted by the gradients of the outputs, or None.
-        options: of rounding.
-        name: what they read, for the log.
-        note: records what had to be done for the factor to exist.
-    """
-    blend = mixed(hessian, weighted, options.fisher_share)
-    item = factor(blend, damping=options.damping, name=name)
-    if item.remedy:
-        note(f"{name}: {item.remedy}")
-    return item
 
 
 def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:

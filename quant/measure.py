@@ -143,13 +143,15 @@ def undominated(
         for candidate in candidates
     ]
 
-    def is_dominated(place: int) -> bool:
-        own = seen[place]
-        return own[0] < max(seen)[0] and any(
+    most = max(bits for bits, *_ in seen)
+
+    def is_dominated(own: tuple[float, ...]) -> bool:
+        return own[0] < most and any(
             other != own and all(map(operator.le, other, own)) for other in seen
         )
 
-    return tuple(c for place, c in enumerate(candidates) if not is_dominated(place))
+    pairs = zip(candidates, seen, strict=True)
+    return tuple(candidate for candidate, own in pairs if not is_dominated(own))
 
 
 def _round_variants(

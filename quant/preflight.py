@@ -189,8 +189,9 @@ def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
 
 def _check_tuning(config: ConversionConfig, spec: ModelSpec, card: Card | None) -> None:
     """Ask that a GPU can hold what tuning needs: the whole source, and the quantized model."""
-    need = tune_memory(spec, config.tune) if config.tune.steps else 0
-    if card is not None and need > card.memory:
+    if card is None or not config.tune.steps:
+        return
+    if (need := tune_memory(spec, config.tune)) > card.memory:
         raise StoreError(
             f"the stage `tune` may need {megabytes(need)} of the GPU's memory, "
             f"{megabytes(card.memory)} may be used; choose another `--quality`, or `--device cpu`"

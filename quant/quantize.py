@@ -30,7 +30,7 @@ from exl2flow.model import (
 from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate import read_choice
 from exl2flow.quant.correction import Correction, CrossProducts, paired_rows
-from exl2flow.quant.fisher import Factors
+from exl2flow.quant.fisher import Factors, shared_factor
 from exl2flow.quant.gptq import (
     RoundedMatrix,
     RoundingJob,
@@ -43,7 +43,6 @@ from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
     head_hessian,
-    shared_factor,
     widest_first,
 )
 from exl2flow.quant.layout import Choice
@@ -108,9 +107,7 @@ class Rounding:
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
         """Return the factor of what a projection and others read."""
-        weighted = factors[first.name].input if factors else None
-        note = self.folder.note
-        return shared_factor(hessian, weighted, self.options, name=first.reads, note=note)
+        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
 
     def job(
         self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]

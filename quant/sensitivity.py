@@ -309,7 +309,7 @@ class _WayBack:
         is_last = self.run.stop.signum is not None
         if is_last or (self.saves.is_idle() and folder.states_are_due()):
             save_states(folder, self.gradient, index, self.saves)
-        self.saves.submit(lambda: self._drop(index))
+        self.results.submit(lambda: self._drop(index))
         if is_last:
             self.results.wait()
             self.saves.wait()

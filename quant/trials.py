@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.config import RoundingOptions
-from exl2flow.model import DenseLinear, Head, Linear, ProjectionSpec, Sublayer
+from exl2flow.model import DenseLinear, Head, Linear, Sublayer
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.divergence import mean_divergence
 from exl2flow.quant.estimate import Projection
-from exl2flow.quant.fisher import Factors
-from exl2flow.quant.hessian import HessianFactor, collect_hessians, head_hessian, shared_factor
+from exl2flow.quant.fisher import shared_factor
+from exl2flow.quant.hessian import collect_hessians, head_hessian
 from exl2flow.quant.layout import Choice
 from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel
@@ -82,7 +82,7 @@ class Trials:
         found: dict[tuple[str, QuantParams], Linear] = {}
         for capture, hessian in hessians.items():
             specs = sublayer.spec.reading(capture)
-            item = self._factor(specs[0], hessian, factors[specs[0].name])
+            item = shared_factor(specs[0], hessian, factors, self.options)
             for p in specs:
                 linear = sublayer.linears[p.name]
                 projection = Projection(p, linear, hessian, item, factors[p.name])
@@ -90,11 +90,6 @@ class Trials:
                 matrices = self._round(projection, linear, tuple(wanted))
                 found |= {(p.name, params): matrix for params, matrix in matrices.items()}
         return found
-
-    def _factor(
-        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Factors
-    ) -> HessianFactor:
-        return shared_factor(hessian, factors.input, self.options, name=first.reads)
 
     def _round(
         self, projection: Projection, linear: Linear, wanted: tuple[QuantParams, ...]
@@ -120,10 +115,10 @@ class Trials:
         """Compare logits, each allocation with its own head."""
         head, projection = self.model.head(), self.model.spec.head
         wanted = tuple(dict.fromkeys(choice[projection.key] for choice in choices.values()))
-        factors = self.factors.read("head")[projection.name]
+        factors = self.factors.read("head")
         hessian = head_hessian(head, seen)
-        item = self._factor(projection, hessian, factors)
-        found = Projection(projection, head.linear, hessian, item, factors)
+        item = shared_factor(projection, hessian, factors, self.options)
+        found = Projection(projection, head.linear, hessian, item, factors[projection.name])
         heads = self._round(found, head.linear, wanted)
 
         def compare(found: torch.Tensor, choice: Choice) -> float:

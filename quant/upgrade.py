@@ -21,14 +21,13 @@ from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
-from exl2flow.quant.fisher import Factors, estimate
+from exl2flow.quant.fisher import Factors, estimate, shared_factor
 from exl2flow.quant.gptq import padded_weight
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
     head_hessian,
     relative_error,
-    shared_factor,
 )
 from exl2flow.quant.improvement import improve, params_of, unpacked
 from exl2flow.quant.packed import Packed
@@ -144,9 +143,7 @@ class Upgrading:
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
         """Return the factor of what a projection and others read."""
-        weighted = factors[first.name].input.to(hessian.device) if factors else None
-        note = self.run.folder.note
-        return shared_factor(hessian, weighted, self.options, name=first.reads, note=note)
+        return shared_factor(first, hessian, factors, self.options, note=self.run.folder.note)
 
     def _refine(
         self,

@@ -22,7 +22,7 @@ from exl2flow.core.store import StageFolder
 from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant import estimate as estimate_module
-from exl2flow.quant import hessian as hessian_module
+from exl2flow.quant import fisher as fisher_module
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.estimate import HEAD_FILE, REFERENCE
 from exl2flow.quant.fisher import Factors, estimate
@@ -312,7 +312,7 @@ def test_remedy_is_recorded_and_the_run_goes_on(
         spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
         return factor(spoiled, damping=damping, name=name)
 
-    monkeypatch.setattr(hessian_module, "factor", fail)
+    monkeypatch.setattr(fisher_module, "factor", fail)
 
     pipeline = run_until(moved(single, tmp_path), "measure")
 

@@ -168,8 +168,8 @@ def test_costs_that_are_no_numbers_dominate_nothing(converted: Any) -> None:
 def test_accuracy_has_a_floor(
     errors: float, config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bad_but_one(*args: object) -> list[float]:
-        return [errors] * (len(args[3]) - 1) + [0.25]  # type: ignore[arg-type]  # candidates
+    def bad_but_one(*args: Any) -> list[float]:
+        return [errors] * (len(args[3]) - 1) + [0.25]  # of the candidates
 
     monkeypatch.setattr(measure_module, "_candidate_errors", bad_but_one)
 

@@ -19,7 +19,7 @@ from exl2flow.core.store import StageFolder
 from exl2flow.kernels import get_ops
 from exl2flow.model import Exl2Linear, QuantizedMatrix, QuantParams, Sublayer, resolve
 from exl2flow.model.exl2 import padded_columns
-from exl2flow.quant import hessian as hessian_module
+from exl2flow.quant import fisher as fisher_module
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
 from exl2flow.quant.candidates import HEAD_PARAMS
 from exl2flow.quant.fisher import Factors
@@ -271,7 +271,7 @@ def test_remedy_is_recorded_and_the_run_goes_on(
         spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
         return factor(spoiled, damping=damping, name=name)
 
-    monkeypatch.setattr(hessian_module, "factor", fail)
+    monkeypatch.setattr(fisher_module, "factor", fail)
 
     pipeline = run_until(config, "quantize")
 
