@@ -1,5 +1,6 @@
 """How much memory there is, and how much of a GPU's may be used."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -22,7 +23,12 @@ def limit_memory(device: torch.device, most: int | None) -> None:
 
 
 def limit_of(device: torch.device) -> int:
-    """Return how many bytes of a GPU the tensors of this process may take in all."""
+    """Return how many bytes of a GPU the tensors of this process may take in all.
+
+    Of a CPU it is not known: it has a limit that nothing reaches.
+    """
+    if device.type == "cpu":
+        return sys.maxsize
     _, total = torch.cuda.mem_get_info(device)
     return _limits.get(_indexed(device), total)
 

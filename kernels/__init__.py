@@ -1,6 +1,7 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
 from exl2flow.kernels.ops import (
+    CHUNK_ELEMENTS,
     MOST_COLUMNS,
     PANEL_ROWS,
     BegunGroups,
@@ -17,6 +18,7 @@ from exl2flow.kernels.streams import at_the_same_time, used_here
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
+    "CHUNK_ELEMENTS",
     "MOST_COLUMNS",
     "PANEL_ROWS",
     "BegunGroups",

@@ -12,6 +12,7 @@ from exl2flow.kernels.streams import kept, sent
 
 SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
 MOST_COLUMNS = 1024  # of a block of the output factor; torch's code for wider ones waits for a GPU
+CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
 PANEL_ROWS = 32  # rows are rounded so many at a time; every group begins at a multiple of it
 
 

@@ -7,7 +7,7 @@ import torch
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.model.attention import KvCache
 from exl2flow.model.exl2 import is_quantized
-from exl2flow.model.linear import DenseLinear, Linear, load_linear
+from exl2flow.model.linear import DenseLinear, Linear, load_linear, moved
 from exl2flow.model.norms import RmsNorm, load_norm
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
@@ -94,7 +94,7 @@ def build_embedding(
             f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies rows of "
             f"{spec.hidden_size}; check that both belong to one model"
         )
-    return Embedding(weight.to(device=device, dtype=dtype))
+    return Embedding(moved(weight, device, dtype))
 
 
 def build_head(

@@ -5,14 +5,14 @@ rows in act-order: packed row `r` holds in-feature `argsort(inverse_perm)[r]`.
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from exl2flow.core.errors import ConfigError, MissingTensor, TensorShapeError
-from exl2flow.kernels import Group, get_ops
+from exl2flow.kernels import CHUNK_ELEMENTS, Group, get_ops
 
 BIT_WIDTHS = (8, 6, 5, 4, 3, 2)
 ROW_MULTIPLE = 32  # k: packed words and kernels step 32 rows
@@ -40,6 +40,13 @@ _DTYPES = {
 def padded_columns(n: int) -> int:
     """Return the number of stored columns for `n` out-features."""
     return -(-n // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def column_parts(k: int, n: int) -> Iterator[slice]:
+    """Yield columns of a wide matrix that are decoded together, a multiple of 32 each."""
+    step = max(1, CHUNK_ELEMENTS // k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    for begin in range(0, n, step):
+        yield slice(begin, min(begin + step, n))
 
 
 def is_quantized(key: str, names: Container[str]) -> bool:
@@ -249,11 +256,19 @@ class QuantizedMatrix:
 
         Values are exact fp16 numbers in any dtype that holds them.
         """
-        ops = get_ops(self.packed.device)
-        groups = self.groups
+        matrix = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
+        for columns, part in self.parts():
+            matrix[:, columns] = part
+        return matrix
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield columns, and what a decoder sees there, fp16 (k, c)."""
+        ops, groups = get_ops(self.packed.device), self.groups
         scales = ops.decode_scales(ops.unpack_scales(self.scale_codes), self.max_scales)
-        rows = ops.decode(ops.unpack(self.packed, groups), scales, groups)
-        return rows[self.inverse_perm.long()].to(dtype)
+        place = self.inverse_perm.long()
+        for columns in column_parts(*self.shape):
+            codes = ops.unpack(self.packed[:, columns], groups)
+            yield columns, ops.decode(codes, scales[:, columns], groups)[place]
 
     def to(self, device: torch.device | str) -> Self:
         """Return the matrix on a device; the small group table stays in main memory."""

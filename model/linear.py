@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
+from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, tensor_names
 from exl2flow.model.spec import ProjectionSpec
 from exl2flow.model.weights import TensorFiles
@@ -62,8 +63,11 @@ class Exl2Linear:
     ) -> None:
         """Dequantize to `dtype`; of the padded columns the first `out_features` are used."""
         self.matrix = matrix
-        decoded = matrix.dequantize(dtype)[:, :out_features]  # (k, n)
-        self.weight = decoded.t().contiguous().to(device)
+        k, _ = matrix.shape
+        self.weight = torch.empty(out_features, k, dtype=dtype, device=device)
+        for columns, part in matrix.parts():
+            rows = self.weight[columns]
+            rows.copy_(part.T[: len(rows)])
         bias = matrix.bias
         self.bias = None if bias is None else bias[:out_features].to(device=device, dtype=dtype)
 
@@ -131,7 +135,13 @@ def load_linear(
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of a file on a device, which converts what travels in the file's dtype."""
-    return tensor.to(device, non_blocking=tensor.is_pinned()).to(dtype)
+    if tensor.dtype == dtype:
+        return tensor.to(device, non_blocking=tensor.is_pinned())
+    found = torch.empty(tensor.shape, dtype=dtype, device=device)
+    rows = max(1, CHUNK_ELEMENTS * len(tensor) // tensor.numel())  # a head is large even once
+    for part, source in zip(torch.split(found, rows), torch.split(tensor, rows), strict=True):
+        part.copy_(source.to(device, non_blocking=tensor.is_pinned()))
+    return found
 
 
 def _read_matrix(tensors: TensorFiles, projection: ProjectionSpec) -> QuantizedMatrix:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
 from exl2flow.quant.divergence import mean_divergence
 from exl2flow.quant.hessian import LEAST_DAMPING
@@ -137,9 +138,14 @@ class Correction:
 
 
 def moved(linear: Linear, move: torch.Tensor) -> Linear:
-    """Return a projection with the target `W + move W` in place of its weight."""
-    weight = linear.weight.float()  # (n, k)
-    return DenseLinear(torch.addmm(weight, weight, move.T), linear.bias)
+    """Return a projection with the target `W + move W` in place of its weight, in its dtype."""
+    n, k = linear.weight.shape
+    target = torch.empty_like(linear.weight)
+    step = max(1, CHUNK_ELEMENTS // k)
+    for begin in range(0, n, step):
+        part = linear.weight[begin : begin + step].float()
+        target[begin : begin + step] = torch.addmm(part, part, move.T)
+    return DenseLinear(target, linear.bias)
 
 
 def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:

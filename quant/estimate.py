@@ -22,7 +22,13 @@ from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.divergence import divergence
 from exl2flow.quant.fisher import Factors, estimated_nats, shared_factor
-from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
+from exl2flow.quant.gptq import (
+    RoundedMatrix,
+    RoundingJob,
+    padded,
+    padded_weight,
+    round_matrices,
+)
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
@@ -100,6 +106,7 @@ class Projection:
         self.spec, self.hessian, self.item = spec, hessian, item
         self.factors = factors.to(hessian.device)
         self.weight = padded_weight(linear)
+        self.values = padded(linear.weight.T)  # the same, narrow and on the device
 
     def rounded(
         self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
@@ -128,22 +135,24 @@ class Projection:
         Returns:
             fp64 (options, 2, k), in act-order.
         """
-        size = squared_norm(self.hessian, self.weight).clamp(min=LEAST_SIZE)
-        costs = []
-        for matrix in self.rounded(options, search, keep_fed_back=True):
+        size = squared_norm(self.hessian, self.values).clamp(min=LEAST_SIZE)
+
+        def cost(matrix: RoundedMatrix) -> torch.Tensor:
             assert matrix.fed_back is not None
-            found = matrix.dequantize()
-            shares = self.factors.output.row_norms(matrix.fed_back).clamp(min=0).double()
+            norms = [self.factors.output.row_norms(part) for _, part in matrix.fed_back.parts()]
+            shares = torch.cat(norms).clamp(min=0).double()
             shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
-            error = squared_norm(self.hessian, found, less=self.weight)
-            squared = error.clamp(min=0) / size
-            cost = self.nats(found) if nats is None else nats(found)
-            costs.append(torch.stack([cost, squared])[:, None].double() * shares)
-        return torch.stack(costs)
+            found = matrix.dequantize()
+            squared = squared_norm(self.hessian, found, less=self.values).clamp(min=0) / size
+            price = self.nats(found) if nats is None else nats(found)
+            return torch.stack([price, squared])[:, None].double() * shares
+
+        # no matrix of a head is kept while the next one is made
+        return torch.stack(list(map(cost, self.rounded(options, search, keep_fed_back=True))))
 
     def nats(self, found: torch.Tensor) -> torch.Tensor:
         """Return the estimate for what became of the matrix, (k, n)."""
-        return estimated_nats(found, self.factors, less=self.weight)
+        return estimated_nats(found, self.factors, less=self.values)
 
     def results(
         self,

@@ -17,9 +17,10 @@ from torch.nn import functional
 from exl2flow.core.background import to_host
 from exl2flow.core.config import RoundingOptions
 from exl2flow.core.files import read_metadata, read_tensors, write_tensors
+from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import ProjectionSpec
 from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
-from exl2flow.quant.hessian import CHUNK_ELEMENTS, HessianFactor, column_chunks, factor, mixed
+from exl2flow.quant.hessian import HessianFactor, column_chunks, factor, mixed
 
 LEAST_TRACE = 1e-30  # of an output factor: one that is zero divides nothing
 CAPTURES_KEY = "captures"  # header entry: projection → [tensor of its input factor, columns]

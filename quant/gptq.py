@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -18,12 +19,18 @@ from exl2flow.core.errors import TensorShapeError
 from exl2flow.core.memory import free_memory
 from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
-from exl2flow.model.exl2 import ROW_MULTIPLE, QuantizedMatrix, QuantParams, padded_columns
+from exl2flow.model.exl2 import (
+    ROW_MULTIPLE,
+    QuantizedMatrix,
+    QuantParams,
+    column_parts,
+    padded_columns,
+)
 from exl2flow.quant.hessian import HessianFactor
+from exl2flow.quant.tall import Tall
 
 log = logging.getLogger(__name__)
 
-WINDOW_ROWS = 8 * PANEL_ROWS  # errors of so many rows reach all rows below in one product
 BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
 GPU_BATCH_ELEMENTS = 1 << 29
 BATCH_SHARE = 0.25  # of a GPU's free memory, for there may be two batches
@@ -35,7 +42,7 @@ class RoundedMatrix:
     """A coded matrix before packing.
 
     codes: uint8 (k, n) in act-order; scale_codes: uint8 (g, n); max_scales: fp16 (g,);
-    perm: int64 (k,). fed_back: fp32 (k, n), `U⁻ᵀ (W - Q)` in act-order, where it was asked for.
+    perm: int64 (k,). fed_back: `U⁻ᵀ (W - Q)`, (k, n) in act-order, where it was asked for.
     """
 
     codes: torch.Tensor
@@ -43,14 +50,16 @@ class RoundedMatrix:
     scale_codes: torch.Tensor
     max_scales: torch.Tensor
     perm: torch.Tensor
-    fed_back: torch.Tensor | None = None
+    fed_back: Tall | None = None
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix fp16 (k, n) in the order of the in-features."""
         ops = get_ops(self.codes.device)
         scales = ops.decode_scales(self.scale_codes, self.max_scales)
         matrix = torch.empty(self.codes.shape, dtype=torch.float16, device=self.codes.device)
-        matrix[self.perm] = ops.decode(self.codes, scales, self.groups)
+        for columns in column_parts(*self.codes.shape):
+            part = ops.decode(self.codes[:, columns], scales[:, columns], self.groups)
+            matrix[:, columns][self.perm] = part
         return matrix
 
     def pack(self, bias: torch.Tensor | None) -> QuantizedMatrix:
@@ -69,6 +78,8 @@ class RoundedMatrix:
 class RoundingJob:
     """One matrix to round: weight fp32 (k, n) in the order of the in-features, n padded.
 
+    One that is too large for the device lies in main memory.
+
     output: fp32 (blocks, b, b), the metric of errors in one row; None: columns are independent.
     """
 
@@ -80,12 +91,28 @@ class RoundingJob:
 def padded(tensor: torch.Tensor) -> torch.Tensor:
     """Add zeros at the end of the last axis, out-features, up to the stored width."""
     missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing))
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def padded_weight(linear: Linear) -> torch.Tensor:
-    """Return a projection's matrix fp32 (k, n) with zero columns up to the stored width."""
-    return padded(linear.weight.T.float()).contiguous()
+    """Return a projection's matrix fp32 (k, n) with zero columns up to the stored width.
+
+    It lies in main memory if it is too large for the device (`Tall`).
+    """
+    weight = linear.weight.T
+    k, n = weight.shape
+    matrix = Tall.empty(k, padded_columns(n), weight.device)
+    for rows, part in matrix.parts():
+        part[:, :n] = weight[rows]
+        part[:, n:] = 0
+    if not matrix.is_resident and weight.is_cuda:
+        torch.cuda.synchronize(weight.device)  # the processor reads it
+    return matrix.values
+
+
+def rows_of(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows of a matrix where the index lies."""
+    return weight[index.to(weight.device)].to(index.device)
 
 
 def alike(jobs: Sequence[RoundingJob]) -> Iterator[list[RoundingJob]]:
@@ -136,7 +163,8 @@ def round_matrices(
                 log.warning("projections at a time=%d remedy=out of memory", most)
                 torch.cuda.empty_cache()
                 continue
-            yield from found
+            while found:  # a head's takes as much memory as all else: none is kept here
+                yield found.pop(0)
             run = run[most:]
 
 
@@ -167,71 +195,75 @@ class _Batch:
         self.output = side_by_side([job.output for job in jobs])
         self.ops = get_ops(factor.upper.device)
         k, n = jobs[0].weight.shape
+        m = n * len(jobs)
         self.shape = len(jobs), n
         self.groups = [job.params.groups(k) for job in jobs]
         self.starts = group_starts(self.groups)
-        device = jobs[0].weight.device
-        self.rows = torch.empty(k, n * len(jobs), device=device)  # errors, once they are rounded
-        for j, job in enumerate(jobs):
-            self.rows.view(k, *self.shape)[:, j] = job.weight[factor.perm]
+        self.longest = max(group.rows for groups in self.groups for group in groups)
+        new = partial(torch.empty, device=factor.upper.device)
+        self.rows = Tall.empty(k, m, factor.upper.device)  # errors, once they are rounded
+        for rows, part in self.rows.parts():
+            for j, job in enumerate(jobs):
+                part.view(-1, *self.shape)[:, j] = rows_of(job.weight, factor.perm[rows])
         self.row_weights = factor.upper.diagonal().reciprocal().square()
-        self.codes = torch.empty_like(self.rows, dtype=torch.uint8)
-        self.scales = torch.empty_like(self.rows[0])
-        self.half_range = torch.empty_like(self.scales)
+        self.codes = new(k, m, dtype=torch.uint8)
+        self.scales = new(m)
+        self.half_range = new(m)
         panels = k // PANEL_ROWS  # groups are told apart by the panel that they begin with
-        self.scale_codes = torch.empty_like(self.codes[:panels]).view(panels, *self.shape)
-        self.max_scales = torch.empty(
-            panels, len(jobs), dtype=torch.float16, device=self.rows.device
-        )
+        self.scale_codes = new(panels, *self.shape, dtype=torch.uint8)
+        self.max_scales = new(panels, len(jobs), dtype=torch.float16)
         self.keep_fed_back = keep_fed_back
 
     def round(self) -> list[RoundedMatrix]:
         """Round panel after panel, feeding each panel's errors to all rows below it."""
-        upper, k = self.factor.upper, len(self.rows)
-        for top in range(0, k, WINDOW_ROWS):
-            bottom = min(top + WINDOW_ROWS, k)
-            for begin in range(top, bottom, PANEL_ROWS):
-                panel, below = slice(begin, begin + PANEL_ROWS), slice(begin + PANEL_ROWS, bottom)
-                self._begin_groups(begin)
+        for top, bottom in self.rows.windows():
+            upper = self.factor.upper[top:bottom]
+            ahead = self.rows.read(top, bottom + self.longest - PANEL_ROWS)  # groups may reach on
+            rows = ahead[: bottom - top]
+            for begin in range(0, len(rows), PANEL_ROWS):
+                end = begin + PANEL_ROWS
+                panel = slice(top + begin, top + end)
+                self._begin_groups(top + begin, ahead[begin:])
                 self.codes[panel], found = self.ops.round_panel(
-                    self.rows[panel],
-                    upper[panel, panel],
+                    rows[begin:end],
+                    upper[begin:end, panel],
                     self.scales,
                     self.half_range,
                     self.output,
                 )
-                self.rows[below].addmm_(upper[panel, below].T, found, alpha=-1)
-                self.rows[panel] = found
-            window = upper[top:bottom, bottom:]
-            self.rows[bottom:].addmm_(window.T, self.rows[top:bottom], alpha=-1)
+                rows[end:].addmm_(upper[begin:end, panel.stop : bottom].T, found, alpha=-1)
+                rows[begin:end] = found
+            self.rows.write(top, rows)
+            for below, part in self.rows.parts(bottom):
+                part.addmm_(upper[:, below].T, rows, alpha=-1)
         return [self._result(j) for j in range(len(self.groups))]
 
     def _result(self, j: int) -> RoundedMatrix:
         columns = slice(j * self.shape[1], (j + 1) * self.shape[1])
-        begun = first_panels(self.groups[j], self.rows.device)
+        begun = first_panels(self.groups[j], self.codes.device)
         return RoundedMatrix(
             codes=self.codes[:, columns].contiguous(),
             groups=self.groups[j],
             scale_codes=self.scale_codes[begun, j],
             max_scales=self.max_scales[begun, j],
             perm=self.factor.perm,
-            fed_back=self.rows[:, columns] if self.keep_fed_back else None,
+            fed_back=self.rows.columns(columns) if self.keep_fed_back else None,
         )
 
-    def _begin_groups(self, row: int) -> None:
-        """Search the scales of all groups that begin at a row."""
+    def _begin_groups(self, row: int, rows: torch.Tensor) -> None:
+        """Search the scales of all groups that begin at a row; `rows` fp32 (…, m) from there on."""
         members = self.starts.get(row)
         if not members:
             return
         panel = row // PANEL_ROWS
-        rows = slice(row, row + max(group.rows for group in members.values()))
+        longest = max(group.rows for group in members.values())
         scales = Scales(
             codes=self.scale_codes[panel : panel + 1],
             maxima=self.max_scales[panel : panel + 1],
             decoded=self.scales.view(1, *self.shape),
         )
-        weights = None if self.search == "grid" else self.row_weights[rows]
-        self.ops.begin_groups(self.rows[rows], members, scales, self.half_range, weights)
+        weights = None if self.search == "grid" else self.row_weights[row : row + longest]
+        self.ops.begin_groups(rows[:longest], members, scales, self.half_range, weights)
 
 
 def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Group]]:

@@ -187,7 +187,7 @@ class _Forecast:
         flops = self.card.flops
         seconds = work.narrow / (NARROW_SHARE * flops) + work.wide / (wide_share * flops)
         seconds += work.beside
-        stay = states + working_bytes(self.spec) <= self.card.memory
+        stay = states + working_bytes(self.spec, self.card.memory) <= self.card.memory
         memory = LIBRARIES + int(beside) + states * stay
         seconds = START + seconds * (1 if stay else SCARCE)
         return GpuNeed(
@@ -244,7 +244,7 @@ class _Forecast:
             return GpuNeed(memory=0, seconds=work.beside)
         panels = sum(part.coupled_panels for part in (*self.parts, self.head))
         work.beside += (rounds + 1) * (3 * FREE_PANEL * panels + SUBLAYER * 2 * layers)
-        return self._need(work, 0, working_bytes(self.spec))
+        return self._need(work, 0, working_bytes(self.spec, self.card.memory))
 
     def _quantize(self) -> GpuNeed:
         rows, rounding, most = self.config.calibration, self.config.rounding, self.most

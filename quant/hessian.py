@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import SingularHessian
-from exl2flow.kernels import tensor_cores
+from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.source import StatesCheck, device_of, row_batches
 
@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 LEAST_DAMPING = 1e-5
 IDENTITY = "identity Hessian"  # the last remedy
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
-CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
 ATTEMPTS = 10  # each adds the damping once more
 LEAF = 512  # rows of a triangular matrix that are inverted at once
 
@@ -143,11 +142,14 @@ def squared_norm(
 def column_chunks(
     x: torch.Tensor, less: torch.Tensor | None, *, step: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield columns of x (m, n), or of x - less, as fp32: a head can be as large as all else."""
+    """Yield columns of x (m, n), or of x - less, as fp32: a head can be as large as all else.
+
+    `less` may lie in main memory.
+    """
     for begin in range(0, x.shape[1], step):
         columns = slice(begin, min(begin + step, x.shape[1]))
         part = x[:, columns].float()
-        yield columns, part if less is None else part - less[:, columns].float()
+        yield columns, part if less is None else part - less[:, columns].to(x.device).float()
 
 
 def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> MixedHessian:

@@ -10,10 +10,10 @@ import torch
 
 from exl2flow.core.config import RoundingOptions
 from exl2flow.core.errors import SingularHessian
-from exl2flow.kernels import Group, get_ops, times_output
+from exl2flow.kernels import CHUNK_ELEMENTS, Group, get_ops, times_output
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, round_matrices
-from exl2flow.quant.hessian import DampedHessian, HessianFactor, upper_factor
+from exl2flow.quant.hessian import DampedHessian, HessianFactor, column_chunks, upper_factor
 from exl2flow.quant.refine import Metric, refine
 
 STORED, ANEW = "stored", "rounded anew"  # where refining begins
@@ -71,7 +71,7 @@ def improve(
 
     Args:
         stored: as the model holds it.
-        weight: fp32 (k, n) of the reference, in the order of the in-features, n padded.
+        weight: of the reference, as of a `RoundingJob`.
         item: factor of the Hessian, in any order.
         output: fp32 (blocks, b, b), metric of errors in one row, or None.
         options: of rounding.
@@ -97,8 +97,15 @@ def improve(
 
 def loss(rounded: RoundedMatrix, weight: torch.Tensor, metric: Metric) -> float:
     """Return tr(O Eᵀ H E) of a matrix; `weight` fp32 (k, n) in the order of the in-features."""
-    error = (rounded.dequantize().float() - weight)[rounded.perm]
-    return float((metric.hessian @ error).mul_(times_output(error, metric.output)).sum())
+    size = 1 if metric.output is None else metric.output.shape[1]
+    step = max(1, CHUNK_ELEMENTS // len(weight) // size) * size
+    total = metric.hessian.new_zeros(())
+    for columns, part in column_chunks(rounded.dequantize(), weight, step=step):
+        error, output = part[rounded.perm], metric.output
+        if output is not None:
+            output = output[columns.start // size : columns.stop // size]
+        total = total + (metric.hessian @ error).mul_(times_output(error, output)).sum()
+    return float(total)
 
 
 def _rounded_anew(

@@ -50,7 +50,9 @@ class Packed:
         values, weight = rounded.dequantize(), padded(linear.weight.T)
         self._figures = {
             "values": values,
-            "wrong": (self.matrix.dequantize() != values).any(),
+            "wrong": torch.stack(
+                [(part != values[:, columns]).any() for columns, part in self.matrix.parts()]
+            ).any(),
             "rel_err": relative_error(hessian, weight, values),
         }
         if factors is not None:

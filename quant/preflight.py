@@ -298,7 +298,10 @@ def _check_memory(plan: Plan) -> None:
 
 def _warn_of_card(plan: Plan, spec: ModelSpec | None) -> None:
     """Warn of a model whose sublayers may not fit a GPU even if worked on piece by piece."""
-    if plan.card and spec and (least := working_bytes(spec)) > plan.card.memory:
+    if not (plan.card and spec):
+        return
+    least = working_bytes(spec, plan.card.memory)
+    if least > plan.card.memory:
         log.warning(
             "the largest sublayer may need %s of the GPU's memory, %s may be used; if it ends for "
             "lack of memory, raise `--max-memory` or use `--device cpu`: it goes on where it was",

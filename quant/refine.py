@@ -4,12 +4,13 @@ Both steps lower the same objective, tr(O Eᵀ H E) with E = Q - W: `H` from the
 gradients of the outputs, or the identity. Neither can raise it (`docs/concepts/quality.md`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from exl2flow.kernels import (
+    CHUNK_ELEMENTS,
     MOST_COLUMNS,
     PANEL_ROWS,
     BegunGroups,
@@ -19,8 +20,8 @@ from exl2flow.kernels import (
     half_ranges,
     times_output,
 )
-from exl2flow.quant.gptq import WINDOW_ROWS, RoundedMatrix, first_panels, group_starts
-from exl2flow.quant.hessian import CHUNK_ELEMENTS
+from exl2flow.quant.gptq import RoundedMatrix, first_panels, group_starts, rows_of
+from exl2flow.quant.tall import Tall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ def refine(
 
     Args:
         rounded: where to begin; its layout and permutation are kept.
-        weight: fp32 (k, n) in the order of the in-features, n padded.
+        weight: as of a `RoundingJob`.
         metric: what the error is measured in.
         rounds: how often both steps are done.
         sweeps: how often each round visits every code.
@@ -71,7 +72,8 @@ def refine_together(
         for _ in range(sweeps):
             state.descend()
 
-    if metric.output is not None and metric.output.shape[1] > MOST_COLUMNS:
+    waits = metric.output is not None and metric.output.shape[1] > MOST_COLUMNS
+    if waits or not state.gradient.is_resident:
         for _ in range(rounds):
             once()
     else:
@@ -82,51 +84,74 @@ def refine_together(
 class _Refinement:
     """The columns of `j` matrices side by side, m = j · n, rows in act-order.
 
-    steps: signed codes fp32 (k, m); gradient: H E, fp32 (k, m); half_range: of every panel of rows,
-    fp32 (panels, j, n), like the scales.
+    codes: uint8 (k, m); gradient: H E, fp32 (k, m); half_range: of every panel of rows, fp32
+    (panels, j, n), like the scales.
     """
 
     def __init__(
         self, rounded: Sequence[RoundedMatrix], weights: Sequence[torch.Tensor], metric: Metric
     ) -> None:
         self.rounded, self.metric = rounded, metric
-        self.ops = get_ops(weights[0].device)
+        device = metric.hessian.device
+        self.ops = get_ops(device)
         k, n = weights[0].shape
         self.shape = len(rounded), n
         self.begun = {
-            row: BegunGroups.of([members.get(j) for j in range(len(rounded))], weights[0].device)
+            row: BegunGroups.of([members.get(j) for j in range(len(rounded))], device)
             for row, members in group_starts([matrix.groups for matrix in rounded]).items()
         }
         self.longest = max(begun.longest for begun in self.begun.values())
-        self.steps = torch.empty(k, n * len(rounded), device=weights[0].device)
-        self.gradient = torch.empty_like(self.steps)
-        layout = (k // PANEL_ROWS, *self.shape)
-        decoded = torch.empty_like(self.steps[: layout[0]]).view(layout)
+        self.codes = torch.cat([matrix.codes for matrix in rounded], dim=1)
+        decoded = torch.empty(k // PANEL_ROWS, *self.shape, device=device)
         self.half_range = torch.empty_like(decoded)
         self.scales = Scales(
             codes=torch.zeros_like(decoded, dtype=torch.uint8),
             maxima=torch.zeros_like(decoded[:, :, 0], dtype=torch.float16),
             decoded=decoded,
         )
-        for j, (matrix, weight) in enumerate(zip(rounded, weights, strict=True)):
+        for j, matrix in enumerate(rounded):
             self._read(j, matrix)
-            for begin in range(0, n, max(1, CHUNK_ELEMENTS // k)):
-                columns = slice(begin, begin + max(1, CHUNK_ELEMENTS // k))
-                self._begin(j, columns, matrix.codes[:, columns], weight[:, columns][matrix.perm])
+        self.gradient = Tall.empty(k, n * len(rounded), device)
+        for rows, part in self.gradient.parts():
+            part.zero_()
+            self._add_gradient(rows, part, weights)
 
-    def _begin(self, j: int, columns: slice, codes: torch.Tensor, weight: torch.Tensor) -> None:
-        """Take over codes of a matrix, (k, c), and compute the gradient for its weights."""
-        panels = len(self.half_range)
-        steps = codes.float().view(panels, PANEL_ROWS, -1)
-        steps -= self.half_range[:, j, None, columns]
-        error = (steps * self.scales.decoded[:, j, None, columns]).view(weight.shape).sub_(weight)
-        own = (len(weight), *self.shape)
-        self.steps.view(own)[:, j, columns] = steps.view(weight.shape)
-        self.gradient.view(own)[:, j, columns] = self.metric.hessian @ error
+    def _add_gradient(
+        self, rows: slice, part: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> None:
+        """Add up some rows of the gradient, `H (Q - W)`, with errors of a few rows at a time."""
+        k, m = self.codes.shape
+        step = max(1, CHUNK_ELEMENTS // m // PANEL_ROWS) * PANEL_ROWS
+        for begin in range(0, k, step):
+            source = slice(begin, begin + step)
+            error = self._steps(source).view(-1, PANEL_ROWS, m)
+            error *= self._of_panels(self.scales.decoded, source)
+            error = error.view(-1, m)
+            for j, weight in enumerate(weights):
+                index = self.rounded[j].perm[source]
+                error.view(-1, *self.shape)[:, j] -= rows_of(weight, index)
+            part.addmm_(self.metric.hessian[rows, source], error)
+
+    def _steps(self, rows: slice) -> torch.Tensor:
+        """Return the signed codes of whole panels of rows, fp32 (r, m)."""
+        steps = self.codes[rows].float().view(-1, PANEL_ROWS, self.codes.shape[1])
+        steps -= self._of_panels(self.half_range, rows)
+        return steps.view(-1, self.codes.shape[1])
+
+    def _take(self, begin: int, steps: torch.Tensor) -> None:
+        """Take over signed codes of whole panels of rows, fp32 (r, m)."""
+        rows = slice(begin, begin + len(steps))
+        codes = steps.view(-1, PANEL_ROWS, steps.shape[1]) + self._of_panels(self.half_range, rows)
+        self.codes[rows] = codes.view(steps.shape).to(torch.uint8)
+
+    def _of_panels(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return what belongs to the panels of some rows, (p, 1, m), of all (panels, j, n)."""
+        panels = values[rows.start // PANEL_ROWS : -(-rows.stop // PANEL_ROWS)]
+        return panels.view(len(panels), 1, -1)
 
     def _read(self, j: int, matrix: RoundedMatrix) -> None:
         """Take over the scales of a matrix."""
-        device = self.steps.device
+        device = self.codes.device
         groups = list(enumerate(matrix.groups))
         panels = [(i, g.bits) for i, g in groups for _ in range(g.rows // PANEL_ROWS)]
         of_panel, bits = zip(*panels, strict=True)
@@ -139,9 +164,7 @@ class _Refinement:
 
     def results(self) -> list[RoundedMatrix]:
         """Return the matrices as they are now."""
-        panels, j, n = self.half_range.shape
-        steps = self.steps.view(panels, PANEL_ROWS, j, n)
-        codes = (steps + self.half_range[:, None]).to(torch.uint8).view(-1, j, n)
+        codes = self.codes.view(-1, *self.shape)
         found = []
         for place, matrix in enumerate(self.rounded):
             begun = first_panels(matrix.groups, codes.device)
@@ -155,55 +178,56 @@ class _Refinement:
             )
         return found
 
-    def _windows(self) -> Iterator[tuple[int, int]]:
-        k = len(self.steps)
-        for top in range(0, k, WINDOW_ROWS):
-            yield top, min(top + WINDOW_ROWS, k)
-
     def _follow(self, change: torch.Tensor, top: int, bottom: int) -> None:
         """Add a window's changes of values, (bottom - top, m), to the gradients outside of it."""
-        for rows in (slice(0, top), slice(bottom, None)):
-            self.gradient[rows].addmm_(self.metric.hessian[rows, top:bottom], change)
+        for begin, end in ((0, top), (bottom, len(self.codes))):
+            for rows, part in self.gradient.parts(begin, end):
+                part.addmm_(self.metric.hessian[rows, top:bottom], change)
 
     def descend(self) -> None:
         """Visit every code once, panel after panel."""
-        hessian = self.metric.hessian
-        for top, bottom in self._windows():
+        for top, bottom in self.gradient.windows():
+            hessian = self.metric.hessian[top:bottom, top:bottom]
+            gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = []
-            for begin in range(top, bottom, PANEL_ROWS):
-                panel, index = slice(begin, begin + PANEL_ROWS), begin // PANEL_ROWS
+            for begin in range(0, bottom - top, PANEL_ROWS):
+                panel, index = slice(begin, begin + PANEL_ROWS), (top + begin) // PANEL_ROWS
                 change = self.ops.descend_panel(
-                    self.steps[panel],
-                    times_output(self.gradient[panel].clone(), self.metric.output),
+                    steps[panel],
+                    times_output(gradient[panel].clone(), self.metric.output),
                     hessian[panel, panel],
                     self.scales.decoded[index].view(-1),
                     self.half_range[index].view(-1),
                     self.metric.output,
                 )
-                self.gradient[top:bottom].addmm_(hessian[top:bottom, panel], change)
+                gradient.addmm_(hessian[:, panel], change)
                 changes.append(change)
+            self._take(top, steps)
+            self.gradient.write(top, gradient)
             self._follow(torch.cat(changes), top, bottom)
 
     def refit(self) -> None:
         """Choose every group's maximum and scale codes anew, codes kept."""
-        k = len(self.steps)
-        for top, bottom in self._windows():
-            bottom_of_groups = min(bottom + self.longest - PANEL_ROWS, k)
-            changes = torch.zeros_like(self.steps[top:bottom_of_groups])
-            window = self.gradient[top:bottom_of_groups]
-            for begin in range(top, bottom, PANEL_ROWS):
-                begun = self.begun.get(begin)
+        k = len(self.codes)
+        for top, end in self.gradient.windows():
+            bottom = min(end + self.longest - PANEL_ROWS, k)  # of groups that begin in the window
+            hessian = self.metric.hessian[top:bottom, top:bottom]
+            gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
+            changes = torch.zeros_like(steps)
+            for row in range(top, end, PANEL_ROWS):
+                begun = self.begun.get(row)
                 if begun is None:
                     continue
-                end = begin + begun.longest
+                group = slice(row - top, row - top + begun.longest)
                 change = self.ops.refit_scales(
-                    self.steps[begin:end],
-                    self.gradient[begin:end],
-                    self.metric.hessian[begin:end, begin:end],
+                    steps[group],
+                    gradient[group],
+                    hessian[group, group],
                     begun,
-                    self.scales.of(slice(begin // PANEL_ROWS, end // PANEL_ROWS)),
+                    self.scales.of(slice(row // PANEL_ROWS, (row + begun.longest) // PANEL_ROWS)),
                     self.metric.output,
                 )
-                window.addmm_(self.metric.hessian[top:bottom_of_groups, begin:end], change)
-                changes[begin - top : end - top] += change
-            self._follow(changes, top, bottom_of_groups)
+                gradient.addmm_(hessian[:, group], change)
+                changes[group] += change
+            self.gradient.write(top, gradient)
+            self._follow(changes, top, bottom)

@@ -77,7 +77,7 @@ class SourceModel:
             if linear.bias is not None:
                 found[f"{projection.key}.bias"] = linear.bias
         # one answer for all, for each waits for the device
-        if not torch.stack([tensor.isfinite().all() for tensor in found.values()]).all():
+        if not torch.stack([_is_finite(tensor) for tensor in found.values()]).all():
             for name, tensor in found.items():
                 self._check_finite(name, tensor)
         return built
@@ -106,7 +106,7 @@ class SourceModel:
         return head
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        if not tensor.isfinite().all():
+        if not _is_finite(tensor):
             share = 1 - float(tensor.isfinite().float().mean())
             raise NonFiniteState(
                 f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
@@ -123,12 +123,13 @@ class SourceModel:
             NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
         """
         if self.device.type == "cuda":
-            self.tensors.fetch([f"{EMBEDDING_KEY}.weight", f"{self.spec.head.key}.weight"])
-        embedding = build_embedding(self.spec, self.tensors, dtype=DTYPE, device=self.device)
+            self.tensors.fetch([f"{self.spec.head.key}.weight", f"{EMBEDDING_KEY}.weight"])
+        self.head()  # used last, found out now
+        dtype = self.tensors.dtype(f"{EMBEDDING_KEY}.weight")
+        embedding = build_embedding(self.spec, self.tensors, dtype=dtype, device=self.device)
         self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
         final_norm = f"{FINAL_NORM_KEY}.weight"
         self._check_finite(final_norm, self.tensors.read(final_norm))
-        self.head()  # used last, found out now
         states = self.room((*ids.shape, self.spec.hidden_size))
         for row, tokens in zip(states, ids, strict=True):
             row.copy_(embedding(tokens[None])[0])
@@ -147,7 +148,8 @@ class SourceModel:
         """
         if self.device.type == "cpu":
             return torch.empty(shape, dtype=DTYPE)
-        needed = math.prod(shape) * DTYPE.itemsize + working_bytes(self.spec)
+        work = working_bytes(self.spec, limit_of(self.device))
+        needed = math.prod(shape) * DTYPE.itemsize + work
         if self.keeps_states and needed <= free_memory(self.device):
             with suppress(torch.OutOfMemoryError):
                 return torch.empty(shape, dtype=DTYPE, device=self.device)
@@ -158,6 +160,12 @@ class SourceModel:
         if self.device.type == "cpu":
             return states
         return self.room(tuple(states.shape)).copy_(states)
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell whether all elements are finite, bool (), without a copy of a large tensor."""
+    largest: torch.Tensor = torch.linalg.vector_norm(tensor, ord=math.inf)
+    return largest.isfinite()
 
 
 def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:

@@ -18,6 +18,7 @@ from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
 from exl2flow.quant.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.packed import reconstruction_digest
@@ -68,6 +69,7 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
     )
 
 
+@tensor_cores()
 @torch.enable_grad()  # stages before this one leave inference mode behind, not gradients
 def tune(run: StageRun) -> None:
     """Write complete replacements of the files of `quantize`, and the tuned plain tensors.

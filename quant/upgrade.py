@@ -22,7 +22,7 @@ from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.fisher import Factors, estimate, shared_factor
-from exl2flow.quant.gptq import padded_weight
+from exl2flow.quant.gptq import padded, padded_weight
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
@@ -155,13 +155,13 @@ class Upgrading:
         factors: Factors | None,
     ) -> tuple[QuantizedMatrix, dict[str, object]]:
         """Return what takes the place of a stored matrix, and the report on it."""
-        weight = padded_weight(linear)
-        old = unpacked(stored, weight.device)
+        weight, values = padded_weight(linear), padded(linear.weight.T)
+        old = unpacked(stored, values.device)
         if stored.shape != tuple(weight.shape):
-            return self._kept(projection, stored, weight, hessian)
+            return self._kept(projection, stored, values, hessian)
         output = None
         if factors is not None:
-            factors = factors.to(weight.device)
+            factors = factors.to(values.device)
             output = factors.output.damped(self.options.output_damping).blocks
         made = improve(old, weight, item, output, self.options)
         packed = Packed(projection, linear, made.matrix, hessian, factors)
@@ -172,8 +172,8 @@ class Upgrading:
             "start": made.start,
             "losses": dict(made.losses),
             "before": {
-                "rel_err": float(relative_error(hessian, weight, found)),
-                "nats": None if factors is None else estimate(found, factors, less=weight),
+                "rel_err": float(relative_error(hessian, values, found)),
+                "nats": None if factors is None else estimate(found, factors, less=values),
                 "loss": made.before,
             },
         }

@@ -39,7 +39,7 @@ def test_a_conversion_in_little_memory_ends_well(tmp_path: Path) -> None:
         tmp_path / "out",
         device="cuda",
         quality="standard",
-        max_memory="1.5GB",
+        max_memory="2GB",
         calibration={"rows": 24, "row_tokens": 2048, "measure_rows": 8, "measure_row_tokens": 2048},
     )
     pipeline = open_pipeline(config, STAGES)
@@ -48,7 +48,7 @@ def test_a_conversion_in_little_memory_ends_well(tmp_path: Path) -> None:
     try:
         for name in pipeline.stages:
             pipeline.run(name, progress=silent)
-            assert torch.cuda.max_memory_reserved() < 1.5e9, name
+            assert torch.cuda.max_memory_reserved() < 2e9, name
     finally:
         limit_memory(torch.device("cuda"), None)
 

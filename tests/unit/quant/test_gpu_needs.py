@@ -52,7 +52,7 @@ def test_every_stage_that_runs_is_told(source: Path, quality: str, expected: lis
 
 def test_states_leave_a_card_that_has_room_for_the_work_alone(source: Path) -> None:
     config = config_of(source, calibration={"rows": 4096, "row_tokens": 2048})
-    small = replace(CARD, memory=working_bytes(resolve(source)) + 10**6)
+    small = replace(CARD, memory=working_bytes(resolve(source), CARD.memory) + 10**6)
 
     roomy, tight = needs_of(config)["quantize"], needs_of(config, small)["quantize"]
 

@@ -1,0 +1,78 @@
+"""Matrices as large as all else together: on the device if they fit there, else in main memory.
+
+From main memory, pinned, they come to a GPU by windows of rows and go back: no vocabulary is too
+large for a card.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from exl2flow.core.memory import limit_of
+from exl2flow.kernels import PANEL_ROWS
+
+BYTES = 14  # of a weight that is rounded and refined with everything on the device
+WINDOW_ROWS = 8 * PANEL_ROWS  # what becomes of so many rows reaches all others in one product
+TALL_WINDOW_ROWS = 4 * WINDOW_ROWS  # the same where others come from main memory and go back
+
+
+def is_tall(elements: int, limit: int) -> bool:
+    """Tell whether a matrix has its place in main memory beside a GPU that may use `limit` bytes.
+
+    Shapes and limit alone decide, for sums are taken in another order then.
+    """
+    return BYTES * elements > limit
+
+
+@dataclass(frozen=True, slots=True)
+class Tall:
+    """values: fp32 (k, m), on the device or, if it is too large for that, in pinned memory."""
+
+    values: torch.Tensor
+    device: torch.device
+    is_resident: bool
+
+    @classmethod
+    def empty(cls, k: int, m: int, device: torch.device) -> Self:
+        """Return a matrix to write into."""
+        is_resident = not is_tall(k * m, limit_of(device))
+        where = device if is_resident else None
+        pinned = not is_resident and device.type == "cuda"
+        values = torch.empty(k, m, device=where, pin_memory=pinned)
+        return cls(values, device, is_resident=is_resident)
+
+    @property
+    def window(self) -> int:
+        """How many rows are worked on before all others follow."""
+        return WINDOW_ROWS if self.is_resident else TALL_WINDOW_ROWS
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Yield the first row of each window, and the first one behind it."""
+        k = len(self.values)
+        for top in range(0, k, self.window):
+            yield top, min(top + self.window, k)
+
+    def columns(self, columns: slice) -> Self:
+        """Return a view of some columns."""
+        return replace(self, values=self.values[:, columns])
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return rows on the device; what becomes of them is to be written back."""
+        rows = self.values[begin:end]
+        return rows if self.is_resident else rows.to(self.device, non_blocking=True, copy=True)
+
+    def write(self, begin: int, rows: torch.Tensor) -> None:
+        """Take over rows that were read, as they are now."""
+        if not self.is_resident:
+            self.values[begin : begin + len(rows)].copy_(rows, non_blocking=True)
+
+    def parts(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows on the device to be changed: all at once if they lie there."""
+        end = len(self.values) if end is None else end
+        for start in range(begin, end, max(1, end - begin) if self.is_resident else self.window):
+            stop = end if self.is_resident else min(start + self.window, end)
+            rows = self.read(start, stop)
+            yield slice(start, stop), rows
+            self.write(start, rows)
