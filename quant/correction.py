@@ -13,7 +13,7 @@ from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
 from exl2flow.quant.divergence import mean_divergence
 from exl2flow.quant.hessian import LEAST_DAMPING
-from exl2flow.quant.source import device_of
+from exl2flow.quant.source import device_of, relative_distance
 
 PAIRED_ROWS = 40  # at most so many rows pass the source beside the quantized model
 JUDGE_STEP = 8  # one of them in so many judges a correction
@@ -152,10 +152,10 @@ def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Ten
     """Return the mean over rows of ‖y - y_source‖ / ‖y_source‖, with the linears as they are."""
     device = device_of(sublayer)
     errors = [
-        float((sublayer(row[None].to(device))[0].to(y.device) - y).norm() / y.norm())
+        relative_distance(sublayer(row[None].to(device, non_blocking=True))[0], y)
         for row, y in zip(quantized, outputs, strict=True)
     ]
-    return sum(errors) / len(errors)
+    return float(torch.stack(errors).mean())
 
 
 def paired_rows(rows: int) -> range:

@@ -14,7 +14,7 @@ import torch
 from exl2flow.core.errors import SingularHessian
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
-from exl2flow.quant.source import StatesCheck, device_of, row_batches
+from exl2flow.quant.source import StatesCheck, device_of, placed_like, row_batches
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def collect_hessians(
         if move:
             states[rows].copy_(output, non_blocking=True)
         else:
-            outputs |= zip(kept, output.to(states.device), strict=True)
+            outputs |= zip(kept, placed_like(states, output), strict=True)
     check.finish(states if move else outputs)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
 

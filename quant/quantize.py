@@ -49,7 +49,7 @@ from exl2flow.quant.layout import Choice
 from exl2flow.quant.packed import Packed, Reports, storing
 from exl2flow.quant.refine import Metric, refine_together
 from exl2flow.quant.sensitivity import FactorFiles
-from exl2flow.quant.source import SourceModel, device_of
+from exl2flow.quant.source import SourceModel, device_of, relative_distance
 from exl2flow.quant.tokens import load_rows
 from exl2flow.quant.walk import Store, advance, walk
 
@@ -194,7 +194,13 @@ class Quantizing:
             packed.append(item)
             install(sublayer, p, item.matrix)
         advance(sublayer, quantized)
-        errors = torch.stack([(quantized[i] - y).norm() / y.norm() for i, y in reference.items()])
+        device = device_of(sublayer)
+        errors = torch.stack(
+            [
+                relative_distance(quantized[row].to(device, non_blocking=True), y)
+                for row, y in reference.items()
+            ]
+        )
 
         def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
             return self.rounding.summary(sublayer.spec.name, packed, reports) | {

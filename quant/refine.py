@@ -48,7 +48,7 @@ def refine(
 
 
 def refine_together(
-    rounded: Sequence[RoundedMatrix],
+    rounded: list[RoundedMatrix],
     weights: list[torch.Tensor],
     metric: Metric,
     *,
@@ -58,14 +58,15 @@ def refine_together(
     """Refine matrices of one shape and one permutation side by side; see `refine`.
 
     Args:
-        rounded: where to begin.
-        weights: of each, as for `refine`; taken out, for those of a head are as large as all else.
+        rounded: where to begin; taken out, for a head's matrix is as large as all else.
+        weights: of each, as for `refine`; taken out likewise.
         metric: blocks of its output are those of all matrices in order.
         rounds: how often both steps are done.
         sweeps: how often each round visits every code.
     """
     state = _Refinement(rounded, weights, metric)
     weights.clear()
+    rounded.clear()
 
     def once() -> None:
         state.refit()
@@ -91,7 +92,9 @@ class _Refinement:
     def __init__(
         self, rounded: Sequence[RoundedMatrix], weights: Sequence[torch.Tensor], metric: Metric
     ) -> None:
-        self.rounded, self.metric = rounded, metric
+        empty = torch.empty(0)  # in place of codes that change
+        self.rounded = [replace(matrix, codes=empty, fed_back=None) for matrix in rounded]
+        self.metric = metric
         device = metric.hessian.device
         self.ops = get_ops(device)
         k, n = weights[0].shape

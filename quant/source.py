@@ -182,6 +182,21 @@ def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
         yield slice(begin, min(begin + together, len(states)))
 
 
+def placed_like(states: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return what was found where states lie; into pinned memory it may be on its way."""
+    if not states.is_pinned():
+        return found.to(states.device)
+    place = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return place.copy_(found, non_blocking=True)
+
+
+def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return ‖found - expected‖ / ‖expected‖, (), where `found` lies."""
+    there = expected.to(found.device, non_blocking=True)
+    ratio: torch.Tensor = torch.linalg.vector_norm(found - there) / torch.linalg.vector_norm(there)
+    return ratio
+
+
 def device_of(sublayer: Sublayer) -> torch.device:
     """Return where a sublayer's weights lie."""
     return next(iter(sublayer.linears.values())).weight.device

@@ -15,7 +15,7 @@ from exl2flow.kernels import PANEL_ROWS
 
 BYTES = 14  # of a weight that is rounded and refined with everything on the device
 WINDOW_ROWS = 8 * PANEL_ROWS  # what becomes of so many rows reaches all others in one product
-TALL_WINDOW_ROWS = 4 * WINDOW_ROWS  # the same where others come from main memory and go back
+TALL_WINDOW_ROWS = 2 * WINDOW_ROWS  # the same where others come from main memory and go back
 
 
 def is_tall(elements: int, limit: int) -> bool:
