@@ -28,6 +28,7 @@ from exl2flow.quant.fisher import block_size
 from exl2flow.quant.gptq import gpu_batch_elements
 from exl2flow.quant.sensitivity import head_block
 from exl2flow.quant.source import ROWS_TOGETHER
+from exl2flow.quant.tall import TALL_WINDOW_ROWS, is_tall
 from exl2flow.quant.tune import tune_memory
 from exl2flow.quant.working import FLOAT, NARROW, working_bytes
 
@@ -44,9 +45,11 @@ REFIT_PANEL, SWEEP_PANEL = 0.1e-3, 0.2e-3  # a round's refit of them, and each o
 SUBLAYER = 0.08  # seconds: what a sublayer takes beside its work
 START = 1.5  # a stage: embedding, states, reading the head
 LAYER_CHOICE = 0.04  # `allocate`
-TUNED_STEP = 2e-10  # seconds per weight and step
+TUNED_STEP = 6e-11  # seconds per weight and step
+TUNING = 8.0  # seconds before and after the steps
 DECODED, WRITTEN = 2.5e9, 0.4e9  # bytes per second that `compile` checks and writes
-SCARCE = 1.8  # times as long where states come and go, and work is done in turn
+SCARCE = 1.3  # times as long where states come and go, and work is done in turn
+TALL_RATE = 25e9  # bytes per second of what comes from main memory and goes back
 LIBRARIES = 1 << 28  # workspaces of the libraries
 
 
@@ -126,6 +129,11 @@ class _Part:
         self.free_panels = sum(
             k // PANEL_ROWS * -(-candidates * k * n // max(batch, k * n)) for k, n in sizes
         )
+        self.tall_pass = sum(  # seconds in which every window of a matrix reaches all others
+            8 * k * n * (k / TALL_WINDOW_ROWS) / TALL_RATE
+            for k, n in sizes
+            if is_tall(k * n, card.memory)
+        )
         self.coupled_panels = 0
         for (_, k, n), run in groupby(
             (p.capture, *size) for p, size in zip(projections, sizes, strict=True)
@@ -173,7 +181,7 @@ class _Forecast:
         needs["quantize"] = self._quantize()
         weights = sum(part.weights for part in (*self.parts, self.head))
         if config.tune.steps:
-            seconds = START + config.tune.steps * weights * TUNED_STEP
+            seconds = TUNING + config.tune.steps * weights * TUNED_STEP
             needs["tune"] = GpuNeed(memory=tune_memory(self.spec, config.tune), seconds=seconds)
         seconds = NARROW * weights / DECODED + output / WRITTEN
         memory = LIBRARIES + HELPERS * 3 * max(part.largest for part in (*self.parts, self.head))
@@ -225,13 +233,14 @@ class _Forecast:
             work.narrow += 2 * positions * (part.weights + part.squares)
             work.beside += SUBLAYER
             work.wide += part.candidates * part.cubes  # errors fed back
+            work.beside += part.candidates * part.tall_pass / 2
             if self.fisher:
                 work.wide += 4 * part.candidates * part.cubes  # two prices
                 work.beside += FREE_PANEL * part.free_panels + COUPLED_PANEL * part.coupled_panels
             else:
                 work.narrow += 2 * positions * part.weights * part.candidates
                 work.beside += GRID_PANEL * part.free_panels
-        beside = 3 * FLOAT * most.squares + 12 * sum(sorted(most.batch)[-2:]) + 8 * most.weights
+        beside = 3 * FLOAT * most.squares + 8 * sum(sorted(most.batch)[-2:]) + 8 * most.weights
         states = (1 if self.fisher else 2) * self._states(
             rows.measure_rows, rows.measure_row_tokens
         )
@@ -249,15 +258,16 @@ class _Forecast:
     def _quantize(self) -> GpuNeed:
         rows, rounding, most = self.config.calibration, self.config.rounding, self.most
         pairs = len(paired_rows(rows.rows)) if rounding.correction else 0
-        panel, steps = FREE_PANEL, 1  # products with the Hessian or its factor
+        panel, steps, passes = FREE_PANEL, 1, 0.5  # products with the Hessian or its factor
         if rounding.rounds:
             panel = COUPLED_PANEL
             panel += rounding.rounds * (REFIT_PANEL + rounding.sweeps * SWEEP_PANEL)
             steps += 2 + 2 * rounding.rounds * (1 + rounding.sweeps)
+            passes += rounding.rounds * (1 + rounding.sweeps)
         work = _Work()
         for part in (*self.parts, self.head):
             work.narrow += 2 * rows.rows * rows.row_tokens * (PASSES * part.weights + part.squares)
             work.wide += steps * part.cubes + 2 * pairs * rows.row_tokens * part.squares
-            work.beside += SUBLAYER + panel * part.coupled_panels
+            work.beside += SUBLAYER + panel * part.coupled_panels + passes * part.tall_pass
         beside = 5 * FLOAT * most.squares + 35 * most.weights + self._passing(rows.row_tokens)
         return self._need(work, self._states(rows.rows + pairs, rows.row_tokens), beside)
