@@ -4,8 +4,9 @@
         [--device cuda] [--until compile] [--profile measure] [--rows N] [--max-memory 24GB]
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
-Prefect, and prints seconds of the stage, of its last layer (from the end of the one before to its
-own, results stored) and the highest use of GPU memory, with what `--dry-run` forecasts beside them.
+Prefect, and prints seconds of the stage, of a layer (the median, from the end of the one before to
+its own, results stored) and the highest use of GPU memory, with what `--dry-run` forecasts beside
+them.
 TFLOP/s count the products of a stage; the limit is their time at the peak of fp16 and TF32.
 `--profile` adds the kernels that took longest in a stage.
 """
@@ -16,10 +17,12 @@ import logging
 import os
 import re
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -88,10 +91,10 @@ class LayerTimes(logging.Handler):
         if match := LAYER.search(record.getMessage()):
             self.ends[match[0]] = record.created
 
-    def last(self) -> float:
-        """Return the seconds of the layer that was done last."""
-        ends = list(self.ends.values())
-        return ends[-1] - ends[-2] if len(ends) > 1 else 0.0
+    def median(self) -> float:
+        """Return the seconds of a layer, but for the first one."""
+        seconds = [after - before for before, after in pairwise(self.ends.values())]
+        return statistics.median(seconds) if seconds else 0.0
 
 
 @contextmanager
@@ -113,8 +116,9 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     forecast = preflight(config).gpu_needs
     pipeline = open_pipeline(config, STAGES)
     on_gpu = config.device == "cuda"
-    log = logging.getLogger("exl2flow.quant")
+    log = logging.getLogger("exl2flow")
     log.setLevel(logging.INFO)
+    logging.getLogger("exl2flow.core.background").addHandler(logging.StreamHandler())
     print(
         "| stage | seconds | forecast | per layer | peak GB | forecast | TFLOP/s | of the limit |"
     )
@@ -135,7 +139,7 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
         all_seconds += seconds
         need = forecast.get(name, GpuNeed(memory=0, seconds=0))
         print(
-            f"| {name} | {seconds:.2f} | {need.seconds:.1f} | {times.last():.2f} | {peak:.1f} "
+            f"| {name} | {seconds:.2f} | {need.seconds:.1f} | {times.median():.2f} | {peak:.1f} "
             f"| {need.memory / 1e9:.1f} | {need.operations / seconds / 1e12:.0f} "
             f"| {need.least / seconds:.0%} |",
             flush=True,

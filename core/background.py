@@ -1,5 +1,7 @@
 """Reading and storing beside computing: copies off a device, threads that write and read ahead."""
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +13,7 @@ from typing import Self, TypeVar
 import torch
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 HELPERS = 8
 MOST_WAITING = 2  # results that wait to be written, each with its memory
@@ -28,6 +31,7 @@ class Background:
         self._at_once = device.type == "cpu"
         self._waiting: deque[Future[None]] = deque()
         self._failed = False
+        self._seconds = 0.0  # that the caller waited for room
 
     def __enter__(self) -> Self:
         return self
@@ -42,6 +46,8 @@ class Background:
             self.wait()
         finally:
             self._pool.shutdown()
+        if self._seconds > 1:
+            log.info("waited %.1fs for what was being stored", self._seconds)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do `work` after what was submitted before; waits while `MOST_WAITING` pieces wait."""
@@ -65,8 +71,10 @@ class Background:
         return all(work.done() for work in self._waiting)
 
     def _make_room(self) -> None:
+        begun = time.monotonic()
         while self._waiting and (self._waiting[0].done() or len(self._waiting) >= MOST_WAITING):
             self._waiting.popleft().result()
+        self._seconds += time.monotonic() - begun
 
     def wait(self) -> None:
         """Wait for all work."""

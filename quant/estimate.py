@@ -106,7 +106,9 @@ class Projection:
         self.spec, self.hessian, self.item = spec, hessian, item
         self.factors = factors.to(hessian.device)
         self.weight = padded_weight(linear)
-        self.values = padded(linear.weight.T)  # the same, narrow and on the device
+        # the same on the device
+        is_near = self.weight.device == hessian.device
+        self.values = self.weight if is_near else padded(linear.weight.T)
 
     def rounded(
         self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False

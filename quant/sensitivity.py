@@ -304,12 +304,14 @@ class _WayBack:
                 folder.commit(name, sha256, cursor=folder.manifest.cursor + 1)
                 log.info("%s elapsed=%.2fs", projections[0].key, time.monotonic() - begun)
                 self.run.tick(folder.manifest.cursor, folder.manifest.total, projections[0].key)
+                self._drop(index)
 
             self.results.store(store, commit)
+        else:
+            self._drop(index)
         is_last = self.run.stop.signum is not None
         if is_last or (self.saves.is_idle() and folder.states_are_due()):
             save_states(folder, self.gradient, index, self.saves)
-        self.results.submit(lambda: self._drop(index))
         if is_last:
             self.results.wait()
             self.saves.wait()
