@@ -7,9 +7,10 @@ untouched file is recognized without reading it (ctime cannot be set back by a p
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
 
 TEMPORARY_SUFFIX = ".partial"
+JSON_PIECES = 4096  # of a JSON text that are in memory at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -118,10 +120,13 @@ def _discard(aside: Path) -> None:
 
 def write_json(path: Path, value: object) -> str:
     """Write a JSON file with indent 4 atomically, and return its sha256."""
-    content = (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()
+    pieces = chain(json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(value), "\n")
+    sha = hashlib.sha256()
     with replacing(path) as file:
-        file.write(content)
-    return hashlib.sha256(content).hexdigest()
+        while some := "".join(islice(pieces, JSON_PIECES)).encode():
+            sha.update(some)
+            file.write(some)
+    return sha.hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -130,14 +135,14 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
+def read_json(path: Path, *, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Read a JSON file; `hook` gives what stands for each object in it, the inner ones first.
 
     Raises:
         CorruptCheckpoint: the file is missing or not JSON.
     """
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), object_hook=hook)
     except (OSError, ValueError) as error:
         raise CorruptCheckpoint(f"cannot read `{path}`: {error}") from error
 

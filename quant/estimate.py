@@ -36,7 +36,7 @@ from exl2flow.quant.hessian import (
     squared_norm,
     widest_first,
 )
-from exl2flow.quant.measurement import CandidateResult, projection_bits
+from exl2flow.quant.measurement import CandidateResult, projection_bits, read_entries
 from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of
 from exl2flow.quant.walk import OverSource, Store, walk
@@ -277,7 +277,7 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
     files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
-    return {key: value for name in files for key, value in read_json(folder.path / name).items()}
+    return {key: value for name in files for key, value in read_entries(folder.path / name).items()}
 
 
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:

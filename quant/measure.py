@@ -30,6 +30,7 @@ from exl2flow.quant.measurement import (
     Candidate,
     CandidateResult,
     candidate_bits,
+    read_entries,
 )
 from exl2flow.quant.source import SourceModel, device_of, row_batches
 from exl2flow.quant.tokens import load_rows
@@ -202,7 +203,7 @@ def measure(run: StageRun) -> None:
         work = Measuring(run.folder, run.config.rounding)
         walk(run, model, rows, work, to_end=False)
         entries = {
-            sublayer.name: read_json(run.folder.path / work.file(sublayer))
+            sublayer.name: read_entries(run.folder.path / work.file(sublayer))
             for sublayer in model.spec.sublayers
         }
     measurement = {

@@ -4,10 +4,13 @@ A slot is what bit allocation chooses for: a whole sublayer, as exllamav2 measur
 projection, the head among them, with its cost in nats.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.files import read_json
@@ -39,7 +42,7 @@ class CandidateResult:
     @classmethod
     def from_json(cls, entry: Mapping[str, object]) -> "CandidateResult":
         """Read an entry, also one that exllamav2 wrote."""
-        params = {k: QuantParams.from_json(v) for k, v in entry.items() if isinstance(v, dict)}
+        params = {k: _params(json.dumps(v)) for k, v in entry.items() if isinstance(v, dict)}
         nats = entry.get("nats")
         return cls(
             accuracy=float(entry["accuracy"]),  # type: ignore[arg-type]  # JSON
@@ -47,6 +50,26 @@ class CandidateResult:
             params=params,
             nats=None if nats is None else float(nats),  # type: ignore[arg-type]  # JSON
         )
+
+
+@cache
+def _params(text: str) -> QuantParams:
+    """Read parameters, the same object for the same text: all slots list the same ones."""
+    return QuantParams.from_json(json.loads(text))
+
+
+def read_entries(path: Path) -> Any:
+    """Read a file of entries, in which equal parameters are one object.
+
+    Raises:
+        CorruptCheckpoint: the file is missing or not JSON.
+    """
+    known: dict[str, dict[str, Any]] = {}
+
+    def shared(found: dict[str, Any]) -> dict[str, Any]:
+        return known.setdefault(repr(found), found) if "bits_prop" in found else found
+
+    return read_json(path, hook=shared)
 
 
 Slots = Mapping[str, Sequence[CandidateResult]]
@@ -87,7 +110,7 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
         ConfigError: the file is not a measurement, or not of this model.
     """
     try:
-        data = read_json(path)
+        data = read_entries(path)
         data["last_module_idx"]
         measured = data["measurement"]
         names = [sublayer.name for sublayer in spec.sublayers]
