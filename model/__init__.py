@@ -13,7 +13,7 @@ from exl2flow.model.decoder import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.families import FAMILIES, Family
-from exl2flow.model.linear import DenseLinear, Exl2Linear, Linear, load_linear, narrowed
+from exl2flow.model.linear import DenseLinear, Linear, QuantizedLinear, load_linear, narrowed
 from exl2flow.model.mlp import MlpSublayer
 from exl2flow.model.resolution import resolve
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
@@ -39,7 +39,6 @@ __all__ = [
     "Decoder",
     "DenseLinear",
     "Embedding",
-    "Exl2Linear",
     "Family",
     "Head",
     "KvCache",
@@ -52,6 +51,7 @@ __all__ = [
     "Projected",
     "ProjectionSpec",
     "QuantParams",
+    "QuantizedLinear",
     "QuantizedMatrix",
     "RopeKind",
     "RopeSpec",

@@ -6,8 +6,7 @@ import torch
 
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.model.attention import KvCache
-from exl2flow.model.exl2 import is_quantized
-from exl2flow.model.linear import DenseLinear, Linear, load_linear, moved
+from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved
 from exl2flow.model.norms import RmsNorm, load_norm
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
@@ -120,11 +119,14 @@ def build_head(
     """
     key = spec.head.key
     linear: Linear
-    if spec.tied_head and not is_quantized(key, tensors) and f"{key}.weight" not in tensors:
+    if spec.tied_head and not is_packed(key, tensors) and f"{key}.weight" not in tensors:
         embedding = embedding or build_embedding(spec, tensors, dtype=dtype, device=device)
         linear = DenseLinear(embedding.weight, out_features=spec.vocab_size)
     else:
-        linear = load_linear(tensors, spec.head, dtype=dtype, device=device, any_rows=True)
+        linear = load_linear(
+            tensors, spec.head, dtype=dtype, device=device, any_rows=True,
+            zero_offset=spec.zero_offset,
+        )  # fmt: skip
     final_norm = load_norm(
         tensors,
         FINAL_NORM_KEY,

@@ -1,8 +1,9 @@
-"""Linear maps: dense, or EXL2 dequantized once on load.
+"""Linear maps: dense, or quantized and decoded once on load.
 
 Padding is cut from the weight when a map is built, so outputs have exactly `out_features` columns.
 """
 
+from collections.abc import Container, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, tensor_names
+from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.spec import ProjectionSpec
 from exl2flow.model.weights import TensorFiles
 
@@ -50,12 +52,26 @@ class DenseLinear:
         return product(x, self.weight, self.bias)
 
 
-class Exl2Linear:
-    """A map stored in EXL2 form; `matrix` is what the file holds."""
+class StoredMatrix(Protocol):
+    """What a file holds of a quantized matrix, in any format."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield columns, and what stands there, fp16 (k, c)."""
+        ...
+
+
+class QuantizedLinear:
+    """A map stored in a quantized form; `matrix` is what the file holds."""
 
     def __init__(
         self,
-        matrix: QuantizedMatrix,
+        matrix: StoredMatrix,
         *,
         out_features: int,
         dtype: torch.dtype,
@@ -93,6 +109,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return put if bias is None else put + bias
 
 
+def is_packed(key: str, names: Container[str]) -> bool:
+    """Tell whether the linear `key` is stored in EXL2 or GPTQ form among these tensor names."""
+    return is_quantized(key, names) or is_gptq(key, names)
+
+
 def load_linear(
     tensors: TensorFiles,
     projection: ProjectionSpec,
@@ -100,8 +121,9 @@ def load_linear(
     dtype: torch.dtype,
     device: torch.device | str,
     any_rows: bool = False,
+    zero_offset: int = 1,
 ) -> Linear:
-    """Load a projection in the form in which the files hold it.
+    """Load a projection in the form in which the files hold it: EXL2, GPTQ or plain.
 
     Args:
         tensors: the model's files.
@@ -109,6 +131,7 @@ def load_linear(
         dtype: of weight and bias in memory.
         device: where they go.
         any_rows: accept more or fewer out-features than the projection states; more are cut.
+        zero_offset: of GPTQ matrices, as of `ModelSpec.zero_offset`.
 
     Raises:
         MissingTensor: its weight, or a bias that the config implies, is absent.
@@ -119,10 +142,12 @@ def load_linear(
         raise MissingTensor(
             f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
         )
-    if is_quantized(key, tensors):
-        matrix = _read_matrix(tensors, projection)
+    matrix = _read_matrix(tensors, projection, zero_offset)
+    if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
-        return Exl2Linear(matrix, out_features=projection.out_features, dtype=dtype, device=device)
+        return QuantizedLinear(
+            matrix, out_features=projection.out_features, dtype=dtype, device=device
+        )
     weight = tensors.read(f"{key}.weight")
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
     bias = tensors.read(f"{key}.bias") if projection.has_bias else None
@@ -144,12 +169,26 @@ def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) 
     return found
 
 
-def _read_matrix(tensors: TensorFiles, projection: ProjectionSpec) -> QuantizedMatrix:
-    names = [name for name in tensor_names(projection.key) if name in tensors]
-    names += [f"{projection.key}.bias"] if projection.has_bias else []
-    return QuantizedMatrix.from_tensors(
-        projection.key, {name: tensors.read(name) for name in names}
-    )
+def _read_matrix(
+    tensors: TensorFiles, projection: ProjectionSpec, zero_offset: int
+) -> StoredMatrix | None:
+    """Read a matrix that is stored in a quantized form, else None."""
+    key = projection.key
+
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        bias = [f"{key}.bias"] if projection.has_bias else []
+        return {name: tensors.read(name) for name in (*names, *bias) if name in tensors}
+
+    if is_quantized(key, tensors):
+        return QuantizedMatrix.from_tensors(key, read(tensor_names(key)))
+    if not is_gptq(key, tensors):
+        return None
+    bias = f"{key}.bias"  # some programs write zeros where there is none
+    if not projection.has_bias and bias in tensors and tensors.read(bias).any():
+        raise TensorShapeError(
+            f"`{bias}` is not zero, `config.json` implies none; check that both belong to one model"
+        )
+    return GptqMatrix.from_tensors(key, read(gptq_names(key)), zero_offset=zero_offset)
 
 
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:

@@ -128,9 +128,18 @@ class ModelSpec:
     @property
     def quant_method(self) -> str | None:
         """The quantization that the config declares; tensor names alone decide how it loads."""
-        block = self.config.get("quantization_config")
-        method = block.get("quant_method") if isinstance(block, Mapping) else None
+        method = self._quantization.get("quant_method")
         return None if method is None else str(method)
+
+    @property
+    def zero_offset(self) -> int:
+        """What the stored zeros of GPTQ matrices lack."""
+        return 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
+
+    @property
+    def _quantization(self) -> Mapping[str, object]:
+        block = self.config.get("quantization_config")
+        return block if isinstance(block, Mapping) else {}
 
     def with_rope(self, *, scale: float | None = None, alpha: float | None = None) -> "ModelSpec":
         """Return this model with positions divided by `scale` and NTK factor `alpha`."""

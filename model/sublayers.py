@@ -65,7 +65,9 @@ def build_sublayer(
         TensorShapeError: a tensor contradicts the config.
     """
     linears = {
-        projection.name: load_linear(tensors, projection, dtype=dtype, device=device)
+        projection.name: load_linear(
+            tensors, projection, dtype=dtype, device=device, zero_offset=spec.zero_offset
+        )
         for projection in sublayer.projections
     }
     norm, *head_norms = (

@@ -15,6 +15,7 @@ from exl2flow.core.errors import (
     Exl2FlowError,
     NotEnoughRows,
     PreflightFailed,
+    SourceModelError,
     StoreError,
     TensorShapeError,
 )
@@ -22,6 +23,7 @@ from exl2flow.core.memory import available_memory
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
+from exl2flow.model.linear import is_packed
 from exl2flow.quant.allocate import check_measured, decoder_numel, total_target
 from exl2flow.quant.calibration_plan import calibration_in_words, check_calibration
 from exl2flow.quant.candidates import (
@@ -137,6 +139,13 @@ def _check_shapes(spec: ModelSpec) -> None:
 def _check_tensors(spec: ModelSpec) -> None:
     """Compare names and shapes in the files with the config; list everything that differs."""
     tensors = TensorFiles(spec.source_dir)
+    projections = [p.key for s in spec.sublayers for p in s.projections]
+    stored = [key for key in projections if is_packed(key, tensors)]
+    if stored:
+        raise SourceModelError(
+            f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
+            "all); convert the model that it was made from"
+        )
     lines = []
     for name, shape in expected_tensors(spec).items():
         if name not in tensors:

@@ -20,10 +20,10 @@ from exl2flow.core.files import read_metadata, read_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import at_the_same_time, tensor_cores, used_here
 from exl2flow.model import (
-    Exl2Linear,
     Linear,
     ModelSpec,
     ProjectionSpec,
+    QuantizedLinear,
     Sublayer,
     SublayerSpec,
 )
@@ -251,7 +251,7 @@ class Quantizing:
 def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
     """Put a matrix into a sublayer."""
     weight = sublayer.linears[projection.name].weight
-    sublayer.linears[projection.name] = Exl2Linear(
+    sublayer.linears[projection.name] = QuantizedLinear(
         matrix, out_features=projection.out_features, dtype=weight.dtype, device=weight.device
     )
 

@@ -8,7 +8,7 @@ import torch
 from exl2flow.core.errors import ConfigError, MissingTensor, TensorShapeError
 from exl2flow.kernels import Group
 from exl2flow.kernels.torch_ops import TORCH_OPS
-from exl2flow.model import Exl2Linear, QuantizedMatrix, QuantParams
+from exl2flow.model import QuantizedLinear, QuantizedMatrix, QuantParams
 from exl2flow.model.exl2 import is_quantized, padded_columns, quantized_layout, tensor_names
 
 KEY = "model.layers.3.self_attn.q_proj"
@@ -235,7 +235,7 @@ def test_more_rows_than_readers_can_index_are_refused() -> None:
 
 def test_linear_map_is_the_decoded_matrix() -> None:
     matrix = random_matrix(THREE_WIDTHS, 480, 64, bias=torch.randn(64))
-    linear = Exl2Linear(matrix, out_features=50, dtype=torch.float32, device="cpu")
+    linear = QuantizedLinear(matrix, out_features=50, dtype=torch.float32, device="cpu")
     assert matrix.bias is not None
 
     rows = linear(torch.eye(480)) - matrix.bias[:50].float()

@@ -9,9 +9,9 @@ from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.kernels import Group
 from exl2flow.model import (
     DenseLinear,
-    Exl2Linear,
     Linear,
     ProjectionSpec,
+    QuantizedLinear,
     QuantizedMatrix,
     TensorFiles,
     load_linear,
@@ -65,7 +65,7 @@ def test_exl2_linear_is_used_where_packed_words_are_stored(tmp_path: Path) -> No
 
     linear = load(tmp_path, matrix.to_tensors("q"))
 
-    assert isinstance(linear, Exl2Linear)
+    assert isinstance(linear, QuantizedLinear)
     assert matrix.bias is not None
     expected = x @ matrix.dequantize(torch.float32) + matrix.bias.float()
     torch.testing.assert_close(linear(x), expected[..., :N])

@@ -17,7 +17,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_tensors
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
-from exl2flow.model import Exl2Linear, Linear, QuantizedMatrix, Sublayer, resolve
+from exl2flow.model import Linear, QuantizedLinear, QuantizedMatrix, Sublayer, resolve
 from exl2flow.quant.correction import (
     Correction,
     CrossProducts,
@@ -254,7 +254,7 @@ def test_a_correction_that_does_harm_is_not_taken(
 def install(sublayer: Sublayer, path: Path) -> None:
     tensors = read_tensors(path / sublayer_file(sublayer.spec))
     for p in sublayer.spec.projections:
-        sublayer.linears[p.name] = Exl2Linear(
+        sublayer.linears[p.name] = QuantizedLinear(
             QuantizedMatrix.from_tensors(p.key, tensors),
             out_features=p.out_features,
             dtype=torch.float32,

@@ -17,7 +17,7 @@ from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch
 from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.store import StageFolder
 from exl2flow.kernels import get_ops
-from exl2flow.model import Exl2Linear, QuantizedMatrix, QuantParams, Sublayer, resolve
+from exl2flow.model import QuantizedLinear, QuantizedMatrix, QuantParams, Sublayer, resolve
 from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant import fisher as fisher_module
 from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
@@ -82,7 +82,7 @@ def stored(folder: Path, sublayer: Sublayer) -> dict[str, QuantizedMatrix]:
 
 def install(sublayer: Sublayer, matrices: dict[str, QuantizedMatrix]) -> None:
     for p in sublayer.spec.projections:
-        sublayer.linears[p.name] = Exl2Linear(
+        sublayer.linears[p.name] = QuantizedLinear(
             matrices[p.name], out_features=p.out_features, dtype=torch.float32, device="cpu"
         )
 

@@ -19,7 +19,7 @@ from exl2flow.core.errors import Interrupted, NotEnoughRows
 from exl2flow.core.files import read_json, read_tensors, write_json, write_tensors
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import KINDS_FILE, ROWS_FILE, Pipeline
-from exl2flow.model import Exl2Linear, QuantizedMatrix, build_decoder, resolve
+from exl2flow.model import QuantizedLinear, QuantizedMatrix, build_decoder, resolve
 from exl2flow.model.weights import TensorFiles
 from exl2flow.quant.distill import Distillation
 from exl2flow.quant.packed import reconstruction_digest
@@ -162,7 +162,7 @@ def divergence(config: ConversionConfig, files: Path, ids: torch.Tensor) -> floa
         built: Any = sublayer
         for p in sublayer.spec.projections if sublayer else (spec.head,):
             matrix = QuantizedMatrix.from_tensors(p.key, tensors)
-            linear = Exl2Linear(
+            linear = QuantizedLinear(
                 matrix, out_features=p.out_features, dtype=torch.float32, device="cpu"
             )
             if sublayer is None:

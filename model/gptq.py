@@ -1,0 +1,121 @@
+"""GPTQ checkpoints, which run as they are: 4-bit codes, a zero and a scale by group and column.
+
+The only file that spells their tensor names (`docs/format.md` section 9).
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from exl2flow.core.errors import MissingTensor, TensorShapeError
+from exl2flow.kernels import PANEL_ROWS, Group, get_ops
+from exl2flow.model.exl2 import column_parts
+
+BITS = 4
+PER_WORD = 32 // BITS  # codes or zeros in a word
+SUFFIXES = ("qweight", "qzeros", "scales")  # and perhaps g_idx
+
+
+def is_gptq(key: str, names: Container[str]) -> bool:
+    """Tell whether the linear `key` is stored in GPTQ form among these tensor names."""
+    return f"{key}.{SUFFIXES[0]}" in names
+
+
+def gptq_names(key: str) -> tuple[str, ...]:
+    """Return the names that a linear in GPTQ form may have (a bias comes on top)."""
+    return tuple(f"{key}.{suffix}" for suffix in (*SUFFIXES, "g_idx"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqMatrix:
+    """The tensors of one linear.
+
+    packed: int32 (k / 8, n); zeros: int32 (g, n / 8), less `zero_offset`; scales: fp16 (g, n);
+    group_of: int64 (k,), each in-feature's group; bias: (n,) or None.
+    """
+
+    packed: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    group_of: torch.Tensor
+    zero_offset: int
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def from_tensors(
+        cls, key: str, tensors: Mapping[str, torch.Tensor], *, zero_offset: int
+    ) -> Self:
+        """Take the matrix `key` out of tensors by name.
+
+        Args:
+            key: of the linear.
+            tensors: by name.
+            zero_offset: what stored zeros lack: 1, or 0 with `checkpoint_format` `gptq_v2`.
+
+        Raises:
+            MissingTensor: one of its tensors is absent.
+            TensorShapeError: it is not of 4 bits, or its tensors contradict one another.
+        """
+        for suffix in SUFFIXES:
+            if f"{key}.{suffix}" not in tensors:
+                raise MissingTensor(f"`{key}.{suffix}` is missing although `{key}` is quantized")
+        packed, zeros, scales = (tensors[f"{key}.{suffix}"] for suffix in SUFFIXES)
+        k, n = packed.shape[0] * PER_WORD, packed.shape[-1]
+        groups = scales.shape[0]
+        are_words = packed.dtype == zeros.dtype == torch.int32
+        of_one = scales.shape == (groups, n) and zeros.shape == (groups, n // PER_WORD)
+        if n % PER_WORD or not are_words or not of_one:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (packed, zeros, scales))
+            raise TensorShapeError(
+                f"`{key}` has qweight, qzeros and scales of {shapes}, which are no GPTQ matrix of "
+                f"{BITS} bits; other widths, AWQ and Marlin cannot run"
+            )
+        return cls(
+            packed=packed,
+            zeros=zeros,
+            scales=scales.half(),
+            group_of=_group_of(key, k, groups, tensors.get(f"{key}.g_idx")),
+            zero_offset=zero_offset,
+            bias=tensors.get(f"{key}.bias"),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """In-features and out-features."""
+        return len(self.group_of), self.packed.shape[1]
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield columns, and their matrix fp16 (k, c): codes less zero, times scale."""
+        ops, (k, n) = get_ops(self.packed.device), self.shape
+        zeros = (ops.unpack_scales(self.zeros) + self.zero_offset).half()
+        whole = (Group(bits=BITS, start=0, rows=k),)
+        for columns in column_parts(k, n):
+            codes = ops.unpack(self.packed[:, columns].contiguous(), whole).half()
+            codes -= zeros[:, columns][self.group_of]
+            yield columns, codes * self.scales[:, columns][self.group_of]
+
+
+def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torch.Tensor:
+    """Return the group of each in-feature, int64 (k,); without act-order rows follow each other."""
+    size = 1 << max(0, -(-k // groups) - 1).bit_length()  # the least power of two that suffices
+    in_order = torch.arange(k) // size
+    if size % PANEL_ROWS or int(in_order[-1]) != groups - 1:
+        raise TensorShapeError(
+            f"`{key}` has {groups} groups for {k} in-features; groups of a power of two from "
+            f"{PANEL_ROWS} on can run"
+        )
+    if index is None or not index.any():
+        return in_order
+    found = index.long()
+    if found.shape != (k,) or found.min() < 0 or not _same_sizes(found, in_order):
+        raise TensorShapeError(
+            f"`{key}.g_idx` does not divide {k} in-features into {groups} groups of {size}; fetch "
+            "the model again"
+        )
+    return found
+
+
+def _same_sizes(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(torch.bincount(found), torch.bincount(expected))

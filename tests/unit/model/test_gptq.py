@@ -1,0 +1,194 @@
+"""GPTQ checkpoints run as they are: what their tensors stand for, by loops over single codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import small_config
+from safetensors.torch import load_file, save_file
+from tiny import make_tiny
+
+from exl2flow.core.errors import MissingTensor, PreflightFailed, TensorShapeError
+from exl2flow.inference import load_model
+from exl2flow.model import resolve
+from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
+from exl2flow.quant.preflight import preflight
+
+K, N = 96, 24
+KEY = "q"
+
+
+def packed_rows(codes: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit codes (k, n) eight to a word along k, the lowest first."""
+    words = torch.zeros(len(codes) // 8, codes.shape[1], dtype=torch.int64)
+    for row, values in enumerate(codes.long()):
+        words[row // 8] |= values << (4 * (row % 8))
+    return words.to(torch.int32)
+
+
+def packed_columns(codes: torch.Tensor) -> torch.Tensor:
+    return packed_rows(codes.T).T.contiguous()
+
+
+def stored(
+    codes: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    g_idx: torch.Tensor | None = None,
+    key: str = KEY,
+) -> dict[str, torch.Tensor]:
+    found = {
+        f"{key}.qweight": packed_rows(codes),
+        f"{key}.qzeros": packed_columns(zeros),
+        f"{key}.scales": scales,
+    }
+    return found if g_idx is None else found | {f"{key}.g_idx": g_idx.to(torch.int32)}
+
+
+def matrix_of(tensors: dict[str, torch.Tensor], *, zero_offset: int = 1) -> torch.Tensor:
+    matrix = GptqMatrix.from_tensors(KEY, tensors, zero_offset=zero_offset)
+    found = torch.empty(matrix.shape, dtype=torch.float16)
+    for columns, part in matrix.parts():
+        found[:, columns] = part
+    return found
+
+
+def drawn(groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, zeros = torch.randint(0, 16, (K, N)), torch.randint(0, 16, (groups, N))
+    return codes, zeros, (torch.rand(groups, N) * 0.02).half()
+
+
+@pytest.mark.parametrize("zero_offset", [1, 0])
+@pytest.mark.parametrize(("groups", "size"), [(3, 32), (2, 64), (1, 128)])
+def test_a_value_is_code_less_zero_times_scale(groups: int, size: int, zero_offset: int) -> None:
+    codes, zeros, scales = drawn(groups)
+    found = matrix_of(stored(codes, zeros, scales), zero_offset=zero_offset)
+
+    for row in range(K):
+        steps = codes[row] - (zeros[row // size] + zero_offset)
+        assert torch.equal(found[row], steps.half() * scales[row // size])
+
+
+def test_act_order_gives_every_in_feature_its_own_group() -> None:
+    codes, zeros, scales = drawn(3)
+    g_idx = (torch.arange(K) // 32)[torch.randperm(K)]
+    found = matrix_of(stored(codes, zeros, scales, g_idx=g_idx))
+
+    for row, group in enumerate(g_idx.tolist()):
+        assert torch.equal(found[row], (codes[row] - zeros[group] - 1).half() * scales[group])
+
+
+def test_an_index_of_zeros_is_none() -> None:
+    codes, zeros, scales = drawn(3)
+    plain = matrix_of(stored(codes, zeros, scales))
+    assert torch.equal(matrix_of(stored(codes, zeros, scales, g_idx=torch.zeros(K))), plain)
+
+
+def test_names_tell_the_form() -> None:
+    names = set(stored(*drawn(3)))
+    assert is_gptq(KEY, names)
+    assert not is_gptq("k", names)
+    assert set(gptq_names(KEY)) == names | {f"{KEY}.g_idx"}
+
+
+@pytest.mark.parametrize("suffix", ["qzeros", "scales"])
+def test_a_missing_tensor_is_named(suffix: str) -> None:
+    tensors = stored(*drawn(3))
+    del tensors[f"{KEY}.{suffix}"]
+    with pytest.raises(MissingTensor, match=suffix):
+        GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
+
+
+def awq(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = torch.zeros(K, N // 8, dtype=torch.int32)
+
+
+def eight_bits(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qzeros"] = torch.zeros(3, N // 4, dtype=torch.int32)
+
+
+def floats(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"].float()
+
+
+def odd_groups(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= stored(*drawn(5))
+
+
+def outside(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.g_idx"] = torch.full((K,), 7, dtype=torch.int32)
+
+
+def unequal(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.g_idx"] = torch.tensor([0] * 31 + [1] * 33 + [2] * 32, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("spoil", [awq, eight_bits, floats, odd_groups, outside, unequal])
+def test_what_cannot_run_is_refused_by_name(spoil: Any) -> None:
+    tensors = stored(*drawn(3))
+    spoil(tensors)
+    with pytest.raises(TensorShapeError, match=f"`{KEY}"):
+        GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
+
+
+def as_gptq(source: Path, *, version: str | None = None, bias: float | None = None) -> Path:
+    """Store the decoder's matrices of a model in GPTQ form, act-ordered, in the same folder.
+
+    Returns:
+        A folder with the plain model that they decode to.
+    """
+    plain = source.with_name("plain")
+    plain.mkdir()
+    weights = load_file(source / "model.safetensors")
+    gptq, decoded = dict(weights), dict(weights)
+    for projection in (p for s in resolve(source).sublayers for p in s.projections):
+        weight = gptq.pop(f"{projection.key}.weight").T.float()  # (k, n)
+        k, n = weight.shape
+        g_idx = (torch.arange(k) // 32)[torch.randperm(k)]
+        zeros = torch.randint(5, 9, (k // 32, n))
+        scales = torch.stack([weight[g_idx == g].abs().amax(0) / 7 for g in range(k // 32)]).half()
+        codes = (weight / scales[g_idx].float()).round() + zeros[g_idx] + 1
+        codes = codes.clamp(0, 15)
+        lacks = 1 if version is None else 0
+        gptq |= stored(codes, zeros + 1 - lacks, scales, g_idx=g_idx, key=projection.key)
+        steps = (codes - zeros[g_idx] - 1).half()
+        decoded[f"{projection.key}.weight"] = (steps * scales[g_idx]).float().T.contiguous()
+        if bias is not None:
+            gptq[f"{projection.key}.bias"] = torch.full((n,), bias)
+    save_file(gptq, source / "model.safetensors")
+    save_file(decoded, plain / "model.safetensors")
+    config = json.loads((source / "config.json").read_bytes())
+    (plain / "config.json").write_text(json.dumps(config))
+    (plain / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    config["quantization_config"] |= {"checkpoint_format": version} if version else {}
+    (source / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+@pytest.mark.parametrize("version", [None, "gptq_v2"])
+def test_a_gptq_model_runs_like_what_it_decodes_to(tmp_path: Path, version: str | None) -> None:
+    source = make_tiny("llama", tmp_path / "gptq")
+    plain = as_gptq(source, version=version, bias=0.0)
+    ids = torch.randint(0, 100, (1, 12))
+
+    found = load_model(source, device="cpu").decoder.forward(ids)
+
+    assert torch.equal(found, load_model(plain, device="cpu").decoder.forward(ids))
+
+
+def test_a_bias_that_the_config_does_not_know_is_refused(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "gptq")
+    as_gptq(source, bias=0.5)
+    with pytest.raises(TensorShapeError, match=r"q_proj\.bias"):
+        load_model(source, device="cpu")
+
+
+def test_a_gptq_model_is_not_converted(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "gptq")
+    as_gptq(source)
+    with pytest.raises(PreflightFailed, match="quantized already"):
+        preflight(small_config(source, tmp_path / "out"))
