@@ -1,5 +1,12 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
+from exl2flow.kernels.cache_formats import (
+    CACHE_FORMATS,
+    PAGE_TOKENS,
+    CacheFormat,
+    LayerStore,
+    slots_of,
+)
 from exl2flow.kernels.ops import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,
@@ -18,11 +25,15 @@ from exl2flow.kernels.streams import at_the_same_time, used_here
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
+    "CACHE_FORMATS",
     "CHUNK_ELEMENTS",
     "MOST_COLUMNS",
+    "PAGE_TOKENS",
     "PANEL_ROWS",
     "BegunGroups",
+    "CacheFormat",
     "Group",
+    "LayerStore",
     "Ops",
     "Scales",
     "at_the_same_time",
@@ -30,6 +41,7 @@ __all__ = [
     "get_ops",
     "half_ranges",
     "resolve_device",
+    "slots_of",
     "tensor_cores",
     "times_output",
     "used_here",

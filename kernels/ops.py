@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
+from exl2flow.kernels.cache_formats import LayerStore
 from exl2flow.kernels.streams import kept, sent
 
 SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
@@ -222,6 +223,56 @@ class Ops(Protocol):
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
     ) -> torch.Tensor:
         """Return the matrix fp16 (k, n) of codes uint8 (k, n) and scales fp16 (g, n)."""
+        ...
+
+    def write_cache(
+        self, store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Store keys and values in the form of the cache.
+
+        Args:
+            store: of one layer.
+            slots: int64 (t,), where to, each once.
+            k: keys after rotation, (t, kv_heads, head_dim), rounded to fp16.
+            v: values, shaped likewise.
+        """
+        ...
+
+    def read_cache(
+        self, store: LayerStore, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of slots int64 (t,), fp16 (t, kv_heads, head_dim) each."""
+        ...
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        store: LayerStore,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attend causally to what a cache holds, and to new tokens as they are.
+
+        Args:
+            q: queries of the new tokens (b, t, heads, head_dim), rotated.
+            k: their keys (b, t, kv_heads, head_dim), rotated; the cache need not hold them.
+            v: their values, shaped as the keys.
+            store: of one layer.
+            tables: int32 (b, pages), each sequence's pages in order.
+            lengths: int32 (b,), positions that the cache holds of each before the new ones.
+            scale: multiplies the scores.
+            window: how many positions, its own included, a query sees; None for all.
+            softcap: scores s become `softcap · tanh(s / softcap)`; None: they stay.
+
+        Returns:
+            (b, t, heads, head_dim) in the dtype of q.
+        """
         ...
 
     def repeat(self, work: Callable[[], None], times: int) -> None:

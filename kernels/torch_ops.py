@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from exl2flow.kernels import torch_refit
+from exl2flow.kernels import torch_cache, torch_refit
 from exl2flow.kernels.ops import (
     SCALE_LEVELS,
     BegunGroups,
@@ -38,6 +38,10 @@ CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in i
 
 class TorchOps:
     """Vectorized over columns, and over matrices that share a Hessian."""
+
+    write_cache = staticmethod(torch_cache.write_cache)
+    read_cache = staticmethod(torch_cache.read_cache)
+    paged_attention = staticmethod(torch_cache.paged_attention)
 
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]

@@ -1,6 +1,12 @@
 """What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
 
-from exl2flow.model.attention import AttentionSublayer, KvCache, LayerCache, Projected
+from exl2flow.model.attention import (
+    AttentionSublayer,
+    KvCache,
+    LayerCache,
+    Projected,
+    attend,
+)
 from exl2flow.model.chat_template import ChatTemplate, Message
 from exl2flow.model.composition import Composition
 from exl2flow.model.decoder import (
@@ -60,6 +66,7 @@ __all__ = [
     "TensorFiles",
     "TextStream",
     "Tokenizer",
+    "attend",
     "build_decoder",
     "build_embedding",
     "build_head",

@@ -17,8 +17,18 @@ from exl2flow.model.spec import AttentionSpec, SublayerSpec
 class LayerCache(Protocol):
     """Keys and values of one layer; those handed in follow those held."""
 
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take (b, kv_heads, t, head_dim) each and return all that are held, the new ones last."""
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Take keys and values, and attend to all that are held then; see `attend`.
+
+        Args:
+            q: queries (b, heads, t, head_dim).
+            k: keys of the same tokens (b, kv_heads, t, head_dim).
+            v: values, shaped as the keys.
+            scale: multiplies the scores.
+            window: how many positions, its own included, a query sees; None for all.
+        """
         ...
 
 
@@ -89,12 +99,11 @@ class AttentionSublayer:
             q, k = self.head_norms[0](q), self.head_norms[1](k)
         table = rope_table(self.rope, start, q.shape[-2], q.device)
         q, k = table.rotate(q), table.rotate(k)
-        if cache is not None:
-            k, v = cache.append(k, v)
         if self.norm.weight.dtype == torch.float16:
             q, k, v = narrowed(q), narrowed(k), narrowed(v)
         window = self.attention.windows[self.spec.layer_index]
-        result = attend(q, k, v, scale=self.attention.scale, window=window)  # (b, h, t, d)
+        attending = attend if cache is None else cache.attend
+        result = attending(q, k, v, scale=self.attention.scale, window=window)  # (b, h, t, d)
         return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,15 @@ def generate(
     no_bos: Annotated[
         bool, typer.Option("--no-bos", help="Do not begin with the model's BOS token.")
     ] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            "--cache",
+            metavar="FORMAT",
+            help="How keys and values are held: fp16, fp8, q8, q6 or q4.",
+            show_default="as they are computed",
+        ),
+    ] = None,
     device: Annotated[
         Device,
         typer.Option("--device", help="Where to compute; auto: CUDA if usable, else the CPU."),
@@ -127,7 +136,7 @@ def generate(
     )
     used_seed = secrets.randbelow(2**31) if seed is None else seed
     loaded = load_model(model, device=device)
-    run = _Run(loaded, prompt, add_bos=not no_bos)
+    run = _Run(loaded, prompt, add_bos=not no_bos, cache=cache)
     for piece in run.pieces(max_new_tokens, settings, used_seed):
         if not as_json:
             sys.stdout.write(printable(piece))
@@ -146,8 +155,13 @@ def generate(
 class _Run:
     """One generation: yields pieces of text, then knows how it went."""
 
-    def __init__(self, model: "LoadedModel", prompt: str, *, add_bos: bool) -> None:
+    def __init__(
+        self, model: "LoadedModel", prompt: str, *, add_bos: bool, cache: str | None
+    ) -> None:
+        from exl2flow.inference.generate import BaseGenerator
+
         self.model = model
+        self.generator = BaseGenerator(model, cache=cache)
         self.prompt = prompt
         self.ids = model.tokenizer.encode(prompt, add_bos=add_bos)
         self.made: list[int] = []
@@ -162,15 +176,12 @@ class _Run:
 
     def pieces(self, count: int, settings: "SamplingSettings", seed: int) -> Iterator[str]:
         """Yield the prompt, then what is added to it as its characters become complete."""
-        from exl2flow.inference.generate import BaseGenerator
         from exl2flow.model import TextStream
 
         tokenizer = self.model.tokenizer
         stream = TextStream(tokenizer, self.ids)
         begun = time.monotonic()
-        tokens = BaseGenerator(self.model).stream(
-            self.ids, max_new_tokens=count, settings=settings, seed=seed
-        )
+        tokens = self.generator.stream(self.ids, max_new_tokens=count, settings=settings, seed=seed)
         for token in tokens:
             self.seconds = time.monotonic() - begun
             if not self.made:

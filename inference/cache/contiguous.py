@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.core.errors import ContextOverflow
-from exl2flow.model import ModelSpec
+from exl2flow.model import ModelSpec, attend
 
 
 class ContiguousLayer:
@@ -14,22 +14,21 @@ class ContiguousLayer:
         self._v = v
         self.length = 0
 
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (b, kv_heads, t, head_dim) each and return views of all that are held.
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See `LayerCache`.
 
         Raises:
-            ContextOverflow: there is no room for `t` more.
+            ContextOverflow: there is no room for so many more.
         """
         end = self.length + k.shape[-2]
-        if end > self._k.shape[-2]:
-            raise ContextOverflow(
-                f"{end} tokens do not fit a cache of {self._k.shape[-2]}; make a larger one or "
-                "shorten the prompt"
-            )
+        check_room(end, self._k.shape[-2])
         self._k[..., self.length : end, :] = k
         self._v[..., self.length : end, :] = v
         self.length = end
-        return self._k[..., :end, :], self._v[..., :end, :]
+        held = (x[..., :end, :].to(q.dtype) for x in (self._k, self._v))
+        return attend(q, *held, scale=scale, window=window)
 
 
 class ContiguousCache:
@@ -64,3 +63,15 @@ class ContiguousCache:
         """Forget all tokens from position `length` on."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
+
+
+def check_room(tokens: int, most: int) -> None:
+    """Ask that a cache has room.
+
+    Raises:
+        ContextOverflow: it has not.
+    """
+    if tokens > most:
+        raise ContextOverflow(
+            f"{tokens} tokens do not fit a cache of {most}; make a larger one or shorten the prompt"
+        )

@@ -8,6 +8,7 @@ import torch
 
 from exl2flow.core.errors import ContextOverflow, InferenceError
 from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.inference.cache.paged import PagedCache, cache_format
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import SamplingSettings, sample
 
@@ -25,8 +26,24 @@ class Generation:
 class BaseGenerator:
     """Generates from a loaded model, one sequence at a time."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, *, cache: str | None = None) -> None:
+        """Take a model and the name of a cache format; None holds keys and values as computed.
+
+        Raises:
+            ConfigError: there is no such format.
+        """
         self.model = model
+        self.form = None if cache is None else cache_format(cache)
+
+    def _cache(self, max_tokens: int) -> PagedCache | ContiguousCache:
+        spec, embedding = self.model.spec, self.model.decoder.embedding.weight
+        if self.form is not None:
+            return PagedCache(
+                spec, batch=1, max_tokens=max_tokens, form=self.form, device=embedding.device
+            )
+        return ContiguousCache(
+            spec, batch=1, max_tokens=max_tokens, dtype=embedding.dtype, device=embedding.device
+        )
 
     @torch.inference_mode()
     def stream(
@@ -54,16 +71,13 @@ class BaseGenerator:
             )
         generator = random.Random(seed)
         decoder = self.model.decoder
-        embedding = decoder.embedding.weight
-        cache = ContiguousCache(
-            spec, batch=1, max_tokens=total, dtype=embedding.dtype, device=embedding.device
-        )
-        pending = torch.tensor([ids], device=embedding.device)
+        cache, device = self._cache(total), decoder.embedding.weight.device
+        pending = torch.tensor([ids], device=device)
         for _ in range(max_new_tokens):
             logits = decoder.head(decoder.hidden(pending, cache)[:, -1:])[0, 0]
             token = sample(logits, settings, generator.random())
             yield token
-            pending = torch.tensor([[token]], device=embedding.device)
+            pending = torch.tensor([[token]], device=device)
 
     def generate(
         self,

@@ -1,0 +1,121 @@
+"""Keys and values in pages of 256 tokens, in any format of `CACHE_FORMATS`."""
+
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference.cache.contiguous import check_room
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore, get_ops, slots_of
+from exl2flow.model import ModelSpec, attend
+
+
+class PagedLayer:
+    """Keys and values of one layer, for sequences of equal length."""
+
+    def __init__(self, store: LayerStore, tables: torch.Tensor, max_tokens: int) -> None:
+        self.store = store
+        self.tables = tables  # int32 (b, pages)
+        self.max_tokens = max_tokens
+        self.length = 0
+        self._ops = get_ops(tables.device)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See `LayerCache`: tokens of one call see each other as they are, others as stored.
+
+        Raises:
+            ContextOverflow: there is no room for so many more.
+        """
+        end = self.length + k.shape[-2]
+        check_room(end, self.max_tokens)
+        if k.shape[-2] == 1:
+            result = self._step(q, k, v, scale, window)
+        else:
+            result = self._prefill(q, k, v, scale, window)
+        for row, table in enumerate(self.tables):
+            slots = slots_of(table, self.length, end)
+            self._ops.write_cache(self.store, slots, *(x[row].transpose(0, 1) for x in (k, v)))
+        self.length = end
+        return result
+
+    def _step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attend with one token for each sequence."""
+        lengths = torch.full((len(q),), self.length, dtype=torch.int32, device=q.device)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        found = self._ops.paged_attention(
+            q, k, v, self.store, self.tables, lengths, scale=scale, window=window
+        )
+        return found.transpose(1, 2)
+
+    def _prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attend with many tokens: to a copy of what is stored, and to themselves."""
+        held = [
+            self._ops.read_cache(self.store, slots_of(table, 0, self.length))
+            for table in self.tables
+        ]
+        keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*held, strict=True))
+        k = torch.cat((keys.to(k.dtype), k), dim=2)
+        v = torch.cat((values.to(v.dtype), v), dim=2)
+        return attend(q, k, v, scale=scale, window=window)
+
+
+class PagedCache:
+    """A cache for `batch` sequences of equal length, each with pages of its own."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        batch: int,
+        max_tokens: int,
+        form: CacheFormat,
+        device: torch.device | str,
+    ) -> None:
+        pages = -(-max_tokens // PAGE_TOKENS)
+        tables = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+        attention = spec.attention
+        self.max_tokens = max_tokens
+        self.layers = tuple(
+            PagedLayer(
+                LayerStore.empty(
+                    form,
+                    pages=batch * pages,
+                    kv_heads=attention.num_kv_heads,
+                    head_dim=attention.head_dim,
+                    device=device,
+                ),
+                tables,
+                max_tokens,
+            )
+            for _ in range(spec.num_layers)
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens that all layers hold."""
+        return min(layer.length for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys and values take."""
+        return sum(layer.store.nbytes for layer in self.layers)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position `length` on."""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+
+def cache_format(name: str) -> CacheFormat:
+    """Return a format by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in CACHE_FORMATS:
+        raise ConfigError(f"no cache format `{name}`; there are {', '.join(CACHE_FORMATS)}")
+    return CACHE_FORMATS[name]

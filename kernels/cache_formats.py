@@ -1,0 +1,126 @@
+"""How keys and values are held: as fp16, as its upper bytes, or rotated and rounded to 8 or 4 bits.
+
+A format is a row of `CACHE_FORMATS`; `docs/concepts/cache.md` has the law of each.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+import torch
+
+PAGE_TOKENS = 256
+UNIT = 64  # elements that are rotated together: its even places and its odd ones
+RUN = 32  # elements that share a scale
+
+
+class Element(Enum):
+    """What becomes of an element: its bits, and whether runs of them share a scale beside."""
+
+    HALF = (16, False)
+    UPPER_BYTE = (8, False)  # E5M2, cut off towards zero
+    ROTATED_8 = (8, True)
+    ROTATED_4 = (4, True)
+
+    def __init__(self, bits: int, has_scales: bool) -> None:
+        self.bits = bits
+        self.has_scales = has_scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFormat:
+    """How keys are held, and how values."""
+
+    keys: Element
+    values: Element
+
+
+CACHE_FORMATS: dict[str, CacheFormat] = {
+    "fp16": CacheFormat(keys=Element.HALF, values=Element.HALF),
+    "fp8": CacheFormat(keys=Element.UPPER_BYTE, values=Element.UPPER_BYTE),
+    "q8": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_8),
+    "q6": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_4),
+    "q4": CacheFormat(keys=Element.ROTATED_4, values=Element.ROTATED_4),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRows:
+    """Keys or values of one layer by slot.
+
+    data: uint8 (slots, bytes); scales: fp16 (slots, runs), none of them if the element has none.
+    width: elements of a slot, heads times head_dim; what is stored is padded to a multiple of 64.
+    """
+
+    element: Element
+    width: int
+    data: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, element: Element, *, slots: int, width: int, device: torch.device | str) -> Self:
+        """Reserve room for so many slots; what they hold is not defined."""
+        padded = padded_width(width)
+        runs = padded // RUN if element.has_scales else 0
+        return cls(
+            element=element,
+            width=width,
+            data=torch.empty(slots, padded * element.bits // 8, dtype=torch.uint8, device=device),
+            scales=torch.empty(slots, runs, dtype=torch.float16, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return self.data.numel() + self.scales.numel() * self.scales.element_size()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStore:
+    """Keys and values of one layer; slot `256 page + place` has those of one token."""
+
+    keys: CacheRows
+    values: CacheRows
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def empty(
+        cls,
+        form: CacheFormat,
+        *,
+        pages: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+    ) -> Self:
+        """Reserve pages."""
+        slots, width = pages * PAGE_TOKENS, kv_heads * head_dim
+        return cls(
+            keys=CacheRows.empty(form.keys, slots=slots, width=width, device=device),
+            values=CacheRows.empty(form.values, slots=slots, width=width, device=device),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+def padded_width(width: int) -> int:
+    """Return how many elements of a slot are stored."""
+    return -(-width // UNIT) * UNIT
+
+
+def slots_of(table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return the slots of positions `begin` to `end` of a sequence, int64.
+
+    Args:
+        table: int32 (pages,), the pages of the sequence in order.
+        begin: first position.
+        end: the one behind the last.
+    """
+    position = torch.arange(begin, end, device=table.device)
+    return table[position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS

@@ -1,0 +1,129 @@
+"""The torch implementation of the cache's operations: what every kernel is compared with."""
+
+import torch
+from torch.nn import functional
+
+from exl2flow.kernels.cache_formats import (
+    RUN,
+    UNIT,
+    CacheRows,
+    Element,
+    LayerStore,
+    padded_width,
+    slots_of,
+)
+from exl2flow.kernels.streams import kept, sent
+
+LARGEST_HALF = 65504.0
+
+
+def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is stored of fp16 rows (t, width): uint8 (t, bytes), scales fp16 (t, runs)."""
+    x = functional.pad(x.half(), (0, padded_width(x.shape[-1]) - x.shape[-1]))
+    none = x.new_empty(len(x), 0)
+    if element is Element.HALF:
+        return x.contiguous().view(torch.uint8), none
+    if element is Element.UPPER_BYTE:
+        return (x.view(torch.int16) >> 8).to(torch.uint8), none
+    runs = _rotated(x).view(len(x), x.shape[1] // RUN, RUN)
+    center = 1 << (element.bits - 1)
+    largest = runs.abs().amax(-1, keepdim=True).clamp(max=LARGEST_HALF * center)
+    codes = torch.where(largest > 0, runs / largest, 0.0) * center + center
+    codes = codes.round().clamp(0, 2 * center - 1).to(torch.uint8).flatten(1)
+    if element is Element.ROTATED_4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return codes, (largest[..., 0] / center).half()
+
+
+def decode(rows: CacheRows, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows of some slots, int64 (t,), as fp16 (t, width)."""
+    data, element = rows.data[slots], rows.element
+    if element is Element.HALF:
+        return data.view(torch.float16)[:, : rows.width]
+    if element is Element.UPPER_BYTE:
+        return (data.to(torch.int16) << 8).view(torch.float16)[:, : rows.width]
+    if element is Element.ROTATED_4:
+        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+    runs = data.view(len(data), data.shape[1] // RUN, RUN).float() - (1 << (element.bits - 1))
+    values = (runs * rows.scales[slots][..., None].float()).flatten(1)
+    return (_rotated(values) / RUN)[:, : rows.width].half()
+
+
+def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """See `Ops.write_cache`."""
+    for rows, x in ((store.keys, k), (store.values, v)):
+        data, scales = encode(rows.element, x.reshape(len(slots), rows.width))
+        rows.data[slots], rows.scales[slots] = data, scales
+
+
+def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.read_cache`."""
+    shape = (len(slots), store.kv_heads, store.head_dim)
+    return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `Ops.paged_attention`."""
+    outputs = []
+    for row, length in enumerate(lengths.tolist()):
+        held_k, held_v = read_cache(store, slots_of(tables[row], 0, length))
+        keys, values = (
+            torch.cat((held.to(new.dtype), new)).float()
+            for held, new in ((held_k, k[row]), (held_v, v[row]))
+        )
+        outputs.append(_attention(q[row].float(), keys, values, scale, window, softcap))
+    return torch.stack(outputs).to(q.dtype)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend causally, fp32: q (t, heads, d) stands at the last of k and v (p, kv_heads, d)."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,phd->htp", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    count, positions = len(q), len(k)
+    query = torch.arange(positions - count, positions, device=q.device)[:, None]
+    key = torch.arange(positions, device=q.device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("htp,phd->thd", weights, v)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the even places of every unit, and the odd ones, by H₃₂: rows (t, n), fp32."""
+    units = x.float().view(len(x), x.shape[1] // UNIT, UNIT // 2, 2)
+    return torch.einsum("ij,tujp->tuip", hadamard(UNIT // 2, x.device), units).reshape(x.shape)
+
+
+@kept
+def hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """Return the Hadamard matrix in natural order, fp32 (size, size); `size` a power of two."""
+    return sent(_hadamard(size), device)
+
+
+def _hadamard(size: int) -> torch.Tensor:
+    if size == 1:
+        return torch.ones(1, 1)
+    half = _hadamard(size // 2)
+    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))

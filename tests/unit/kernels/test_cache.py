@@ -1,0 +1,203 @@
+"""The cache's formats, by loops over single elements, and attention that reads them."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, get_ops, slots_of
+from exl2flow.kernels.cache_formats import CacheRows, Element, padded_width
+from exl2flow.kernels.torch_cache import decode, encode, hadamard
+
+HEADS, DIM = 2, 64
+ROTATED = (Element.ROTATED_8, Element.ROTATED_4)
+# a step is 1/8 or 1/128 of the largest of 32 rotated elements, of which the last is cut off
+MOST_ERROR = {"fp16": 0.0, "fp8": 0.25, "q8": 0.02, "q6": 0.3, "q4": 0.3}
+
+
+def held(element: Element, x: torch.Tensor) -> torch.Tensor:
+    """Return fp16 rows as they read after they were stored."""
+    data, scales = encode(element, x)
+    rows = CacheRows(element=element, width=x.shape[1], data=data, scales=scales)
+    return decode(rows, torch.arange(len(x)))
+
+
+def walsh(values: list[float]) -> list[float]:
+    """Return the Hadamard transform in natural order, not normalized."""
+    if len(values) == 1:
+        return values
+    half = len(values) // 2
+    first, last = walsh(values[:half]), walsh(values[half:])
+    sums = [a + b for a, b in zip(first, last, strict=True)]
+    return sums + [a - b for a, b in zip(first, last, strict=True)]
+
+
+def stored_by_law(values: list[float], bits: int) -> tuple[list[int], list[float]]:
+    """Return codes and scales of 64 elements, as `docs/concepts/cache.md` says."""
+    turned = [0.0] * 64
+    turned[0::2], turned[1::2] = walsh(values[0::2]), walsh(values[1::2])
+    center, codes, scales = 2 ** (bits - 1), [], []
+    for begin in (0, 32):
+        run = turned[begin : begin + 32]
+        largest = max(map(abs, run))
+        scales.append(float(torch.tensor(largest / center).half()))
+        steps = [round(y / largest * center) if largest else 0 for y in run]
+        codes += [min(step + center, 2 * center - 1) for step in steps]
+    return codes, scales
+
+
+@pytest.mark.parametrize("element", ROTATED)
+def test_rotated_elements_are_stored_by_the_law(element: Element) -> None:
+    x = torch.randn(5, 192).half()
+    data, scales = encode(element, x)
+
+    for row in range(5):
+        for unit in range(3):
+            values = x[row, 64 * unit : 64 * unit + 64].tolist()
+            codes, expected = stored_by_law(values, element.bits)
+            assert scales[row, 2 * unit : 2 * unit + 2].tolist() == expected
+            stored = data[row].tolist()
+            if element is Element.ROTATED_8:
+                found = stored[64 * unit : 64 * unit + 64]
+            else:
+                packed = stored[32 * unit : 32 * unit + 32]
+                found = [code for byte in packed for code in (byte & 15, byte >> 4)]
+            # sums in another order move a value across the edge between two codes now and then
+            assert sum(a != b for a, b in zip(found, codes, strict=True)) <= 1
+            assert max(abs(a - b) for a, b in zip(found, codes, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("element", ROTATED)
+def test_the_largest_element_is_cut_off_and_zeros_stay_zeros(element: Element) -> None:
+    x = torch.zeros(2, 64).half()
+    x[0, 0] = 3.0  # all 32 rotated elements of the even places are 3
+    data, scales = encode(element, x)
+
+    half = 2 ** (element.bits - 1)
+    even = (data[0, :32] if element is Element.ROTATED_8 else data[0, :16]).tolist()
+    full = half * 2 - 1
+    expected = [full, half] * 16 if element is Element.ROTATED_8 else [full | half << 4] * 16
+    assert even == expected
+    assert scales[0].tolist() == [3 / half, 3 / half]
+    assert scales[1].tolist() == [0, 0]
+    assert held(element, x)[1].eq(0).all()
+
+
+def test_an_upper_byte_is_cut_off_towards_zero() -> None:
+    x = torch.tensor([[1.24, -1.24, 0.0, -65504.0, 6e-8, math.inf]]).half()
+    x = torch.cat([x, torch.zeros(1, 58).half()], dim=1)
+
+    assert held(Element.UPPER_BYTE, x)[0, :6].tolist() == [1.0, -1.0, 0.0, -57344.0, 0.0, math.inf]
+
+
+def test_numbers_whose_rotation_overflows_fp16_stay_finite() -> None:
+    x = torch.full((1, 64), 60000.0).half()
+    for element in ROTATED:
+        assert held(element, x).isfinite().all()
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_every_width_comes_back(name: str, width: int) -> None:
+    x = torch.randn(7, width).half()
+    for element in (CACHE_FORMATS[name].keys, CACHE_FORMATS[name].values):
+        found = held(element, x)
+        assert found.shape == x.shape
+        error = torch.linalg.vector_norm((found - x).float()) / torch.linalg.vector_norm(x.float())
+        assert float(error) <= MOST_ERROR[name]
+        assert (float(error) > 0) == (element is not Element.HALF)
+
+
+def test_rotation_spreads_an_outlier() -> None:
+    x = torch.randn(64, 64).half() * 0.1
+    x[:, 5] = 8.0
+    plain = (x.float() / 8 * 8).round().clamp(-8, 7)  # what 4 bits without rotation leave
+    rotated = (held(Element.ROTATED_4, x) - x).float()
+    assert rotated.square().mean() < 0.5 * (plain - x.float()).square().mean()
+
+
+def test_hadamard_matrices_are_orthogonal_but_for_their_size() -> None:
+    matrix = hadamard(32, torch.device("cpu"))
+    assert torch.equal(matrix @ matrix, 32 * torch.eye(32))
+    assert torch.equal(matrix @ torch.arange(32.0), torch.tensor(walsh(list(range(32)))).float())
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [*zip(CACHE_FORMATS, (16, 8, 8.5, 6.5, 4.5), strict=True)]
+)
+def test_bytes_are_those_of_the_format(name: str, bits: float) -> None:
+    store = LayerStore.empty(CACHE_FORMATS[name], pages=3, kv_heads=4, head_dim=32, device="cpu")
+    assert store.nbytes == 3 * PAGE_TOKENS * 2 * 128 * bits / 8
+    assert padded_width(65) == 128
+
+
+def paged(name: str, lengths: list[int], pages: int) -> tuple[LayerStore, torch.Tensor, list]:
+    """Return a store whose sequences lie in pages in no order, their tables, and what they hold."""
+    store = LayerStore.empty(
+        CACHE_FORMATS[name], pages=len(lengths) * pages, kv_heads=HEADS, head_dim=DIM, device="cpu"
+    )
+    tables = torch.randperm(len(lengths) * pages).view(len(lengths), pages).to(torch.int32)
+    written = []
+    for table, length in zip(tables, lengths, strict=True):
+        k, v = torch.randn(2, length, HEADS, DIM).half()
+        get_ops("cpu").write_cache(store, slots_of(table, 0, length), k, v)
+        written.append((k, v))
+    return store, tables, written
+
+
+def test_slots_follow_the_pages() -> None:
+    table = torch.tensor([4, 1], dtype=torch.int32)
+    found = slots_of(table, PAGE_TOKENS - 1, PAGE_TOKENS + 2)
+    assert found.tolist() == [5 * PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1]
+
+
+def test_what_is_written_is_read_wherever_its_pages_lie() -> None:
+    store, tables, written = paged("fp16", [300, 5, 256], pages=2)
+    for table, (k, v) in zip(tables, written, strict=True):
+        found_k, found_v = get_ops("cpu").read_cache(store, slots_of(table, 0, len(k)))
+        assert torch.equal(found_k, k)
+        assert torch.equal(found_v, v)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("window", [None, 4, 290])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_attention_is_that_of_what_the_cache_gives_back(
+    name: str, window: int | None, new: int
+) -> None:
+    lengths = [300, 0, 17]
+    store, tables, _ = paged(name, lengths, pages=2)
+    q = torch.randn(3, new, 2 * HEADS, DIM)
+    k, v = torch.randn(2, 3, new, HEADS, DIM)
+    ops, scale = get_ops("cpu"), DIM**-0.5
+
+    found = ops.paged_attention(
+        q, k, v, store, tables, torch.tensor(lengths).int(), scale=scale, window=window
+    )
+
+    for row, length in enumerate(lengths):
+        held_k, held_v = ops.read_cache(store, slots_of(tables[row], 0, length))
+        keys, values = torch.cat((held_k.float(), k[row])), torch.cat((held_v.float(), v[row]))
+        place = torch.arange(length, length + new)[:, None] - torch.arange(length + new)
+        visible = (place >= 0) & (place < (window or length + new))
+        expected = scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (q[row], keys, values)),
+            attn_mask=visible, scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        torch.testing.assert_close(found[row], expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_soft_cap_bounds_the_scores() -> None:
+    store, tables, _ = paged("fp16", [0], pages=1)
+    q = torch.full((1, 2, 2, DIM), 10.0)
+    k = torch.stack([torch.full((HEADS, DIM), 10.0), torch.full((HEADS, DIM), -10.0)])[None]
+    v = torch.stack([torch.ones(HEADS, DIM), torch.zeros(HEADS, DIM)])[None]
+
+    found = get_ops("cpu").paged_attention(
+        q, k, v, store, tables, torch.zeros(1, dtype=torch.int32), scale=1.0, softcap=0.5
+    )
+
+    share = 1 / (1 + math.exp(-1.0))  # scores are 0.5 and -0.5
+    assert found[0, 0].eq(1).all()
+    torch.testing.assert_close(found[0, 1], torch.full((2, DIM), share))
