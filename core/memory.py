@@ -17,8 +17,8 @@ def limit_memory(device: torch.device, most: int | None) -> None:
         return
     own = _indexed(device)
     _, total = torch.cuda.mem_get_info(own)
-    tensors = total if most is None else int(most * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS
-    _limits[own] = max(0, min(tensors, total))
+    used = total if most is None else min(most, total)
+    _limits[own] = max(0, int(used * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
     torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
 
 

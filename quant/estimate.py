@@ -39,6 +39,7 @@ from exl2flow.quant.hessian import (
 from exl2flow.quant.measurement import CandidateResult, projection_bits, read_entries
 from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of
+from exl2flow.quant.tall import made_to_fit
 from exl2flow.quant.walk import OverSource, Store, walk
 
 HEAD_FILE = "sublayers/head.json"
@@ -272,7 +273,8 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
     work = Estimating(folder, factors, run.config.rounding)
     states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
     if states is not None:
-        found = {model.spec.head.key: _head(model, states, work)}
+        results = made_to_fit(partial(_head, model, states, work))
+        found = {model.spec.head.key: results}
         sha256 = write_json(folder.path / HEAD_FILE, _content(found))
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")

@@ -50,6 +50,7 @@ from exl2flow.quant.packed import Packed, Reports, storing
 from exl2flow.quant.refine import Metric, refine_together
 from exl2flow.quant.sensitivity import FactorFiles
 from exl2flow.quant.source import SourceModel, device_of, relative_distance
+from exl2flow.quant.tall import made_to_fit
 from exl2flow.quant.tokens import load_rows
 from exl2flow.quant.walk import Store, advance, walk
 
@@ -299,7 +300,7 @@ def quantize(run: StageRun) -> None:
     work = Quantizing(rounding, len(ids))
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
-        quantize_head(run, model, work, states)
+        made_to_fit(partial(quantize_head, run, model, work, states))
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 

@@ -4,16 +4,22 @@ From main memory, pinned, they come to a GPU by windows of rows and go back: no 
 large for a card.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
 from exl2flow.core.memory import limit_of
 from exl2flow.kernels import PANEL_ROWS
 
-BYTES = 14  # of a weight that is rounded and refined with everything on the device
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+_all_are_tall = ContextVar("all matrices are tall", default=False)
+
+BYTES = 17  # of a weight that is rounded and refined with everything on the device
 WINDOW_ROWS = 8 * PANEL_ROWS  # what becomes of so many rows reaches all others in one product
 TALL_WINDOW_ROWS = 2 * WINDOW_ROWS  # the same where others come from main memory and go back
 
@@ -24,6 +30,20 @@ def is_tall(elements: int, limit: int) -> bool:
     Shapes and limit alone decide, for sums are taken in another order then.
     """
     return BYTES * elements > limit
+
+
+def made_to_fit(work: Callable[[], T]) -> T:
+    """Return what work with a head returns; if memory runs out, it is done again with it tall."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        log.warning("remedy=out of memory: the head waits in main memory")
+    torch.cuda.empty_cache()  # now that nothing of the work is left
+    token = _all_are_tall.set(True)
+    try:
+        return work()
+    finally:
+        _all_are_tall.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +57,7 @@ class Tall:
     @classmethod
     def empty(cls, k: int, m: int, device: torch.device) -> Self:
         """Return a matrix to write into."""
-        is_resident = not is_tall(k * m, limit_of(device))
+        is_resident = not (_all_are_tall.get() or is_tall(k * m, limit_of(device)))
         where = device if is_resident else None
         pinned = not is_resident and device.type == "cuda"
         values = torch.empty(k, m, device=where, pin_memory=pinned)

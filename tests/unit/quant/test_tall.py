@@ -11,7 +11,7 @@ from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round
 from exl2flow.quant.hessian import HessianFactor, MixedHessian, factor
 from exl2flow.quant.improvement import loss
 from exl2flow.quant.refine import Metric, refine
-from exl2flow.quant.tall import TALL_WINDOW_ROWS, Tall, is_tall
+from exl2flow.quant.tall import BYTES, TALL_WINDOW_ROWS, Tall, is_tall, made_to_fit
 
 K, N = TALL_WINDOW_ROWS + 3 * PANEL_ROWS, 64
 PARAMS = ("3 g32", "4/2@0.31/0.69 g128")  # groups of the second reach over the first window's end
@@ -50,8 +50,30 @@ def same_share(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_what_is_too_large_follows_from_its_size_and_the_limit() -> None:
-    assert not is_tall(10**9, 14 * 10**9)
-    assert is_tall(10**9 + 1, 14 * 10**9)
+    assert not is_tall(10**9, BYTES * 10**9)
+    assert is_tall(10**9 + 1, BYTES * 10**9)
+
+
+def test_a_head_is_made_to_fit_when_memory_runs_out() -> None:
+    tried = []
+
+    def work() -> str:
+        tried.append(Tall.empty(K, N, torch.device("cpu")).is_resident)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return "done"
+
+    assert made_to_fit(work) == "done"
+    assert tried == [True, False]
+    assert Tall.empty(K, N, torch.device("cpu")).is_resident
+
+
+def test_a_head_that_does_not_fit_at_all_says_so() -> None:
+    def work() -> None:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        made_to_fit(work)
 
 
 def test_a_tall_matrix_is_read_and_written_by_windows(is_forced: None) -> None:
