@@ -1,0 +1,76 @@
+"""What each cache format costs: perplexity and divergence of tokens that read it one by one.
+
+    python benchmarks/cache_formats.py --model DIR [--text FILE] [--rows 10] [--row-tokens 512]
+        [--device cpu] [--formats fp16 fp8 q8 q6 q4]
+
+All tokens of a row are put in one after the other, so that every one reads all before it as they
+are stored. The reference is the same model with whole forward passes.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+from exl2flow.inference import LoadedModel, load_model
+from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.inference.text import text_rows
+from exl2flow.kernels import CACHE_FORMATS
+
+
+@torch.inference_mode()
+def full_passes(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities fp32 (rows, t, v) without a cache."""
+    logits = [model.decoder.forward(row[None])[0] for row in ids]
+    return torch.log_softmax(torch.stack(logits).float(), dim=-1)
+
+
+@torch.inference_mode()
+def single_steps(model: LoadedModel, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
+    """Return log-probabilities fp32 (rows, t, v) with a cache, and its bytes."""
+    cache = PagedCache(
+        model.spec,
+        batch=len(ids),
+        max_tokens=ids.shape[1],
+        form=cache_format(name),
+        device=ids.device,
+    )
+    logits = [model.decoder.forward(token, cache) for token in ids.split(1, dim=1)]
+    return torch.log_softmax(torch.cat(logits, dim=1).float(), dim=-1), cache.nbytes
+
+
+def row_of(name: str, ids: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> str:
+    """Return a format's line of the table, but for its bits."""
+    losses = -found[:, :-1].gather(-1, ids[:, 1:, None])
+    divergence = (expected.exp() * (expected - found)).sum(-1)[:, 1:].mean()
+    same = (expected.argmax(-1) == found.argmax(-1))[:, 1:].float().mean()
+    perplexity = math.exp(float(losses.double().mean()))
+    return f"| {name} | {perplexity:.3f} | {float(divergence):.6f} | {float(same):.4f} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--rows", type=int, default=10)
+    parser.add_argument("--row-tokens", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--formats", nargs="+", default=list(CACHE_FORMATS), choices=CACHE_FORMATS)
+    arguments = parser.parse_args()
+    model = load_model(arguments.model, device=arguments.device)
+    ids = text_rows(
+        arguments.text, model.tokenizer, rows=arguments.rows, row_tokens=arguments.row_tokens
+    ).to(arguments.device)
+    expected = full_passes(model, ids)
+    print("| cache | perplexity | KL divergence | top-1 | MB |")
+    print("|---|---|---|---|---|")
+    print(f"{row_of('none', ids, expected, expected)} |")
+    for name in arguments.formats:
+        found, nbytes = single_steps(model, ids, name)
+        print(f"{row_of(name, ids, expected, found)} {nbytes / 1e6:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
