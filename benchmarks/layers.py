@@ -118,7 +118,6 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     on_gpu = config.device == "cuda"
     log = logging.getLogger("exl2flow")
     log.setLevel(logging.INFO)
-    logging.getLogger("exl2flow.core.background").addHandler(logging.StreamHandler())
     print(
         "| stage | seconds | forecast | per layer | peak GB | forecast | TFLOP/s | of the limit |"
     )
@@ -166,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")
     arguments = parser.parse_args()
     os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)  # before the model is made
+    logging.getLogger("exl2flow.core.background").addHandler(logging.StreamHandler())
     rows = arguments.rows
     few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}
     with tempfile.TemporaryDirectory() as name:

@@ -128,7 +128,7 @@ def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostT
     current, stream = torch.cuda.current_stream(device), own_stream(device, "copies")
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        copies = {name: _pinned(t) if t.is_cuda else t for name, t in tensors.items()}
+        copies = {name: pinned(t) if t.is_cuda else t for name, t in tensors.items()}
         done = stream.record_event()
     if hold:
         current.wait_event(done)
@@ -142,7 +142,8 @@ def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostT
     return wait
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory, to which it may be on its way."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 

@@ -2,6 +2,7 @@
 
 from exl2flow.kernels.cache_formats import (
     CACHE_FORMATS,
+    LARGEST_HALF,
     PAGE_TOKENS,
     CacheFormat,
     LayerStore,
@@ -27,6 +28,7 @@ from exl2flow.kernels.torch_refit import times_output
 __all__ = [
     "CACHE_FORMATS",
     "CHUNK_ELEMENTS",
+    "LARGEST_HALF",
     "MOST_COLUMNS",
     "PAGE_TOKENS",
     "PANEL_ROWS",

@@ -12,6 +12,7 @@ import torch
 PAGE_TOKENS = 256
 UNIT = 64  # elements that are rotated together: its even places and its odd ones
 RUN = 32  # elements that share a scale
+LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class Element(Enum):

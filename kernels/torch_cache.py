@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from exl2flow.kernels.cache_formats import (
+    LARGEST_HALF,
     RUN,
     UNIT,
     CacheRows,
@@ -13,8 +14,6 @@ from exl2flow.kernels.cache_formats import (
     slots_of,
 )
 from exl2flow.kernels.streams import kept, sent
-
-LARGEST_HALF = 65504.0
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,13 +10,11 @@ import torch
 from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import CHUNK_ELEMENTS
+from exl2flow.kernels import CHUNK_ELEMENTS, LARGEST_HALF
 from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, tensor_names
 from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.spec import ProjectionSpec
 from exl2flow.model.weights import TensorFiles
-
-LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class Linear(Protocol):

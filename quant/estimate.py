@@ -25,7 +25,7 @@ from exl2flow.quant.fisher import Factors, estimated_nats, shared_factor
 from exl2flow.quant.gptq import (
     RoundedMatrix,
     RoundingJob,
-    padded,
+    near,
     padded_weight,
     round_matrices,
 )
@@ -107,9 +107,7 @@ class Projection:
         self.spec, self.hessian, self.item = spec, hessian, item
         self.factors = factors.to(hessian.device)
         self.weight = padded_weight(linear)
-        # the same on the device
-        is_near = self.weight.device == hessian.device
-        self.values = self.weight if is_near else padded(linear.weight.T)
+        self.values = near(self.weight, linear)
 
     def rounded(
         self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
@@ -142,7 +140,7 @@ class Projection:
 
         def cost(matrix: RoundedMatrix) -> torch.Tensor:
             assert matrix.fed_back is not None
-            norms = [self.factors.output.row_norms(part) for _, part in matrix.fed_back.parts()]
+            norms = [self.factors.output.row_norms(part) for part in matrix.fed_back.readings()]
             shares = torch.cat(norms).clamp(min=0).double()
             shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
             found = matrix.dequantize()

@@ -110,6 +110,11 @@ def padded_weight(linear: Linear) -> torch.Tensor:
     return matrix.values
 
 
+def near(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """Return the `padded_weight` of a projection where its own lies, if need be as narrow."""
+    return weight if weight.device == linear.weight.device else padded(linear.weight.T)
+
+
 def rows_of(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return rows of a matrix where the index lies."""
     return weight[index.to(weight.device)].to(index.device)

@@ -175,7 +175,7 @@ def _round_variants(
         rounded = round_matrices(jobs, item, search=search, keep_fed_back=True)
         for key, matrix in zip(keys, rounded, strict=True):
             assert matrix.fed_back is not None
-            norms = [torch.linalg.vector_norm(part) for _, part in matrix.fed_back.parts()]
+            norms = [torch.linalg.vector_norm(part) for part in matrix.fed_back.readings()]
             costs[key] = torch.linalg.vector_norm(torch.stack(norms))
             variants[key] = replace(matrix, fed_back=None)
     norms = torch.stack(list(costs.values())).tolist()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exl2flow.core.background import pinned
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.memory import free_memory, limit_memory, limit_of
@@ -184,10 +185,7 @@ def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
 
 def placed_like(states: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Return what was found where states lie; into pinned memory it may be on its way."""
-    if not states.is_pinned():
-        return found.to(states.device)
-    place = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-    return place.copy_(found, non_blocking=True)
+    return pinned(found) if states.is_pinned() else found.to(states.device)
 
 
 def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,13 @@ class Tall:
         """Return a view of some columns."""
         return replace(self, values=self.values[:, columns])
 
+    def spans(self, begin: int = 0, end: int | None = None) -> Iterator[slice]:
+        """Yield rows that are on the device together: all those asked for if they lie there."""
+        end = len(self.values) if end is None else end
+        step = max(1, end - begin) if self.is_resident else self.window
+        for start in range(begin, end, step):
+            yield slice(start, min(start + step, end))
+
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return rows on the device; what becomes of them is to be written back."""
         rows = self.values[begin:end]
@@ -89,10 +96,13 @@ class Tall:
             self.values[begin : begin + len(rows)].copy_(rows, non_blocking=True)
 
     def parts(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield rows on the device to be changed: all at once if they lie there."""
-        end = len(self.values) if end is None else end
-        for start in range(begin, end, max(1, end - begin) if self.is_resident else self.window):
-            stop = end if self.is_resident else min(start + self.window, end)
-            rows = self.read(start, stop)
-            yield slice(start, stop), rows
-            self.write(start, rows)
+        """Yield `spans` and their rows, to be changed."""
+        for span in self.spans(begin, end):
+            rows = self.read(span.start, span.stop)
+            yield span, rows
+            self.write(span.start, rows)
+
+    def readings(self) -> Iterator[torch.Tensor]:
+        """Yield all rows on the device, some after others, to be looked at only."""
+        for span in self.spans():
+            yield self.read(span.start, span.stop)

@@ -22,7 +22,7 @@ from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.fisher import Factors, estimate, shared_factor
-from exl2flow.quant.gptq import padded, padded_weight
+from exl2flow.quant.gptq import near, padded_weight
 from exl2flow.quant.hessian import (
     HessianFactor,
     collect_hessians,
@@ -155,7 +155,8 @@ class Upgrading:
         factors: Factors | None,
     ) -> tuple[QuantizedMatrix, dict[str, object]]:
         """Return what takes the place of a stored matrix, and the report on it."""
-        weight, values = padded_weight(linear), padded(linear.weight.T)
+        weight = padded_weight(linear)
+        values = near(weight, linear)
         old = unpacked(stored, values.device)
         if stored.shape != tuple(weight.shape):
             return self._kept(projection, stored, values, hessian)

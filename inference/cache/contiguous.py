@@ -2,7 +2,7 @@
 
 import torch
 
-from exl2flow.core.errors import ContextOverflow
+from exl2flow.inference.cache.layered import LayeredCache, check_room
 from exl2flow.model import ModelSpec, attend
 
 
@@ -31,7 +31,7 @@ class ContiguousLayer:
         return attend(q, *held, scale=scale, window=window)
 
 
-class ContiguousCache:
+class ContiguousCache(LayeredCache[ContiguousLayer]):
     """A cache for `batch` sequences of equal length."""
 
     def __init__(
@@ -45,33 +45,11 @@ class ContiguousCache:
     ) -> None:
         attention = spec.attention
         shape = (batch, attention.num_kv_heads, max_tokens, attention.head_dim)
-        self.max_tokens = max_tokens
-        self.layers = tuple(
+        layers = (
             ContiguousLayer(
                 torch.empty(shape, dtype=dtype, device=device),
                 torch.empty(shape, dtype=dtype, device=device),
             )
             for _ in range(spec.num_layers)
         )
-
-    @property
-    def length(self) -> int:
-        """Tokens that all layers hold."""
-        return min(layer.length for layer in self.layers)
-
-    def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on."""
-        for layer in self.layers:
-            layer.length = min(layer.length, length)
-
-
-def check_room(tokens: int, most: int) -> None:
-    """Ask that a cache has room.
-
-    Raises:
-        ContextOverflow: it has not.
-    """
-    if tokens > most:
-        raise ContextOverflow(
-            f"{tokens} tokens do not fit a cache of {most}; make a larger one or shorten the prompt"
-        )
+        super().__init__(layers, max_tokens=max_tokens)

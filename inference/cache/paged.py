@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.cache.contiguous import check_room
+from exl2flow.inference.cache.layered import LayeredCache, check_room
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore, get_ops, slots_of
 from exl2flow.model import ModelSpec, attend
 
@@ -63,7 +63,7 @@ class PagedLayer:
         return attend(q, k, v, scale=scale, window=window)
 
 
-class PagedCache:
+class PagedCache(LayeredCache[PagedLayer]):
     """A cache for `batch` sequences of equal length, each with pages of its own."""
 
     def __init__(
@@ -78,8 +78,7 @@ class PagedCache:
         pages = -(-max_tokens // PAGE_TOKENS)
         tables = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
         attention = spec.attention
-        self.max_tokens = max_tokens
-        self.layers = tuple(
+        layers = (
             PagedLayer(
                 LayerStore.empty(
                     form,
@@ -93,21 +92,12 @@ class PagedCache:
             )
             for _ in range(spec.num_layers)
         )
-
-    @property
-    def length(self) -> int:
-        """Tokens that all layers hold."""
-        return min(layer.length for layer in self.layers)
+        super().__init__(layers, max_tokens=max_tokens)
 
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take."""
         return sum(layer.store.nbytes for layer in self.layers)
-
-    def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on."""
-        for layer in self.layers:
-            layer.length = min(layer.length, length)
 
 
 def cache_format(name: str) -> CacheFormat:
