@@ -34,12 +34,19 @@ class StreamedSublayers(Sequence[Sublayer]):
     """Sublayers read from disk whenever they are asked for: memory does not grow with depth."""
 
     def __init__(
-        self, spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        tensors: TensorFiles,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: bool = False,
     ) -> None:
         self.spec = spec
         self.tensors = tensors
         self.dtype = dtype
         self.device = device
+        self.packed = packed
 
     def __len__(self) -> int:
         return len(self.spec.sublayers)
@@ -57,6 +64,7 @@ class StreamedSublayers(Sequence[Sublayer]):
             self.tensors,
             dtype=self.dtype,
             device=self.device,
+            packed=self.packed,
         )
 
 
@@ -79,12 +87,17 @@ def load_model(
     dtype = torch.float16 if place.type == "cuda" else torch.float32
     spec = resolve(folder)
     tensors = TensorFiles(folder)
-    sublayers: Sequence[Sublayer] = StreamedSublayers(spec, tensors, dtype=dtype, device=place)
+    packed = place.type == "cuda" and not streamed  # what is used once is not laid out
+    sublayers: Sequence[Sublayer] = StreamedSublayers(
+        spec, tensors, dtype=dtype, device=place, packed=packed
+    )
     embedding = build_embedding(spec, tensors, dtype=dtype, device=place)
     decoder = Decoder(
         spec,
         embedding=embedding,
         sublayers=sublayers if streamed else list(sublayers),
-        head=build_head(spec, tensors, dtype=dtype, device=place, embedding=embedding),
+        head=build_head(
+            spec, tensors, dtype=dtype, device=place, embedding=embedding, packed=packed
+        ),
     )
     return LoadedModel(spec=spec, decoder=decoder, tokenizer=Tokenizer.load(folder))

@@ -8,12 +8,11 @@ from exl2flow.kernels.cache_formats import (
     LayerStore,
     slots_of,
 )
+from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,
-    PANEL_ROWS,
     BegunGroups,
-    Group,
     Ops,
     Scales,
     device_table,
@@ -22,6 +21,7 @@ from exl2flow.kernels.ops import (
     resolve_device,
     tensor_cores,
 )
+from exl2flow.kernels.packed import PackedMatrix, pack_codes, pack_scales, pack_zeros, whole_tiles
 from exl2flow.kernels.streams import at_the_same_time, used_here
 from exl2flow.kernels.torch_refit import times_output
 
@@ -37,14 +37,19 @@ __all__ = [
     "Group",
     "LayerStore",
     "Ops",
+    "PackedMatrix",
     "Scales",
     "at_the_same_time",
     "device_table",
     "get_ops",
     "half_ranges",
+    "pack_codes",
+    "pack_scales",
+    "pack_zeros",
     "resolve_device",
     "slots_of",
     "tensor_cores",
     "times_output",
     "used_here",
+    "whole_tiles",
 ]

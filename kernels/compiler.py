@@ -1,18 +1,23 @@
-"""Functions of the CUDA sources in `cuda/`, compiled when they are first used.
+"""Functions of the CUDA sources in `cuda/`, compiled when they are first used, and their launches.
 
 CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
 """
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import cupy
+import numpy as np
+import torch
 
-from exl2flow.kernels import torch_descent, torch_ops, torch_refit
-from exl2flow.kernels.ops import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
+from exl2flow.kernels import product, torch_descent, torch_ops, torch_refit
+from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS
+from exl2flow.kernels.ops import MOST_COLUMNS
+from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
+THREADS = 128  # of a CTA where each thread has a column
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
 DEFINITIONS = {
@@ -21,6 +26,11 @@ DEFINITIONS = {
     "GRID_TOGETHER": GRID_TOGETHER,
     "GRID_POINTS": torch_ops.GRID_POINTS,
     "SCALE_LEVELS": SCALE_LEVELS,
+    "TILE": TILE,
+    "CTA_WARPS": product.WARPS,
+    "STEP": product.STEP,
+    "MOST_STEPS": product.MOST_STEPS,
+    "MOST_PANELS": product.MOST_PANELS,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
     "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,
     "LEAST_UNIT": torch_refit.LEAST_UNIT,
@@ -55,3 +65,51 @@ def module(file: str) -> cupy.RawModule:
 def function(file: str, name: str) -> cupy.RawKernel:
     """Return a function of a source."""
     return module(file).get_function(name)
+
+
+def launch(
+    file: str,
+    name: str,
+    grid: tuple[int, ...],
+    *arguments: torch.Tensor | int | np.void,
+    threads: int = THREADS,
+    shared: int = 0,
+) -> None:
+    """Launch a function of a source; tensors are contiguous and on one device, else the current."""
+    current = torch.device("cuda", torch.cuda.current_device())
+    device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), current)
+    pointers = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            assert argument.is_contiguous(), f"{name} needs contiguous tensors"
+            argument = argument.data_ptr()
+        pointers.append(argument)
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
+    with cupy.cuda.Device(device.index), stream:
+        kernel = function(file, name)
+        if shared > kernel.max_dynamic_shared_size_bytes:
+            kernel.max_dynamic_shared_size_bytes = shared
+        kernel(grid, (threads,), tuple(pointers), shared_mem=shared)
+
+
+@cache
+def limits(device: int) -> tuple[int, int]:
+    """Return the multiprocessors of a device, and the bytes of shared memory a CTA can have."""
+    attributes = cupy.cuda.Device(device).attributes
+    return attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+class _Stream:
+    """A stream of torch in the form that CuPy takes."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer  # version of the protocol, stream
+
+
+@lru_cache(maxsize=64)
+def _stream(pointer: int, device: int) -> cupy.cuda.Stream:
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream.from_external(_Stream(pointer))

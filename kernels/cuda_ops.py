@@ -10,22 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import cupy
 import torch
 
 from exl2flow.core.background import own_stream
-from exl2flow.kernels.compiler import GRID_TOGETHER, function
+from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, launch, limits
+from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
     MOST_COLUMNS,
-    PANEL_ROWS,
     BegunGroups,
-    Group,
     Ops,
     Scales,
     device_table,
     half_ranges,
 )
+from exl2flow.kernels.packed import PackedMatrix
+from exl2flow.kernels.product import WARPS, Plan, most_rows, plan_of
 from exl2flow.kernels.streams import kept
 from exl2flow.kernels.torch_ops import (
     GRID_EXPONENT,
@@ -44,7 +45,7 @@ from exl2flow.kernels.torch_refit import (
 )
 
 _RECORDING = threading.Lock()  # recordings register with the generator of random numbers
-THREADS = 128  # of a CTA where each thread has a column
+FEW_ROWS = 16  # up to these a product reads the codes themselves
 
 
 class CudaOps(TorchOps):
@@ -231,6 +232,36 @@ class CudaOps(TorchOps):
         launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
         return matrix
 
+    def decode_packed(self, matrix: PackedMatrix) -> torch.Tensor:
+        """See `Ops.decode_packed`."""
+        k, columns = matrix.shape
+        decoded = torch.empty(columns, k, dtype=torch.float16, device=matrix.codes.device)
+        table, _ = _panel_table(matrix.groups, matrix.codes.device)
+        grid = (len(matrix.codes), -(-len(table) // (THREADS // 32)))
+        launch(
+            "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2", grid,
+            matrix.codes, matrix.scales, table, decoded, k, columns, 4 * matrix.codes.shape[1],
+            len(matrix.groups),
+        )  # fmt: skip
+        return decoded
+
+    def multiply(self, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+        """See `Ops.multiply`; many rows meet the decoded matrix."""
+        x = x.index_select(1, matrix.order)
+        if len(x) > FEW_ROWS:
+            return x @ self.decode_packed(matrix).T
+        y = torch.empty(len(x), matrix.columns, dtype=x.dtype, device=x.device)
+        most = most_rows(limits(x.device.index)[1])
+        for part, result in zip(torch.split(x, most), torch.split(y, most), strict=True):
+            plan = _plan(matrix, len(part))
+            argument = plan.argument.copy()
+            argument["x"], argument["y"] = part.data_ptr(), result.data_ptr()
+            launch(
+                "product.cu", plan.name, plan.grid, argument,
+                threads=32 * WARPS, shared=plan.shared,
+            )  # fmt: skip
+        return y
+
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device.
 
@@ -280,42 +311,6 @@ def _recorded(
     return graph
 
 
-def launch(
-    file: str,
-    name: str,
-    grid: tuple[int, ...],
-    *arguments: torch.Tensor | int,
-    threads: int = THREADS,
-) -> None:
-    """Launch a function of a source; tensors are contiguous and on one device."""
-    device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
-    pointers = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            assert argument.is_contiguous(), f"{name} needs contiguous tensors"
-            argument = argument.data_ptr()
-        pointers.append(argument)
-    stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    with cupy.cuda.Device(device.index), stream:
-        function(file, name)(grid, (threads,), tuple(pointers))
-
-
-class _Stream:
-    """A stream of torch in the form that CuPy takes."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer  # version of the protocol, stream
-
-
-@lru_cache(maxsize=64)
-def _stream(pointer: int, device: int) -> cupy.cuda.Stream:
-    with cupy.cuda.Device(device):
-        return cupy.cuda.Stream.from_external(_Stream(pointer))
-
-
 def _group_tables(
     groups: Sequence[Group], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,6 +331,18 @@ def _tiles(n: int) -> int:
 def _warps(columns: int) -> int:
     """Return the threads of whole warps for so many columns."""
     return -(-columns // 32) * 32
+
+
+_PLANS: WeakKeyDictionary[PackedMatrix, dict[int, Plan]] = WeakKeyDictionary()
+
+
+def _plan(matrix: PackedMatrix, rows: int) -> Plan:
+    """Return how a product is divided; made once."""
+    plans = _PLANS.setdefault(matrix, {})
+    if rows not in plans:
+        processors, most_shared = limits(matrix.codes.device.index)
+        plans[rows] = plan_of(matrix, rows, processors=processors, most_shared=most_shared)
+    return plans[rows]
 
 
 @kept

@@ -9,26 +9,12 @@ import torch
 
 from exl2flow.core.errors import BackendUnavailable
 from exl2flow.kernels.cache_formats import LayerStore
+from exl2flow.kernels.groups import Group
+from exl2flow.kernels.packed import PackedMatrix
 from exl2flow.kernels.streams import kept, sent
 
-SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
 MOST_COLUMNS = 1024  # of a block of the output factor; torch's code for wider ones waits for a GPU
 CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
-PANEL_ROWS = 32  # rows are rounded so many at a time; every group begins at a multiple of it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """`rows` consecutive act-ordered rows from `start` that share a scale per column."""
-
-    bits: int
-    start: int
-    rows: int
-
-    @property
-    def half_range(self) -> float:
-        """Return half of the number of codes, that of the zero point."""
-        return float(2 ** (self.bits - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +209,22 @@ class Ops(Protocol):
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
     ) -> torch.Tensor:
         """Return the matrix fp16 (k, n) of codes uint8 (k, n) and scales fp16 (g, n)."""
+        ...
+
+    def decode_packed(self, matrix: PackedMatrix) -> torch.Tensor:
+        """Return a packed matrix as fp16 (columns, k), in the order of its rows."""
+        ...
+
+    def multiply(self, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+        """Return x Q of a packed matrix, sums in fp32.
+
+        Args:
+            x: fp16 (rows, k), in the order of the in-features.
+            matrix: Q, (k, columns).
+
+        Returns:
+            fp16 (rows, columns).
+        """
         ...
 
     def write_cache(

@@ -10,11 +10,10 @@ from math import gcd
 
 import torch
 
-from exl2flow.kernels import torch_cache, torch_refit
+from exl2flow.kernels import packed, torch_cache, torch_refit
+from exl2flow.kernels.groups import SCALE_LEVELS, Group
 from exl2flow.kernels.ops import (
-    SCALE_LEVELS,
     BegunGroups,
-    Group,
     Ops,
     Scales,
     device_table,
@@ -42,6 +41,8 @@ class TorchOps:
     write_cache = staticmethod(torch_cache.write_cache)
     read_cache = staticmethod(torch_cache.read_cache)
     paged_attention = staticmethod(torch_cache.paged_attention)
+    decode_packed = staticmethod(packed.decode_packed)
+    multiply = staticmethod(packed.multiply)
 
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]

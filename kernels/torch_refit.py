@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from exl2flow.kernels.ops import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
+from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS
+from exl2flow.kernels.ops import BegunGroups, Scales
 from exl2flow.kernels.streams import kept, sent
 
 REFIT_MAXIMA = 31  # maxima tried around the present one

@@ -19,7 +19,14 @@ from exl2flow.model.decoder import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.families import FAMILIES, Family
-from exl2flow.model.linear import DenseLinear, Linear, QuantizedLinear, load_linear, narrowed
+from exl2flow.model.linear import (
+    DenseLinear,
+    Linear,
+    PackedLinear,
+    QuantizedLinear,
+    load_linear,
+    narrowed,
+)
 from exl2flow.model.mlp import MlpSublayer
 from exl2flow.model.resolution import resolve
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
@@ -54,6 +61,7 @@ __all__ = [
     "MlpSpec",
     "MlpSublayer",
     "ModelSpec",
+    "PackedLinear",
     "Projected",
     "ProjectionSpec",
     "QuantParams",

@@ -103,6 +103,7 @@ def build_head(
     dtype: torch.dtype,
     device: torch.device | str,
     embedding: Embedding | None = None,
+    packed: bool = False,
 ) -> Head:
     """Load the final norm and the head: quantized, else dense, else the tied embedding.
 
@@ -112,6 +113,7 @@ def build_head(
         dtype: of the weights in memory.
         device: where they go.
         embedding: loaded already; a tied head then shares its memory.
+        packed: as of `load_linear`.
 
     Raises:
         MissingTensor: the head is absent and not tied.
@@ -125,7 +127,7 @@ def build_head(
     else:
         linear = load_linear(
             tensors, spec.head, dtype=dtype, device=device, any_rows=True,
-            zero_offset=spec.zero_offset,
+            zero_offset=spec.zero_offset, packed=packed,
         )  # fmt: skip
     final_norm = load_norm(
         tensors,

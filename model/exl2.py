@@ -12,7 +12,15 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import ConfigError, MissingTensor, TensorShapeError
-from exl2flow.kernels import CHUNK_ELEMENTS, Group, get_ops
+from exl2flow.kernels import (
+    CHUNK_ELEMENTS,
+    Group,
+    PackedMatrix,
+    get_ops,
+    pack_codes,
+    pack_scales,
+    whole_tiles,
+)
 
 BIT_WIDTHS = (8, 6, 5, 4, 3, 2)
 ROW_MULTIPLE = 32  # k: packed words and kernels step 32 rows
@@ -269,6 +277,18 @@ class QuantizedMatrix:
         for columns in column_parts(*self.shape):
             codes = ops.unpack(self.packed[:, columns], groups)
             yield columns, ops.decode(codes, scales[:, columns], groups)[place]
+
+    def laid_out(self) -> PackedMatrix:
+        """Return the matrix as kernels read it when a model runs."""
+        ops, groups = get_ops(self.packed.device), self.groups
+        scale_codes = ops.unpack_scales(self.scale_codes)
+        return PackedMatrix(
+            codes=pack_codes(whole_tiles(ops.unpack(self.packed, groups)), groups),
+            scales=pack_scales(whole_tiles(scale_codes), self.max_scales),
+            groups=groups,
+            order=torch.argsort(self.inverse_perm.long()),
+            columns=self.shape[1],
+        )
 
     def to(self, device: torch.device | str) -> Self:
         """Return the matrix on a device; the small group table stays in main memory."""

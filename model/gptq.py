@@ -4,13 +4,22 @@ The only file that spells their tensor names (`docs/format.md` section 9).
 """
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 import torch
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import PANEL_ROWS, Group, get_ops
+from exl2flow.kernels import (
+    PANEL_ROWS,
+    Group,
+    PackedMatrix,
+    get_ops,
+    pack_codes,
+    pack_zeros,
+    whole_tiles,
+)
 from exl2flow.model.exl2 import column_parts
 
 BITS = 4
@@ -86,15 +95,51 @@ class GptqMatrix:
         """In-features and out-features."""
         return len(self.group_of), self.packed.shape[1]
 
+    @property
+    def whole_zeros(self) -> torch.Tensor:
+        """The zeros of groups and columns, fp16 (g, n)."""
+        stored = get_ops(self.zeros.device).unpack_scales(self.zeros)
+        return (stored + self.zero_offset).half()
+
+    def codes(self, columns: slice = slice(None)) -> torch.Tensor:
+        """Return codes uint8 (k, c), in the order of the in-features."""
+        whole = (Group(bits=BITS, start=0, rows=len(self.group_of)),)
+        return get_ops(self.packed.device).unpack(self.packed[:, columns].contiguous(), whole)
+
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield columns, and their matrix fp16 (k, c): codes less zero, times scale."""
-        ops, (k, n) = get_ops(self.packed.device), self.shape
-        zeros = (ops.unpack_scales(self.zeros) + self.zero_offset).half()
-        whole = (Group(bits=BITS, start=0, rows=k),)
-        for columns in column_parts(k, n):
-            codes = ops.unpack(self.packed[:, columns].contiguous(), whole).half()
+        zeros = self.whole_zeros
+        for columns in column_parts(*self.shape):
+            codes = self.codes(columns).half()
             codes -= zeros[:, columns][self.group_of]
             yield columns, codes * self.scales[:, columns][self.group_of]
+
+    def laid_out(self) -> PackedMatrix:
+        """Return the matrix as kernels read it when a model runs: rows of a group together."""
+        order = torch.argsort(self.group_of, stable=True)
+        rows = torch.bincount(self.group_of).tolist()
+        groups = tuple(
+            Group(bits=BITS, start=stop - count, rows=count)
+            for count, stop in zip(rows, accumulate(rows), strict=True)
+        )
+        return PackedMatrix(
+            codes=pack_codes(whole_tiles(self.codes()[order]), groups),
+            scales=pack_zeros(whole_tiles(self.scales), whole_tiles(self.whole_zeros)),
+            groups=groups,
+            order=order,
+            columns=self.shape[1],
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the matrix on a device."""
+        return replace(
+            self,
+            packed=self.packed.to(device),
+            zeros=self.zeros.to(device),
+            scales=self.scales.to(device),
+            group_of=self.group_of.to(device),
+            bias=None if self.bias is None else self.bias.to(device),
+        )
 
 
 def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Linear maps: dense, or quantized and decoded once on load.
+"""Linear maps: dense, quantized and decoded once on load, or quantized as kernels read them.
 
 Padding is cut from the weight when a map is built, so outputs have exactly `out_features` columns.
 """
@@ -10,7 +10,13 @@ import torch
 from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import CHUNK_ELEMENTS, LARGEST_HALF
+from exl2flow.kernels import (
+    CHUNK_ELEMENTS,
+    LARGEST_HALF,
+    PANEL_ROWS,
+    PackedMatrix,
+    get_ops,
+)
 from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, tensor_names
 from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.spec import ProjectionSpec
@@ -63,6 +69,14 @@ class StoredMatrix(Protocol):
         """Yield columns, and what stands there, fp16 (k, c)."""
         ...
 
+    def laid_out(self) -> PackedMatrix:
+        """Return the matrix as kernels read it when a model runs."""
+        ...
+
+    def to(self, device: torch.device | str) -> "StoredMatrix":
+        """Return the matrix on a device."""
+        ...
+
 
 class QuantizedLinear:
     """A map stored in a quantized form; `matrix` is what the file holds."""
@@ -88,6 +102,30 @@ class QuantizedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
         return product(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """A map that stays quantized in the memory of its device; it computes in fp16."""
+
+    def __init__(
+        self, matrix: StoredMatrix, *, out_features: int, device: torch.device | str
+    ) -> None:
+        """Lay out what a file holds; of the padded columns the first `out_features` are used."""
+        there = matrix.to(device)
+        self.matrix = there.laid_out().cut(out_features)
+        self.bias = None if there.bias is None else there.bias[:out_features].half()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The decoded matrix fp16 (n, k), made anew."""
+        decoded = get_ops(self.matrix.codes.device).decode_packed(self.matrix)
+        return torch.empty_like(decoded).index_copy_(1, self.matrix.order, decoded)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        flat = narrowed(x).reshape(-1, x.shape[-1])
+        y = get_ops(x.device).multiply(flat, self.matrix).view(*x.shape[:-1], -1)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +158,7 @@ def load_linear(
     device: torch.device | str,
     any_rows: bool = False,
     zero_offset: int = 1,
+    packed: bool = False,
 ) -> Linear:
     """Load a projection in the form in which the files hold it: EXL2, GPTQ or plain.
 
@@ -130,6 +169,7 @@ def load_linear(
         device: where they go.
         any_rows: accept more or fewer out-features than the projection states; more are cut.
         zero_offset: of GPTQ matrices, as of `ModelSpec.zero_offset`.
+        packed: leave quantized matrices quantized; then they compute in fp16.
 
     Raises:
         MissingTensor: its weight, or a bias that the config implies, is absent.
@@ -143,6 +183,8 @@ def load_linear(
     matrix = _read_matrix(tensors, projection, zero_offset)
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
+        if packed and matrix.shape[0] % PANEL_ROWS == 0:
+            return PackedLinear(matrix, out_features=projection.out_features, device=device)
         return QuantizedLinear(
             matrix, out_features=projection.out_features, dtype=dtype, device=device
         )

@@ -57,8 +57,9 @@ def build_sublayer(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    packed: bool = False,
 ) -> Sublayer:
-    """Load one sublayer.
+    """Load one sublayer; `packed` as of `load_linear`.
 
     Raises:
         MissingTensor: one of its tensors is absent.
@@ -66,7 +67,12 @@ def build_sublayer(
     """
     linears = {
         projection.name: load_linear(
-            tensors, projection, dtype=dtype, device=device, zero_offset=spec.zero_offset
+            tensors,
+            projection,
+            dtype=dtype,
+            device=device,
+            zero_offset=spec.zero_offset,
+            packed=packed,
         )
         for projection in sublayer.projections
     }

@@ -12,6 +12,7 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import MissingTensor, PreflightFailed, TensorShapeError
 from exl2flow.inference import load_model
+from exl2flow.kernels import get_ops
 from exl2flow.model import resolve
 from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.quant.preflight import preflight
@@ -79,6 +80,19 @@ def test_act_order_gives_every_in_feature_its_own_group() -> None:
 
     for row, group in enumerate(g_idx.tolist()):
         assert torch.equal(found[row], (codes[row] - zeros[group] - 1).half() * scales[group])
+
+
+def test_rows_of_a_group_are_laid_out_together() -> None:
+    codes, zeros, scales = drawn(3)
+    g_idx = torch.randperm(K) % 3
+    tensors = stored(codes, zeros, scales, g_idx=g_idx)
+
+    packed = GptqMatrix.from_tensors(KEY, tensors, zero_offset=1).laid_out()
+
+    assert g_idx[packed.order].tolist() == sorted(g_idx.tolist())
+    found = torch.empty(K, N, dtype=torch.float16)
+    found[packed.order] = get_ops("cpu").decode_packed(packed).T
+    assert torch.equal(found, matrix_of(tensors))
 
 
 def test_an_index_of_zeros_is_none() -> None:

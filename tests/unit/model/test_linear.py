@@ -10,6 +10,7 @@ from exl2flow.kernels import Group
 from exl2flow.model import (
     DenseLinear,
     Linear,
+    PackedLinear,
     ProjectionSpec,
     QuantizedLinear,
     QuantizedMatrix,
@@ -78,6 +79,17 @@ def test_exl2_weight_equals_the_decoded_matrix_without_padding(tmp_path: Path) -
 
     expected = matrix.dequantize(torch.float32)[:, :N].T
     torch.testing.assert_close(linear.weight, expected, rtol=0, atol=0)
+
+
+def test_a_packed_linear_is_the_same_map(tmp_path: Path) -> None:
+    matrix, x = quantized(), torch.randn(2, 3, K)
+    decoded = load(tmp_path, matrix.to_tensors("q"))
+
+    linear = load(tmp_path, matrix.to_tensors("q"), packed=True)
+
+    assert isinstance(linear, PackedLinear)
+    assert torch.equal(linear.weight.float(), decoded.weight)
+    torch.testing.assert_close(linear(x), decoded(x), rtol=2e-3, atol=2e-3)
 
 
 def test_stored_bias_is_ignored_where_the_config_has_none(tmp_path: Path) -> None:

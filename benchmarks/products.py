@@ -1,0 +1,110 @@
+"""Time the products of one token with all matrices of a quantized model: `python products.py`.
+
+Random codes in the shape of a Llama, repeated for every layer so that nothing stays in the cache of
+the chip; launches are recorded as a CUDA graph. Prints a table for `docs/benchmarks.md`.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from exl2flow.kernels import Group, PackedMatrix, get_ops
+
+SHAPES = {  # hidden, MLP, keys and values, vocabulary, layers
+    "7b": (4096, 11008, 4096, 32000, 32),
+    "8b": (4096, 14336, 1024, 128256, 32),
+}
+GROUP_ROWS = 128
+HEAD_BITS = 6
+
+
+def mix(bpw: float, k: int) -> list[Group]:
+    """Return groups of the widths above and below, which have so many bits in the mean."""
+    widths = (2, 3, 4, 5, 6, 8)
+    low = max(width for width in widths if width <= bpw)
+    high = min(width for width in widths if width >= bpw)
+    share = 0.0 if low == high else (bpw - low) / (high - low)
+    first = round(k / GROUP_ROWS * share)
+    return [
+        Group(bits=high if i < first else low, start=i * GROUP_ROWS, rows=GROUP_ROWS)
+        for i in range(k // GROUP_ROWS)
+    ]
+
+
+def random_matrix(k: int, n: int, bpw: float) -> PackedMatrix:
+    groups = mix(bpw, k)
+    words = sum(group.bits * group.rows for group in groups)
+    scales = torch.randint(0, 1 << 16, (n // 32, len(groups), 8), dtype=torch.int32, device="cuda")
+    return PackedMatrix(
+        codes=torch.randint(-(2**31), 2**31, (n // 32, words), dtype=torch.int32, device="cuda"),
+        scales=scales | (0x0101 << 16),
+        groups=tuple(groups),
+        order=torch.randperm(k, device="cuda"),
+        columns=n,
+    )
+
+
+def matrices(shape: str, bpw: float) -> list[PackedMatrix]:
+    """Return all matrices of a model that a token is multiplied with."""
+    hidden, mlp, kv, vocabulary, layers = SHAPES[shape]
+    of_layer = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
+    of_layer += [(hidden, mlp), (hidden, mlp), (mlp, hidden)]
+    found = [random_matrix(k, n, bpw) for _ in range(layers) for k, n in of_layer]
+    return [*found, random_matrix(hidden, vocabulary, max(bpw, HEAD_BITS))]
+
+
+def milliseconds(work: Callable[[], None], repeats: int = 20) -> float:
+    """Return the median of a recorded graph's times."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--bpw", nargs="+", type=float, default=[2.5, 3.0, 4.0, 5.0, 6.0, 8.0])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16])
+    arguments = parser.parse_args()
+    ops, empty = get_ops("cuda"), torch.empty(1 << 28, dtype=torch.int32, device="cuda")
+    copy = milliseconds(lambda: empty.add_(1))
+    peak = 8 * empty.numel() / copy / 1e6
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies at {peak:.0f} GB/s\n")
+    print("| bpw | GB | rows | ms | GB/s | of copies | tokens/s at most |")
+    print("|---|---|---|---|---|---|---|")
+    for bpw in arguments.bpw:
+        model = matrices(arguments.shape, bpw)
+        size = 4e-9 * sum(m.codes.numel() + m.scales.numel() for m in model)
+        for rows in arguments.rows:
+            inputs = {
+                k: torch.randn(rows, k, device="cuda").half() for k in {m.shape[0] for m in model}
+            }
+
+            def token(model=model, inputs=inputs) -> None:
+                for matrix in model:
+                    ops.multiply(inputs[matrix.shape[0]], matrix)
+
+            taken = milliseconds(token)
+            speed = 1e3 * size / taken
+            print(
+                f"| {bpw} | {size:.2f} | {rows} | {taken:.3f} | {speed:.0f} | {speed / peak:.0%} "
+                f"| {1e3 * rows / taken:.0f} |",
+                flush=True,
+            )
+        del model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""How a quantized matrix lies in memory when a model runs: made on load, of what the file holds.
+
+Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. Of each panel a lane of a
+warp has the codes that it feeds to a tensor core, in the bits where one instruction makes fp16
+numbers of them. `docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch.nn import functional
+
+from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS, Group
+
+TILE = 32  # columns
+LANES = 32
+# how far the upper bits of a fragment's codes lie to the left of where they are used
+TURNS = {3: (0, 1, 8, 9), 5: (0, 1, 2, 3, 8, 9, 10, 11), 6: (0, 2, 8, 10)}
+# words of a lane that lie side by side
+PIECES = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [4, 4]}
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+class PackedMatrix:
+    """A quantized matrix (k, columns) as kernels read it; with padding it has whole tiles.
+
+    codes: int32 (tiles, words), panels in row order, bits · 32 words each.
+    scales: int32 (tiles, groups, 8), by lane: a nibble for each of its columns, and the fp16 unit
+    above them; of GPTQ (tiles, groups, 8, 4): four fp16 scales and four fp16 zeros.
+    order: int64 (k,), the in-feature of each row.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    groups: tuple[Group, ...]
+    order: torch.Tensor
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.order), self.columns
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether scales and zeros are given as in GPTQ."""
+        return self.scales.dim() == 4
+
+    def panels(self) -> tuple[tuple[int, int, int], ...]:
+        """Return bits, first word and group of every panel."""
+        kinds = [
+            (group.bits, index)
+            for index, group in enumerate(self.groups)
+            for _ in range(group.rows // PANEL_ROWS)
+        ]
+        words = accumulate((LANES * bits for bits, _ in kinds), initial=0)
+        return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
+
+    def cut(self, columns: int) -> "PackedMatrix":
+        """Return the matrix without the columns that pad it."""
+        return replace(self, columns=columns)
+
+
+@cache
+def places(bits: int) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+    """Return where the 32 codes of a lane go: word, place, first bit and bits of each piece.
+
+    Code `8 f + 2 s + h` belongs to fragment f (m-tile f // 2, k-step f % 2), register s, half h.
+    """
+
+    def pieces(f: int, s: int, h: int) -> Iterator[tuple[int, int, int, int]]:
+        half = 16 * h
+        if bits == 8:
+            yield 2 * f + s // 2, 8 * (s % 2) + half, 0, 8
+        elif bits >= 4:
+            yield f, 4 * s + half, 0, 4
+            above = 4 + 4 * (s % 2) + half
+            if bits == 5:
+                yield 4, (above + TURNS[5][2 * f + s // 2]) % 32, 4, 1
+            if bits == 6:
+                yield 4 + f // 2, (above + TURNS[6][2 * (f % 2) + s // 2]) % 32, 4, 2
+        else:
+            yield f // 2, 8 * (f % 2) + 2 * s + half, 0, 2
+            if bits == 3:
+                yield 2, (2 * s + 2 + half + TURNS[3][f]) % 32, 2, 1
+
+    return tuple(tuple(pieces(f, s, h)) for f in range(4) for s in range(4) for h in range(2))
+
+
+def _owned(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column, in a panel, of the codes of all lanes: int64 (32 codes, 32 lanes)."""
+    lane = torch.arange(LANES, device=device)
+    f, s, h = (
+        x.reshape(-1, 1)
+        for x in torch.meshgrid(*(torch.arange(c, device=device) for c in (4, 4, 2)), indexing="ij")
+    )
+    rows = 8 * (lane % 4) + 4 * (f % 2) + 2 * (s // 2) + h
+    return rows, 16 * (f // 2) + 8 * (s % 2) + lane // 4
+
+
+def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """Lay out codes uint8 (k, n), n a multiple of 32, as `PackedMatrix.codes`."""
+    _, n = codes.shape
+    rows, columns = _owned(codes.device)
+    parts = []
+    for bits, start, stop in _runs(groups):
+        panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
+        words = codes.new_zeros(n // TILE, panels.shape[1], bits, LANES, dtype=torch.int32)
+        for index, pieces in enumerate(places(bits)):
+            code = panels[:, :, rows[index], columns[index]].int()
+            for word, place, first, width in pieces:
+                part = code.bitwise_right_shift(first).bitwise_and((1 << width) - 1)
+                words[:, :, word] |= part.bitwise_left_shift(place)
+        by_piece = torch.split(words, PIECES[bits], dim=2)
+        parts.append(torch.cat([p.transpose(2, 3).flatten(2) for p in by_piece], 2).flatten(1))
+    return torch.cat(parts, 1)
+
+
+def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
+    """Invert `pack_codes`: codes uint8 (k, n), padding included."""
+    packed, tiles = matrix.codes, len(matrix.codes)
+    rows, columns = _owned(packed.device)
+    codes = packed.new_zeros(tiles, len(matrix.order), TILE, dtype=torch.uint8)
+    word = 0
+    for bits, start, stop in _runs(matrix.groups):
+        count = (stop - start) // PANEL_ROWS
+        run = packed[:, word : word + count * bits * LANES].view(tiles, count, -1)
+        word += count * bits * LANES
+        pieces = torch.split(run, [LANES * size for size in PIECES[bits]], dim=2)
+        words = torch.cat([p.view(tiles, count, LANES, -1) for p in pieces], 3)
+        panels = codes[:, start:stop].view(tiles, count, PANEL_ROWS, TILE)
+        for index, parts in enumerate(places(bits)):
+            value = torch.zeros_like(words[..., 0])
+            for place_word, place, first, width in parts:
+                bits_there = words[..., place_word].bitwise_right_shift(place)
+                value |= bits_there.bitwise_and((1 << width) - 1).bitwise_left_shift(first)
+            panels[:, :, rows[index], columns[index]] = value.to(torch.uint8)
+    return codes.transpose(0, 1).flatten(1)
+
+
+def pack_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+    """Lay out scale codes uint8 (g, n) and their maxima fp16 (g,) as `PackedMatrix.scales`."""
+    units = (max_scales.float() / SCALE_LEVELS**2).half().view(torch.int16).int()
+    nibbles = codes.view(len(codes), -1, 4, 8).int()
+    words = units[:, None, None].bitwise_left_shift(16).expand(-1, nibbles.shape[1], 8).clone()
+    for index in range(4):
+        words |= nibbles[:, :, index].bitwise_left_shift(4 * index)
+    return words.transpose(0, 1).contiguous()
+
+
+def pack_zeros(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Lay out scales and zeros fp16 (g, n) of GPTQ as `PackedMatrix.scales`."""
+    both = torch.stack([scales, zeros]).view(2, len(scales), -1, 4, 8)
+    return both.permute(2, 1, 4, 0, 3).flatten(3).contiguous().view(torch.int32)
+
+
+def decoded_scales(matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return scales, and zeros if there are any, fp16 (g, n)."""
+    if matrix.has_zeros:
+        halves = matrix.scales.view(torch.float16)
+        both = halves.view(*halves.shape[:3], 2, 4).permute(3, 1, 0, 4, 2)
+        scales, zeros = both.flatten(2)
+        return scales, zeros
+    shifts = 4 * torch.arange(4, device=matrix.scales.device)[:, None]
+    words = matrix.scales.transpose(0, 1)
+    levels = words[:, :, None].bitwise_right_shift(shifts).bitwise_and(15).float() + 1
+    units = words[:, 0, 0].bitwise_right_shift(16).to(torch.int16).view(torch.float16).float()
+    return (levels.square() * units[:, None, None, None]).half().flatten(1), None
+
+
+def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
+    """See `Ops.decode_packed`."""
+    scales, zeros = decoded_scales(matrix)
+    rows = torch.tensor([group.rows for group in matrix.groups], device=scales.device)
+    of_row = torch.arange(len(rows), device=scales.device).repeat_interleave(rows)
+    halves = torch.tensor([group.half_range for group in matrix.groups], device=scales.device)
+    lower = halves.half()[:, None].expand_as(scales) if zeros is None else zeros
+    values = (unpack_codes(matrix).half() - lower[of_row]) * scales[of_row]
+    return values.T[: matrix.columns].contiguous()
+
+
+def multiply(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+    """See `Ops.multiply`."""
+    return (x[:, matrix.order].float() @ decode_packed(matrix).float().T).half()
+
+
+def whole_tiles(x: torch.Tensor) -> torch.Tensor:
+    """Return rows (r, n), zeros added until n is a multiple of 32."""
+    return functional.pad(x, (0, -x.shape[1] % TILE))
+
+
+def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
+    """Yield bits, first row and end of rows of one width."""
+    start = 0
+    for index, group in enumerate(groups):
+        stop = group.start + group.rows
+        if index + 1 == len(groups) or groups[index + 1].bits != group.bits:
+            yield group.bits, start, stop
+            start = stop

@@ -1,0 +1,112 @@
+"""Products with packed matrices on the GPU against the decoded matrix."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.progress import silent
+from exl2flow.flows.conversion import open_pipeline
+from exl2flow.inference import load_model
+from exl2flow.kernels import Group, PackedMatrix, get_ops, pack_codes, pack_scales, pack_zeros
+from exl2flow.kernels.packed import decode_packed
+from exl2flow.model import PackedLinear
+from exl2flow.tasks.stages import STAGES
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BITS = (2, 3, 4, 5, 6, 8)
+TOLERANCE = 2e-3  # of the norm: fp16 results of fp32 sums
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def packed(k: int, n: int, *kinds: tuple[int, int], zeros: bool = False) -> PackedMatrix:
+    """Return a matrix of random codes; the last kind of group goes on to the end."""
+    groups: list[Group] = []
+    while (start := sum(group.rows for group in groups)) < k:
+        bits, rows = kinds[min(len(groups), len(kinds) - 1)]
+        groups.append(Group(bits=bits, start=start, rows=min(rows, k - start)))
+    codes = torch.cat(
+        [torch.randint(0, 1 << g.bits, (g.rows, n), dtype=torch.uint8) for g in groups]
+    )
+    count, wide = len(groups), -(-n // 32) * 32
+    codes = torch.nn.functional.pad(codes, (0, wide - n)).to(DEVICE)
+    scale_codes = torch.randint(0, 16, (count, wide), dtype=torch.uint8, device=DEVICE)
+    maxima = (torch.rand(count, device=DEVICE) * 0.05 + 1e-5).half()
+    found = torch.rand(count, wide, device=DEVICE).half()
+    lower = torch.randint(0, 17, (count, wide), device=DEVICE).half()
+    return PackedMatrix(
+        codes=pack_codes(codes, groups),
+        scales=pack_zeros(found, lower) if zeros else pack_scales(scale_codes, maxima),
+        groups=tuple(groups),
+        order=torch.randperm(k, device=DEVICE),
+        columns=n,
+    )
+
+
+def check(matrix: PackedMatrix, rows: int) -> None:
+    ops, (k, _) = get_ops(DEVICE), matrix.shape
+    x = torch.randn(rows, k, device=DEVICE).half()
+
+    y = ops.multiply(x, matrix)
+
+    expected = x[:, matrix.order].double() @ decode_packed(matrix).double().T
+    error = (y.double() - expected).norm() / expected.norm()
+    assert error <= TOLERANCE, (matrix.shape, rows, float(error))
+    assert torch.equal(ops.multiply(x, matrix), y)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 70])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_width_is_multiplied(bits: int, rows: int) -> None:
+    check(packed(512, 160, (bits, 32)), rows)
+    check(packed(1056, 100, (bits, 128)), rows)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("shape", [(32, 32), (4096, 4096), (11008, 96), (20000, 64), (96, 33000)])
+def test_every_shape_is_multiplied(shape: tuple[int, int], rows: int) -> None:
+    k, n = shape
+    check(packed(k, n, (6, 32), (6, 128), (5, 64), (4, 32), (4, 96), (4, 256), (3, 64)), rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 33])
+def test_gptq_matrices_are_multiplied(rows: int) -> None:
+    check(packed(512, 136, (4, 128), zeros=True), rows)
+    check(packed(4096, 4096, (4, 32), zeros=True), rows)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_decoded_values_are_exact(zeros: bool) -> None:
+    for bits in (4,) if zeros else BITS:
+        matrix = packed(352, 100, (bits, 32), (bits, 128), zeros=zeros)
+
+        assert torch.equal(get_ops(DEVICE).decode_packed(matrix), decode_packed(matrix))
+
+
+def test_a_loaded_model_stays_quantized_and_says_the_same(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "source")
+    config = small_config(source, tmp_path / "out", bpw=4.0)
+    pipeline = open_pipeline(config, [stage for stage in STAGES if stage.name != "validate"])
+    for name in pipeline.stages:
+        pipeline.run(name, progress=silent)
+    ids = torch.randint(0, 200, (1, 40))
+
+    on_card, on_cpu = load_model(config.out, device=DEVICE), load_model(config.out, device="cpu")
+
+    assert isinstance(on_card.decoder.head.linear, PackedLinear)
+    for count in (1, 9, 40):
+        found = on_card.decoder.forward(ids[:, :count].to(DEVICE)).cpu()
+        expected = on_cpu.decoder.forward(ids[:, :count])
+        torch.testing.assert_close(found.softmax(-1), expected.softmax(-1), atol=5e-3, rtol=5e-2)
