@@ -26,7 +26,7 @@ DEFINITIONS = {
     "GRID_TOGETHER": GRID_TOGETHER,
     "GRID_POINTS": torch_ops.GRID_POINTS,
     "SCALE_LEVELS": SCALE_LEVELS,
-    "TILE": TILE,
+    "TILE_COLUMNS": TILE,
     "CTA_WARPS": product.WARPS,
     "STEP": product.STEP,
     "MOST_STEPS": product.MOST_STEPS,

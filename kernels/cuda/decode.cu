@@ -36,8 +36,8 @@ __device__ __forceinline__ void decode(const byte* codes, const byte* scales, co
     codes += (integer)blockIdx.x * tile_bytes + table[1] * 128;
     scales += ((integer)blockIdx.x * groups + table[2]) * (GPTQ ? 128 : 32);
     const Scales own = scales_of<GPTQ>(scales, lane / 4);
-    y += (integer)blockIdx.x * TILE * k + panel * PANEL_ROWS;
-    columns -= blockIdx.x * TILE;
+    y += (integer)blockIdx.x * TILE_COLUMNS * k + panel * PANEL_ROWS;
+    columns -= blockIdx.x * TILE_COLUMNS;
     switch (table[0]) {
         case 2: decode_panel<2, GPTQ>(codes, own, lane, columns, k, y); break;
         case 3: decode_panel<3, GPTQ>(codes, own, lane, columns, k, y); break;

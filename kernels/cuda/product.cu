@@ -101,7 +101,7 @@ __device__ __forceinline__ bool is_last(int* arrived, int parts) {
 // the rows.
 template <int NT, int KW, int STAGES, bool GPTQ>
 __device__ __forceinline__ void product(const Matrix& m) {
-    constexpr int CW = CTA_WARPS / KW, COLUMNS = CW * TILE, SCALE_BYTES = GPTQ ? 128 : 32;
+    constexpr int CW = CTA_WARPS / KW, COLUMNS = CW * TILE_COLUMNS, SCALE_BYTES = GPTQ ? 128 : 32;
     constexpr int SLOT = STEP + MOST_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void product(const Matrix& m) {
         float* stored = m.partial + (integer)tile * parts * NT * 8 * COLUMNS;
         const int own = (warp + tile) % CTA_WARPS;
         auto write = [&](int unit, int n, float value) {
-            const int column = tile * COLUMNS + unit % CW * TILE + lane;
+            const int column = tile * COLUMNS + unit % CW * TILE_COLUMNS + lane;
             if (column < m.columns)
                 m.y[(integer)(8 * n + unit / CW) * m.columns + column] = to_half(value);
         };
@@ -194,13 +194,13 @@ __device__ __forceinline__ void product(const Matrix& m) {
             float* room = sums + (turn ^= 1) * kept;
 #pragma unroll
             for (int v = 0; v < 8; ++v) {
-                const int r = 2 * t + v % 2, c = column_warp * TILE + 8 * (v / 2) + g;
+                const int r = 2 * t + v % 2, c = column_warp * TILE_COLUMNS + 8 * (v / 2) + g;
                 if (r < rows)
                     room[(row_warp * rows + r) * COLUMNS + c] = total[2 * n + v / 4][v % 4];
             }
             __syncthreads();
             for (int unit = own; unit < rows * CW; unit += CTA_WARPS) {
-                const int place = unit * TILE + lane;
+                const int place = unit * TILE_COLUMNS + lane;
                 float value = 0.0f;
 #pragma unroll
                 for (int w = 0; w < KW; ++w) value += room[w * rows * COLUMNS + place];
@@ -214,7 +214,7 @@ __device__ __forceinline__ void product(const Matrix& m) {
             for (int unit = own; unit < min(8, m.rows - 8 * n) * CW; unit += CTA_WARPS) {
                 float value = 0.0f;
                 for (int q = 0; q < parts; ++q)
-                    value += __ldcg(stored + (q * NT + n) * 8 * COLUMNS + unit * TILE + lane);
+                    value += __ldcg(stored + (q * NT + n) * 8 * COLUMNS + unit * TILE_COLUMNS + lane);
                 write(unit, n, value);
             }
     }
