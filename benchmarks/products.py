@@ -5,10 +5,9 @@ the chip; launches are recorded as a CUDA graph. Prints a table for `docs/benchm
 """
 
 import argparse
-from collections.abc import Callable
-from statistics import median
 
 import torch
+from timing import copy_rate, milliseconds
 
 from exl2flow.kernels import Group, PackedMatrix, get_ops
 
@@ -55,32 +54,13 @@ def matrices(shape: str, bpw: float) -> list[PackedMatrix]:
     return [*found, random_matrix(hidden, vocabulary, max(bpw, HEAD_BITS))]
 
 
-def milliseconds(work: Callable[[], None], repeats: int = 20) -> float:
-    """Return the median of a recorded graph's times."""
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--bpw", nargs="+", type=float, default=[2.5, 3.0, 4.0, 5.0, 6.0, 8.0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16])
     arguments = parser.parse_args()
-    ops, empty = get_ops("cuda"), torch.empty(1 << 28, dtype=torch.int32, device="cuda")
-    copy = milliseconds(lambda: empty.add_(1))
-    peak = 8 * empty.numel() / copy / 1e6
+    ops, peak = get_ops("cuda"), copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies at {peak:.0f} GB/s\n")
     print("| bpw | GB | rows | ms | GB/s | of copies | tokens/s at most |")
     print("|---|---|---|---|---|---|---|")

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 from exl2flow.kernels import product, torch_descent, torch_ops, torch_refit
+from exl2flow.kernels.cache_formats import PAGE_TOKENS
 from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.ops import MOST_COLUMNS
 from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # of a CTA where each thread has a column
+ATTENTION_WARPS = 4  # of a CTA that attends
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
 DEFINITIONS = {
@@ -31,6 +33,8 @@ DEFINITIONS = {
     "STEP": product.STEP,
     "MOST_STEPS": product.MOST_STEPS,
     "MOST_PANELS": product.MOST_PANELS,
+    "ATTENTION_WARPS": ATTENTION_WARPS,
+    "PAGE_TOKENS": PAGE_TOKENS,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
     "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,
     "LEAST_UNIT": torch_refit.LEAST_UNIT,

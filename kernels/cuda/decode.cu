@@ -49,7 +49,7 @@ __device__ __forceinline__ void decode(const byte* codes, const byte* scales, co
 }
 
 #define DECODE(NAME, GPTQ)                                                                        \
-    extern "C" __global__ void NAME(const byte* codes, const byte* scales, const integer* table,     \
+    extern "C" __global__ void NAME(const byte* codes, const byte* scales, const integer* table,  \
                                     half_bits* y, integer k, integer columns, integer tile_bytes, \
                                     integer groups) {                                             \
         decode<GPTQ>(codes, scales, table, y, k, columns, tile_bytes, groups);                    \

@@ -23,6 +23,14 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
 __device__ __forceinline__ u32 turned(u32 a, int by) { return __funnelshift_r(a, a, by); }
 __device__ __forceinline__ constexpr u32 twice(u32 a) { return a | a << 16; }
 
+__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // What a code of fragment f (m-tile f / 2, k-step f % 2) is above as an fp16 pair: fields that begin
 // at bit 0, 2, 4, 6 of a mantissa count whole numbers below the exponents of 1024, 256, 64, 16.
 template <int B> __device__ __forceinline__ constexpr u32 base_of(int s) {

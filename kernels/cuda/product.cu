@@ -15,19 +15,11 @@ struct Matrix {
 };
 
 // Panels that share bits, in groups of equal length: where codes and scales lie, bytes in a tile;
-// the row of x. kind: bits | panels << 4 | those of a group << 8 | 16 bytes of codes << 12, of scales
-// << 20
+// the row of x. kind: bits | panels << 4 | those of a group << 8 | 16 bytes of codes << 12,
+// of scales << 20
 struct Step {
     int codes, scales, row, kind;
 };
-
-__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 __device__ __forceinline__ void copy_async(u32 to, const byte* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
@@ -214,7 +206,8 @@ __device__ __forceinline__ void product(const Matrix& m) {
             for (int unit = own; unit < min(8, m.rows - 8 * n) * CW; unit += CTA_WARPS) {
                 float value = 0.0f;
                 for (int q = 0; q < parts; ++q)
-                    value += __ldcg(stored + (q * NT + n) * 8 * COLUMNS + unit * TILE_COLUMNS + lane);
+                    value += __ldcg(stored + (q * NT + n) * 8 * COLUMNS +
+                                    unit * TILE_COLUMNS + lane);
                 write(unit, n, value);
             }
     }

@@ -25,6 +25,7 @@ def test_source_compiles_without_a_warning(file: str, device: int) -> None:
 
 def test_no_source_is_left_out() -> None:
     assert SOURCES == [
+        "attention.cu",
         "decode.cu",
         "descend.cu",
         "pack.cu",

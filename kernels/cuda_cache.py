@@ -1,0 +1,100 @@
+"""The cache's operations on a GPU: kernels write rows, and attend for one new token per sequence.
+
+The rest is torch on the device.
+"""
+
+import numpy as np
+import torch
+
+from exl2flow.kernels import torch_cache
+from exl2flow.kernels.cache_formats import (
+    PAGE_TOKENS,
+    UNIT,
+    CacheRows,
+    Element,
+    LayerStore,
+    padded_width,
+)
+from exl2flow.kernels.compiler import ATTENTION_WARPS, THREADS, launch, limits
+
+HEAD_DIMS = (64, 128)
+MOST_HEADS = 16  # query heads of a key head
+MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
+CTAS_TOGETHER = 4  # of a multiprocessor
+TILES_APART = 4  # a part has as many tiles of 16 positions, at full length
+CALL = np.dtype(
+    [
+        (name, np.uint64)
+        for name in (
+            *("q", "k", "v", "keys", "key_scales", "values", "value_scales"),
+            *("tables", "lengths", "partial", "arrived", "out"),
+        )
+    ]
+    + [(name, np.int32) for name in ("heads", "kv_heads", "pages", "splits", "window")]
+    + [("scale", np.float32), ("softcap", np.float32)],
+    align=True,
+)
+
+
+def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """See `Ops.write_cache`."""
+    for rows, x in ((store.keys, k), (store.values, v)):
+        _write_rows(rows, slots, x.reshape(len(slots), rows.width).half().contiguous())
+
+
+def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
+    units = padded_width(rows.width) // UNIT
+    grid = (len(slots), -(-units // (THREADS // 32)))
+    element = list(Element).index(rows.element)
+    launch(
+        "attention.cu", "write_rows", grid, x, slots, rows.data, rows.scales, rows.width, element
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `Ops.paged_attention`."""
+    b, tokens, heads, head_dim = q.shape
+    kv_heads, pages = store.kv_heads, tables.shape[1]
+    is_known = head_dim in HEAD_DIMS and heads <= MOST_HEADS * kv_heads and q.dtype == torch.float16
+    if tokens > 1 or not is_known:
+        return torch_cache.paged_attention(
+            q, k, v, store, tables, lengths, scale=scale, window=window, softcap=softcap
+        )
+    processors, _ = limits(q.device.index)
+    splits = min(
+        MOST_SPLITS,
+        max(1, CTAS_TOGETHER * processors // (b * kv_heads)),
+        max(1, pages * PAGE_TOKENS // (16 * TILES_APART)),
+    )
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out = torch.empty_like(q)
+    partial = torch.empty(b, kv_heads, splits, MOST_HEADS, head_dim + 2, device=q.device)
+    arrived = torch.zeros(b, kv_heads, dtype=torch.int32, device=q.device)
+    call = np.zeros(1, CALL)[0]
+    for name, tensor in (
+        ("q", q), ("k", k), ("v", v), ("keys", store.keys.data), ("key_scales", store.keys.scales),
+        ("values", store.values.data), ("value_scales", store.values.scales), ("tables", tables),
+        ("lengths", lengths), ("partial", partial), ("arrived", arrived), ("out", out),
+    ):  # fmt: skip
+        assert tensor.is_contiguous(), f"{name} is not contiguous"
+        call[name] = tensor.data_ptr()
+    for name, value in (
+        ("heads", heads), ("kv_heads", kv_heads), ("pages", pages), ("splits", splits),
+        ("window", window or 0), ("scale", scale), ("softcap", softcap or 0.0),
+    ):  # fmt: skip
+        call[name] = value
+    kind = f"{store.keys.element.name}_{store.values.element.name}".lower()
+    grid = (splits, kv_heads, b)
+    launch("attention.cu", f"{kind}_{head_dim}", grid, call, threads=32 * ATTENTION_WARPS)
+    return out

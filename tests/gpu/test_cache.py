@@ -1,0 +1,86 @@
+"""What the cache stores, and attention to it, on the GPU against the torch twins."""
+
+import pytest
+import torch
+
+from exl2flow.kernels import CACHE_FORMATS, LayerStore, get_ops, slots_of, torch_cache
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+LENGTHS = (0, 1, 17, 255, 256, 700)
+PAGES = 3
+
+
+def store_of(name: str, *, pages: int, kv_heads: int, head_dim: int) -> LayerStore:
+    """Return a store whose memory holds what no kernel may read."""
+    store = LayerStore.empty(
+        CACHE_FORMATS[name], pages=pages, kv_heads=kv_heads, head_dim=head_dim, device=DEVICE
+    )
+    for rows in (store.keys, store.values):
+        rows.data.fill_(255)
+        rows.scales.fill_(float("nan"))
+    return store
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (1, 64), (5, 24), (8, 128)])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_rows_are_stored_as_the_twin_stores_them(name: str, shape: tuple[int, int]) -> None:
+    kv_heads, head_dim = shape
+    found, expected = (
+        store_of(name, pages=2, kv_heads=kv_heads, head_dim=head_dim) for _ in range(2)
+    )
+    slots = torch.randperm(512, device=DEVICE)[:100]
+    k, v = torch.randn(2, 100, kv_heads, head_dim, device=DEVICE).half()
+    k[3], v[5, 0] = 0, 60000.0
+
+    get_ops(DEVICE).write_cache(found, slots, k, v)
+    torch_cache.write_cache(expected, slots, k, v)
+
+    for mine, twin in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert int((mine.data != twin.data).sum()) <= mine.data.numel() // 1000
+        torch.testing.assert_close(mine.scales, twin.scales, rtol=2e-3, atol=0, equal_nan=True)
+    for mine, twin in zip(
+        torch_cache.read_cache(found, slots), torch_cache.read_cache(expected, slots), strict=True
+    ):
+        error = (mine.float() - twin.float()).norm() / twin.float().norm()
+        assert error <= 1e-2
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (28, 4), (32, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_a_new_token_attends_as_the_twin_does(
+    name: str, head_dim: int, heads: tuple[int, int]
+) -> None:
+    (count, kv_heads), b, ops = heads, len(LENGTHS), get_ops(DEVICE)
+    store = store_of(name, pages=b * PAGES, kv_heads=kv_heads, head_dim=head_dim)
+    tables = torch.randperm(b * PAGES, device=DEVICE).view(b, PAGES).int()
+    for table, length in zip(tables, LENGTHS, strict=True):
+        k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).half()
+        torch_cache.write_cache(store, slots_of(table, 0, length), k, v)
+    q = torch.randn(b, 1, count, head_dim, device=DEVICE).half() * 2
+    k, v = torch.randn(2, b, 1, kv_heads, head_dim, device=DEVICE).half()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    inputs = (q, k, v, store, tables, lengths)
+    for window, softcap in ((None, None), (100, None), (None, 5.0)):
+        options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
+
+        found = ops.paged_attention(*inputs, **options)
+
+        expected = torch_cache.paged_attention(*inputs, **options)
+        error = (found.float() - expected.float()).flatten(1).norm(dim=1)
+        assert (error <= 2e-3 * expected.float().flatten(1).norm(dim=1)).all(), (window, softcap)
+        assert torch.equal(ops.paged_attention(*inputs, **options), found)
+
+
+def test_what_no_kernel_is_made_for_is_left_to_torch() -> None:
+    store = store_of("q8", pages=2, kv_heads=2, head_dim=96)
+    q, (k, v) = torch.randn(1, 3, 4, 96, device=DEVICE), torch.randn(2, 1, 3, 2, 96, device=DEVICE)
+    tables = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    inputs = (q, k, v, store, tables, lengths)
+
+    found = get_ops(DEVICE).paged_attention(*inputs, scale=0.1)
+
+    assert torch.equal(found, torch_cache.paged_attention(*inputs, scale=0.1))
