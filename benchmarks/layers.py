@@ -46,37 +46,54 @@ SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
 LAYER = re.compile(r"model\.layers\.\d+")
 
 
-def make_model(folder: Path, shape: str, layers: int) -> None:
-    """Write a Llama of random fp16 weights."""
+def write_config(folder: Path, shape: str, layers: int) -> None:
+    """Write what a model folder has beside its weights."""
     hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
     config = json.loads((TOKENIZER / "config.json").read_bytes()) | {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": hidden // heads,
-        "vocab_size": vocab, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+        "vocab_size": vocab, "tie_word_embeddings": False, "max_position_embeddings": 65536,
     }  # fmt: skip
     folder.mkdir()
     for file in TOKENIZER.glob("*.json"):
         shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def linear_shapes(shape: str, layers: int) -> dict[str, tuple[int, int]]:
+    """Return out- and in-features of all linears, the head last."""
+    hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
     rows = {"q_proj": hidden, "k_proj": kv_heads * (hidden // heads), "o_proj": hidden}
     rows |= {"v_proj": rows["k_proj"], "gate_proj": intermediate, "up_proj": intermediate}
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    shapes = {}
     for layer in range(layers):
         for name, count in rows.items():
             part = "mlp" if name in ("gate_proj", "up_proj") else "self_attn"
             shapes[f"model.layers.{layer}.{part}.{name}"] = (count, hidden)
         shapes[f"model.layers.{layer}.mlp.down_proj"] = (hidden, intermediate)
+    return shapes | {"lm_head": (vocab, hidden)}
+
+
+def norms(shape: str, layers: int) -> dict[str, torch.Tensor]:
+    """Return the weights of all norms, ones."""
+    names = ["model.norm"]
+    names += [f"model.layers.{i}.input_layernorm" for i in range(layers)]
+    names += [f"model.layers.{i}.post_attention_layernorm" for i in range(layers)]
+    return {f"{key}.weight": torch.ones(SHAPES[shape][0]).half() for key in names}
+
+
+def make_model(folder: Path, shape: str, layers: int) -> None:
+    """Write a Llama of random fp16 weights."""
+    write_config(folder, shape, layers)
+    shapes = linear_shapes(shape, layers)
+    shapes["model.embed_tokens"] = shapes["lm_head"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     tensors = {
         f"{key}.weight": (torch.randn(size, device=device) * size[1] ** -0.5).half().cpu()
         for key, size in shapes.items()
     }
-    norms = ["model.norm"]
-    norms += [f"model.layers.{i}.input_layernorm" for i in range(layers)]
-    norms += [f"model.layers.{i}.post_attention_layernorm" for i in range(layers)]
-    tensors |= {f"{key}.weight": torch.ones(hidden).half() for key in norms}
-    write_tensors(folder / "model.safetensors", tensors)
+    write_tensors(folder / "model.safetensors", tensors | norms(shape, layers))
 
 
 class LayerTimes(logging.Handler):

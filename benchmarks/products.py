@@ -5,6 +5,7 @@ the chip; launches are recorded as a CUDA graph. Prints a table for `docs/benchm
 """
 
 import argparse
+from dataclasses import replace
 
 import torch
 from timing import copy_rate, milliseconds
@@ -45,13 +46,19 @@ def random_matrix(k: int, n: int, bpw: float) -> PackedMatrix:
     )
 
 
-def matrices(shape: str, bpw: float) -> list[PackedMatrix]:
-    """Return all matrices of a model that a token is multiplied with."""
+def random_matrices(k: int, ns: tuple[int, ...], bpw: float) -> list[PackedMatrix]:
+    """Return matrices that share the order of their rows."""
+    found = [random_matrix(k, n, bpw) for n in ns]
+    return [replace(matrix, order=found[0].order) for matrix in found]
+
+
+def matrices(shape: str, bpw: float) -> list[list[PackedMatrix]]:
+    """Return all matrices of a model that a token is multiplied with, those of one x together."""
     hidden, mlp, kv, vocabulary, layers = SHAPES[shape]
-    of_layer = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
-    of_layer += [(hidden, mlp), (hidden, mlp), (mlp, hidden)]
-    found = [random_matrix(k, n, bpw) for _ in range(layers) for k, n in of_layer]
-    return [*found, random_matrix(hidden, vocabulary, max(bpw, HEAD_BITS))]
+    of_layer = [(hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (mlp, mlp))]
+    of_layer += [(mlp, (hidden,))]
+    found = [random_matrices(k, ns, bpw) for _ in range(layers) for k, ns in of_layer]
+    return [*found, random_matrices(hidden, (vocabulary,), max(bpw, HEAD_BITS))]
 
 
 def main() -> None:
@@ -66,15 +73,17 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for bpw in arguments.bpw:
         model = matrices(arguments.shape, bpw)
-        size = 4e-9 * sum(m.codes.numel() + m.scales.numel() for m in model)
+        size = 4e-9 * sum(m.codes.numel() + m.scales.numel() for ms in model for m in ms)
         for rows in arguments.rows:
             inputs = {
                 k: torch.randn(rows, k, device="cuda").half() for k in {m.shape[0] for m in model}
             }
 
-            def token(model=model, inputs=inputs) -> None:
-                for matrix in model:
-                    ops.multiply(inputs[matrix.shape[0]], matrix)
+            def token(
+                model: list[list[PackedMatrix]] = model, inputs: dict[int, torch.Tensor] = inputs
+            ) -> None:
+                for together in model:
+                    ops.multiply(inputs[together[0].shape[0]], together)
 
             taken = milliseconds(token)
             speed = 1e3 * size / taken

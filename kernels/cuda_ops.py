@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ from exl2flow.kernels.ops import (
     half_ranges,
 )
 from exl2flow.kernels.packed import PackedMatrix
-from exl2flow.kernels.product import WARPS, Plan, most_rows, plan_of
+from exl2flow.kernels.product import MOST_MATRICES, WARPS, Plan, most_rows, plan_of
 from exl2flow.kernels.streams import kept
 from exl2flow.kernels.torch_ops import (
     GRID_EXPONENT,
@@ -249,22 +250,36 @@ class CudaOps(TorchOps):
         )  # fmt: skip
         return decoded
 
-    def multiply(self, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-        """See `Ops.multiply`; many rows meet the decoded matrix."""
-        x = x.index_select(1, matrix.order)
-        if len(x) > FEW_ROWS:
-            return x @ self.decode_packed(matrix).T
-        y = torch.empty(len(x), matrix.columns, dtype=x.dtype, device=x.device)
+    def multiply(self, x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
+        """See `Ops.multiply`; many rows meet decoded matrices."""
+        results: list[torch.Tensor] = []
+        for _, run in groupby(matrices, key=lambda matrix: id(matrix.order)):
+            alike = list(run)
+            ordered = x.index_select(1, alike[0].order)
+            if len(x) > FEW_ROWS:
+                results += [ordered @ self.decode_packed(matrix).T for matrix in alike]
+                continue
+            for first in range(0, len(alike), MOST_MATRICES):
+                results += self._multiply_few(ordered, tuple(alike[first : first + MOST_MATRICES]))
+        return results
+
+    def _multiply_few(
+        self, x: torch.Tensor, matrices: tuple[PackedMatrix, ...]
+    ) -> list[torch.Tensor]:
+        """Multiply matrices with the same rows in one launch, or as many as x needs."""
+        results = [x.new_empty(len(x), matrix.columns) for matrix in matrices]
         most = most_rows(limits(x.device.index)[1])
-        for part, result in zip(torch.split(x, most), torch.split(y, most), strict=True):
-            plan = _plan(matrix, len(part))
+        for first in range(0, len(x), most):
+            part = x[first : first + most]
+            plan = _plan(matrices, len(part))
             argument = plan.argument.copy()
-            argument["x"], argument["y"] = part.data_ptr(), result.data_ptr()
+            for entry, result in zip(argument["of"], results, strict=False):
+                entry["x"], entry["y"] = part.data_ptr(), result[first:].data_ptr()
             launch(
                 "product.cu", plan.name, plan.grid, argument,
                 threads=32 * WARPS, shared=plan.shared,
             )  # fmt: skip
-        return y
+        return results
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device.
@@ -337,16 +352,17 @@ def _warps(columns: int) -> int:
     return -(-columns // 32) * 32
 
 
-_PLANS: WeakKeyDictionary[PackedMatrix, dict[int, Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[PackedMatrix, dict[tuple[int, ...], Plan]] = WeakKeyDictionary()
 
 
-def _plan(matrix: PackedMatrix, rows: int) -> Plan:
+def _plan(matrices: tuple[PackedMatrix, ...], rows: int) -> Plan:
     """Return how a product is divided; made once."""
-    plans = _PLANS.setdefault(matrix, {})
-    if rows not in plans:
-        processors, most_shared = limits(matrix.codes.device.index)
-        plans[rows] = plan_of(matrix, rows, processors=processors, most_shared=most_shared)
-    return plans[rows]
+    plans = _PLANS.setdefault(matrices[0], {})
+    key = (rows, *map(id, matrices))
+    if key not in plans:
+        processors, most_shared = limits(matrices[0].codes.device.index)
+        plans[key] = plan_of(matrices, rows, processors=processors, most_shared=most_shared)
+    return plans[key]
 
 
 @kept

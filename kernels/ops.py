@@ -215,15 +215,15 @@ class Ops(Protocol):
         """Return a packed matrix as fp16 (columns, k), in the order of its rows."""
         ...
 
-    def multiply(self, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-        """Return x Q of a packed matrix, sums in fp32.
+    def multiply(self, x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
+        """Return x Q of packed matrices, sums in fp32.
 
         Args:
             x: fp16 (rows, k), in the order of the in-features.
-            matrix: Q, (k, columns).
+            matrices: each Q (k, columns); those that share `order` are multiplied together.
 
         Returns:
-            fp16 (rows, columns).
+            fp16 (rows, columns) of each.
         """
         ...
 

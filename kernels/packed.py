@@ -182,9 +182,9 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return values.T[: matrix.columns].contiguous()
 
 
-def multiply(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+def multiply(x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
     """See `Ops.multiply`."""
-    return (x[:, matrix.order].float() @ decode_packed(matrix).float().T).half()
+    return [(x[:, m.order].float() @ decode_packed(m).float().T).half() for m in matrices]
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:

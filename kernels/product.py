@@ -4,6 +4,7 @@ A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of 
 of x, its warps divide the rows of one tile at a time; up to 16, four warps those of four tiles.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +20,8 @@ MOST_STEPS = 32  # of a warp in a tile
 MOST_PANELS = 4  # of a step
 ROWS = 8  # of x that a tensor core takes together
 MANY_SHARED = 160 << 10  # bytes of shared memory of a CTA from which on it has three stages
+MOST_MATRICES = 3  # of a launch
+NO_CTA = 1 << 30
 MATRIX = np.dtype(
     [
         (name, np.uint64)
@@ -26,24 +29,28 @@ MATRIX = np.dtype(
     ]
     + [
         (name, np.int32)
-        for name in ("k", "rows", "columns", "tiles", "tile_bytes", "groups", "each", "length")
+        for name in (
+            *("k", "rows", "columns", "tiles", "tile_bytes", "groups", "each", "length"),
+            *("first_cta", "rest"),
+        )
     ]
 )
+MATRICES = np.dtype([("of", MATRIX, MOST_MATRICES)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A product with so many rows, but for x and y.
 
-    name: of the kernel; grid: its CTAs; shared: bytes of each; argument: a `MATRIX`;
-    kept: what it points to.
+    name: of the kernel; grid: its CTAs; shared: bytes of each; argument: `MATRICES`;
+    kept: what it points to, steps, bounds, partial sums and counters of each matrix.
     """
 
     name: str
     grid: tuple[int, int]
     shared: int
     argument: np.void
-    kept: tuple[torch.Tensor, ...]
+    kept: list[tuple[torch.Tensor, ...]]
 
 
 def most_rows(most_shared: int) -> int:
@@ -51,58 +58,71 @@ def most_rows(most_shared: int) -> int:
     return 2 * ROWS if most_shared >= MANY_SHARED else ROWS // 2
 
 
-def plan_of(matrix: PackedMatrix, rows: int, *, processors: int, most_shared: int) -> Plan:
+def plan_of(
+    matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_shared: int
+) -> Plan:
     """Divide a product.
 
     Args:
-        matrix: on the device.
+        matrices: on the device, all EXL2 or all GPTQ, with as many rows; up to `MOST_MATRICES`.
         rows: of x, up to `most_rows`.
         processors: multiprocessors of the device.
         most_shared: bytes of shared memory that a CTA can have.
     """
-    (k, columns), device = matrix.shape, matrix.codes.device
-    panels, tiles = k // PANEL_ROWS, len(matrix.codes)
+    (k, _), has_zeros = matrices[0].shape, matrices[0].has_zeros
+    panels = k // PANEL_ROWS
     stages, row_warps = (3 if most_shared >= MANY_SHARED else 2), (WARPS if rows <= ROWS else 4)
     together = WARPS // row_warps  # tiles of a CTA
-    wide, scale_bytes = -(-tiles // together), 128 if matrix.has_zeros else 32
-    fixed = WARPS * stages * (STEP + MOST_PANELS * scale_bytes) + 16 * row_warps * MOST_STEPS
-    fixed += 2 * 4 * WARPS * TILE * min(rows, ROWS)
+    fixed = WARPS * stages * (STEP + MOST_PANELS * (128 if has_zeros else 32))
+    fixed += 16 * row_warps * MOST_STEPS + 2 * 4 * WARPS * TILE * min(rows, ROWS)
     held = 2 * (rows if rows <= ROWS else 2 * ROWS)  # bytes of x per row of the matrix
     most_length = (most_shared - fixed - held * PANEL_ROWS) // (held * PANEL_ROWS)
-    parts = max(-(-panels // most_length), min(processors // wide, panels // (2 * row_warps)), 1)
+    wide = [-(-len(matrix.codes) // together) for matrix in matrices]
+    parts = max(
+        -(-panels // most_length), min(processors // sum(wide), panels // (2 * row_warps)), 1
+    )
     while True:
         length = -(-panels // parts)
-        steps = _steps(matrix, length, row_warps)
-        if max(len(of_warp) for part in steps for of_warp in part) <= MOST_STEPS:
+        steps = [_steps(matrix, length, row_warps) for matrix in matrices]
+        if max(len(w) for of_matrix in steps for part in of_matrix for w in part) <= MOST_STEPS:
             break
         parts += 1
-    parts = len(steps)
-    each = -(-wide // max(1, processors // parts))
-    table, bounds = _tables(steps, device)
-    rounded = -(-rows // ROWS) * ROWS
-    partial = torch.empty(
-        wide * parts * rounded * together * TILE if parts > 1 else 0, device=device
-    )
-    arrived = torch.zeros(wide * WARPS, dtype=torch.int32, device=device)
-    argument = np.zeros(1, MATRIX)[0]
-    for name, tensor in (
-        ("codes", matrix.codes), ("scales", matrix.scales), ("steps", table), ("bounds", bounds),
-        ("partial", partial), ("arrived", arrived),
-    ):  # fmt: skip
-        argument[name] = tensor.data_ptr()
-    for name, value in (
-        ("k", k), ("rows", rows), ("columns", columns), ("tiles", tiles),
-        ("tile_bytes", 4 * matrix.codes.shape[1]), ("groups", len(matrix.groups)),
-        ("each", each), ("length", length),
-    ):  # fmt: skip
-        argument[name] = value
+    parts, rounded = len(steps[0]), -(-rows // ROWS) * ROWS
+    sizes = [matrix.codes.numel() for matrix in matrices]
+    argument, kept, ctas = np.zeros(1, MATRICES)[0], [], 0
+    argument["of"]["first_cta"] = NO_CTA
+    for index, matrix in enumerate(matrices):
+        share = processors * sizes[index] / sum(sizes) / parts
+        each = -(-wide[index] // max(1, round(share)))
+        device, places = matrix.codes.device, wide[index] * WARPS
+        sums = wide[index] * parts * rounded * together * TILE if parts > 1 else 0
+        own = (
+            *_tables(steps[index], device),
+            torch.empty(sums, device=device),
+            torch.zeros(places, dtype=torch.int32, device=device),
+        )
+        entry = argument["of"][index]
+        for name, tensor in zip(
+            ("codes", "scales", "steps", "bounds", "partial", "arrived"),
+            (matrix.codes, matrix.scales, *own),
+            strict=True,
+        ):
+            entry[name] = tensor.data_ptr()
+        for name, value in (
+            ("k", k), ("rows", rows), ("columns", matrix.columns), ("tiles", len(matrix.codes)),
+            ("tile_bytes", 4 * matrix.codes.shape[1]), ("groups", len(matrix.groups)),
+            ("each", each), ("length", length), ("first_cta", ctas),
+        ):  # fmt: skip
+            entry[name] = value
+        kept.append((*own, matrix.codes, matrix.scales))
+        ctas += -(-wide[index] // each)
     stride = length * PANEL_ROWS + (0 if length % 2 else PANEL_ROWS)
     return Plan(
-        name=f"{'gptq' if matrix.has_zeros else 'exl2'}_{rounded}_{stages}",
-        grid=(-(-wide // each), parts),
+        name=f"{'gptq' if has_zeros else 'exl2'}_{rounded}_{stages}",
+        grid=(ctas, parts),
         shared=fixed + held * stride,
         argument=argument,
-        kept=(table, bounds, partial, arrived),
+        kept=kept,
     )
 
 

@@ -29,6 +29,7 @@ from exl2flow.model.linear import (
 )
 from exl2flow.model.mlp import MlpSublayer
 from exl2flow.model.resolution import resolve
+from exl2flow.model.rope import RopeTable, step_table
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
 from exl2flow.model.spec import (
     AttentionSpec,
@@ -69,6 +70,7 @@ __all__ = [
     "QuantizedMatrix",
     "RopeKind",
     "RopeSpec",
+    "RopeTable",
     "Sublayer",
     "SublayerSpec",
     "TensorFiles",
@@ -83,4 +85,5 @@ __all__ = [
     "load_linear",
     "narrowed",
     "resolve",
+    "step_table",
 ]

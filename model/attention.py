@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl2flow.model.linear import Linear, narrowed
+from exl2flow.model.linear import Linear, maps, narrowed
 from exl2flow.model.norms import RmsNorm
-from exl2flow.model.rope import rope_table
+from exl2flow.model.rope import RopeTable, rope_table
 from exl2flow.model.rope_spec import RopeSpec
 from exl2flow.model.spec import AttentionSpec, SublayerSpec
 
@@ -77,27 +77,27 @@ class AttentionSublayer:
         return self.norm(hidden)
 
     def inner(
-        self, normed: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+        self, normed: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return the attention output that o reads, (b, t, heads · dim)."""
         return self.attend(self.project(normed), start=start, cache=cache)
 
     def project(self, normed: torch.Tensor) -> Projected:
         """Apply the q, k and v projections."""
-        return Projected(
-            q=self.linears["q_proj"](normed),
-            k=self.linears["k_proj"](normed),
-            v=self.linears["v_proj"](normed),
-        )
+        q, k, v = maps([self.linears[name] for name in ("q_proj", "k_proj", "v_proj")], normed)
+        return Projected(q=q, k=k, v=v)
 
     def attend(
-        self, projected: Projected, *, start: int = 0, cache: LayerCache | None = None
+        self, projected: Projected, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return the attention output (b, t, heads · dim) of given projection outputs."""
         q, k, v = (self._heads(x) for x in (projected.q, projected.k, projected.v))
         if self.head_norms:
             q, k = self.head_norms[0](q), self.head_norms[1](k)
-        table = rope_table(self.rope, start, q.shape[-2], q.device)
+        if isinstance(start, RopeTable):
+            table = start
+        else:
+            table = rope_table(self.rope, start, q.shape[-2], q.device)
         q, k = table.rotate(q), table.rotate(k)
         if self.norm.weight.dtype == torch.float16:
             q, k, v = narrowed(q), narrowed(k), narrowed(v)
@@ -116,7 +116,7 @@ class AttentionSublayer:
         return hidden + self.linears["o_proj"](inner)
 
     def __call__(
-        self, hidden: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
         return self.output(hidden, self.inner(self.normed(hidden), start=start, cache=cache))

@@ -8,6 +8,7 @@ from exl2flow.core.errors import TensorShapeError
 from exl2flow.model.attention import KvCache
 from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved
 from exl2flow.model.norms import RmsNorm, load_norm
+from exl2flow.model.rope import RopeTable
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
 from exl2flow.model.weights import TensorFiles
@@ -71,6 +72,14 @@ class Decoder:
             layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
             hidden = sublayer(hidden, start=start, cache=layer)
         return hidden
+
+    def step(self, ids: torch.Tensor, cache: KvCache, table: RopeTable) -> torch.Tensor:
+        """Return the logits fp32 (b, 1, v) of one token per sequence, whose rotation is given."""
+        hidden = self.embed(ids)
+        for sublayer in self.sublayers:
+            layer = cache.layers[sublayer.spec.layer_index]
+            hidden = sublayer(hidden, start=table, cache=layer)
+        return self.head(hidden)
 
     def forward(self, ids: torch.Tensor, cache: KvCache | None = None) -> torch.Tensor:
         """Return the logits fp32 (b, t, v) of token ids (b, t) that follow the cache's."""

@@ -3,7 +3,8 @@
 Padding is cut from the weight when a map is built, so outputs have exactly `out_features` columns.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -123,9 +124,31 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
-        flat = narrowed(x).reshape(-1, x.shape[-1])
-        y = get_ops(x.device).multiply(flat, self.matrix).view(*x.shape[:-1], -1)
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        return maps([self], x)[0]
+
+
+def maps(linears: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return what maps make of the same input; packed ones may be multiplied together."""
+    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+    if len(packed) < len(linears):
+        return [linear(x) for linear in linears]
+    flat = narrowed(x).reshape(-1, x.shape[-1])
+    found = get_ops(x.device).multiply(flat, [linear.matrix for linear in packed])
+    return [
+        (y if linear.bias is None else y + linear.bias).view(*x.shape[:-1], -1).to(x.dtype)
+        for y, linear in zip(found, packed, strict=True)
+    ]
+
+
+def share_orders(linears: Iterable[Linear]) -> None:
+    """Let packed maps that have their rows in the same order know it."""
+    orders: list[torch.Tensor] = []
+    for linear in linears:
+        if isinstance(linear, PackedLinear):
+            order = linear.matrix.order
+            same = next((found for found in orders if torch.equal(found, order)), order)
+            linear.matrix = replace(linear.matrix, order=same)
+            orders.append(same)
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:

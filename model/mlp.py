@@ -4,8 +4,9 @@ import torch
 
 from exl2flow.model.activations import Activation
 from exl2flow.model.attention import LayerCache
-from exl2flow.model.linear import Linear
+from exl2flow.model.linear import Linear, maps
 from exl2flow.model.norms import RmsNorm
+from exl2flow.model.rope import RopeTable
 from exl2flow.model.spec import SublayerSpec
 
 
@@ -30,10 +31,10 @@ class MlpSublayer:
         return self.norm(hidden)
 
     def inner(
-        self, normed: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+        self, normed: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return the gated product, (b, t, intermediate)."""
-        return self.gated(self.linears["gate_proj"](normed), self.linears["up_proj"](normed))
+        return self.gated(*maps([self.linears["gate_proj"], self.linears["up_proj"]], normed))
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Combine the outputs of gate and up, (b, t, intermediate) each."""
@@ -44,7 +45,7 @@ class MlpSublayer:
         return hidden + self.linears["down_proj"](inner)
 
     def __call__(
-        self, hidden: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
         return self.output(hidden, self.inner(self.normed(hidden)))

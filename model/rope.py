@@ -5,6 +5,7 @@ model computes the same positions here and there.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +17,15 @@ from exl2flow.model.rope_spec import RopeKind, RopeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeTable:
-    """Cosines and sines, fp32 (t, d/2) each, `d` the rotated dimensions."""
+    """Cosines and sines, fp32 (t, d/2) each, `d` the rotated dimensions; or (b, 1, t, d/2)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+    def at(self, positions: torch.Tensor) -> "RopeTable":
+        """Return the rows of one position per sequence, int (b,), as (b, 1, 1, d/2)."""
+        rows = positions.long()[:, None, None]
+        return RopeTable(cos=self.cos[rows], sin=self.sin[rows])
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the first dimensions of heads (b, h, t, head_dim), in fp32."""
@@ -47,6 +53,20 @@ def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> 
     angles = torch.outer(positions / rope.position_scale, frequencies)  # (t, d/2)
     factor = attention_factor(rope)
     return RopeTable(cos=(angles.cos() * factor).to(device), sin=(angles.sin() * factor).to(device))
+
+
+def step_table(rope: RopeSpec, count: int, device: torch.device) -> RopeTable:
+    """Return the table of `count` positions, each as the last one of its call would have it."""
+    last = inverse_frequencies(rope, count)
+    switch = bisect_left(
+        range(1, count + 1), True, key=lambda n: torch.equal(inverse_frequencies(rope, n), last)
+    )
+    parts = [(0, switch), (switch, count)]
+    tables = [rope_table(rope, start, end - start, device) for start, end in parts if start < end]
+    return RopeTable(
+        cos=torch.cat([table.cos for table in tables]),
+        sin=torch.cat([table.sin for table in tables]),
+    )
 
 
 def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ import torch
 
 from exl2flow.model.activations import ACTIVATIONS
 from exl2flow.model.attention import AttentionSublayer, LayerCache
-from exl2flow.model.linear import Linear, load_linear
+from exl2flow.model.linear import Linear, load_linear, share_orders
 from exl2flow.model.mlp import MlpSublayer
 from exl2flow.model.norms import load_norm
+from exl2flow.model.rope import RopeTable
 from exl2flow.model.spec import ModelSpec, SublayerSpec
 from exl2flow.model.weights import TensorFiles
 
@@ -28,7 +29,7 @@ class Sublayer(Protocol):
         ...
 
     def inner(
-        self, normed: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+        self, normed: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return what projections of capture `inner` read.
 
@@ -44,7 +45,7 @@ class Sublayer(Protocol):
         ...
 
     def __call__(
-        self, hidden: torch.Tensor, *, start: int = 0, cache: LayerCache | None = None
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
         ...
@@ -76,6 +77,7 @@ def build_sublayer(
         )
         for projection in sublayer.projections
     }
+    share_orders(linears.values())
     norm, *head_norms = (
         load_norm(tensors, key, size=size, eps=spec.norm_eps, dtype=dtype, device=device)
         for key, size in _norm_sizes(spec, sublayer)

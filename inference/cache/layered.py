@@ -28,6 +28,11 @@ class LayeredCache(Generic[L]):
         """Tokens that all layers hold."""
         return min(layer.length for layer in self.layers)
 
+    def lengthen(self, tokens: int) -> None:
+        """Count tokens that were written without the layers' knowledge."""
+        for layer in self.layers:
+            layer.length += tokens
+
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
         for layer in self.layers:

@@ -8,15 +8,30 @@ from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore
 from exl2flow.model import ModelSpec, attend
 
 
+class Places:
+    """Where all layers read and write: pages, and positions held, on the device."""
+
+    def __init__(self, tables: torch.Tensor, max_tokens: int) -> None:
+        self.tables = tables  # int32 (b, pages)
+        self.max_tokens = max_tokens
+        self.lengths = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
+        self.is_recorded = False  # then `lengths` is set by whoever replays the recording
+
+    def next_slots(self) -> torch.Tensor:
+        """Return the slot of the next position of each sequence, int64 (b,)."""
+        position = self.lengths.long()
+        pages = self.tables.gather(1, (position // PAGE_TOKENS)[:, None])[:, 0]
+        return pages.long() * PAGE_TOKENS + position % PAGE_TOKENS
+
+
 class PagedLayer:
     """Keys and values of one layer, for sequences of equal length."""
 
-    def __init__(self, store: LayerStore, tables: torch.Tensor, max_tokens: int) -> None:
+    def __init__(self, store: LayerStore, places: Places) -> None:
         self.store = store
-        self.tables = tables  # int32 (b, pages)
-        self.max_tokens = max_tokens
+        self.places = places
         self.length = 0
-        self._ops = get_ops(tables.device)
+        self._ops = get_ops(places.tables.device)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
@@ -27,14 +42,9 @@ class PagedLayer:
             ContextOverflow: there is no room for so many more.
         """
         end = self.length + k.shape[-2]
-        check_room(end, self.max_tokens)
-        if k.shape[-2] == 1:
-            result = self._step(q, k, v, scale, window)
-        else:
-            result = self._prefill(q, k, v, scale, window)
-        for row, table in enumerate(self.tables):
-            slots = slots_of(table, self.length, end)
-            self._ops.write_cache(self.store, slots, *(x[row].transpose(0, 1) for x in (k, v)))
+        check_room(end, self.places.max_tokens)
+        act = self._step if k.shape[-2] == 1 else self._prefill
+        result = act(q, k, v, scale, window)
         self.length = end
         return result
 
@@ -42,22 +52,28 @@ class PagedLayer:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """Attend with one token for each sequence."""
-        lengths = torch.full((len(q),), self.length, dtype=torch.int32, device=q.device)
+        places = self.places
+        if not places.is_recorded:
+            places.lengths.fill_(self.length)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         found = self._ops.paged_attention(
-            q, k, v, self.store, self.tables, lengths, scale=scale, window=window
+            q, k, v, self.store, places.tables, places.lengths, scale=scale, window=window
         )
+        self._ops.write_cache(self.store, places.next_slots(), k[:, 0], v[:, 0])
         return found.transpose(1, 2)
 
     def _prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """Attend with many tokens: to a copy of what is stored, and to themselves."""
+        tables, end = self.places.tables, self.length + k.shape[-2]
         held = [
-            self._ops.read_cache(self.store, slots_of(table, 0, self.length))
-            for table in self.tables
+            self._ops.read_cache(self.store, slots_of(table, 0, self.length)) for table in tables
         ]
         keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*held, strict=True))
+        for row, table in enumerate(tables):
+            slots = slots_of(table, self.length, end)
+            self._ops.write_cache(self.store, slots, *(x[row].transpose(0, 1) for x in (k, v)))
         k = torch.cat((keys.to(k.dtype), k), dim=2)
         v = torch.cat((values.to(v.dtype), v), dim=2)
         return attend(q, k, v, scale=scale, window=window)
@@ -77,7 +93,7 @@ class PagedCache(LayeredCache[PagedLayer]):
     ) -> None:
         pages = -(-max_tokens // PAGE_TOKENS)
         tables = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-        attention = spec.attention
+        attention, self.places = spec.attention, Places(tables, max_tokens)
         layers = (
             PagedLayer(
                 LayerStore.empty(
@@ -87,8 +103,7 @@ class PagedCache(LayeredCache[PagedLayer]):
                     head_dim=attention.head_dim,
                     device=device,
                 ),
-                tables,
-                max_tokens,
+                self.places,
             )
             for _ in range(spec.num_layers)
         )

@@ -1,7 +1,7 @@
 """The simplest generator: one prompt, a contiguous cache, one token per forward pass."""
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.cache.paged import PagedCache, cache_format
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import SamplingSettings, sample
+from exl2flow.inference.step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,17 @@ class BaseGenerator:
     """Generates from a loaded model, one sequence at a time."""
 
     def __init__(self, model: LoadedModel, *, cache: str | None = None) -> None:
-        """Take a model and the name of a cache format; None holds keys and values as computed.
+        """Take a model and the name of a cache format.
+
+        None holds keys and values as computed: on a GPU as fp16, in pages.
 
         Raises:
             ConfigError: there is no such format.
         """
         self.model = model
-        self.form = None if cache is None else cache_format(cache)
+        is_on_gpu = model.decoder.embedding.weight.is_cuda
+        name = cache or ("fp16" if is_on_gpu else None)
+        self.form = None if name is None else cache_format(name)
 
     def _cache(self, max_tokens: int) -> PagedCache | ContiguousCache:
         spec, embedding = self.model.spec, self.model.decoder.embedding.weight
@@ -44,6 +49,14 @@ class BaseGenerator:
         return ContiguousCache(
             spec, batch=1, max_tokens=max_tokens, dtype=embedding.dtype, device=embedding.device
         )
+
+    def _step(self, cache: PagedCache | ContiguousCache) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what maps ids (1, 1) to logits (1, 1, v): a recording where there can be one."""
+        decoder = self.model.decoder
+        is_resident = isinstance(decoder.sublayers, list)
+        if isinstance(cache, PagedCache) and cache.places.lengths.is_cuda and is_resident:
+            return RecordedStep(decoder, cache)
+        return lambda ids: decoder.forward(ids, cache)
 
     @torch.inference_mode()
     def stream(
@@ -73,11 +86,13 @@ class BaseGenerator:
         decoder = self.model.decoder
         cache, device = self._cache(total), decoder.embedding.weight.device
         pending = torch.tensor([ids], device=device)
-        for _ in range(max_new_tokens):
-            logits = decoder.head(decoder.hidden(pending, cache)[:, -1:])[0, 0]
-            token = sample(logits, settings, generator.random())
+        logits = decoder.head(decoder.hidden(pending, cache)[:, -1:])
+        step = self._step(cache)
+        for made in range(max_new_tokens):
+            token = sample(logits[0, 0], settings, generator.random())
             yield token
-            pending = torch.tensor([[token]], device=device)
+            if made + 1 < max_new_tokens:
+                logits = step(torch.tensor([[token]], device=device))
 
     def generate(
         self,

@@ -12,6 +12,11 @@ struct Matrix {
     float* partial;       // [tiles of a CTA][part][rows · columns of a CTA]
     int* arrived;         // [tiles of a CTA][warp], zero before and after
     int k, rows, columns, tiles, tile_bytes, groups, tiles_each, length;  // panels of a part
+    int first_cta, rest;
+};
+
+struct Matrices {  // that are multiplied with the same x
+    Matrix of[MOST_MATRICES];
 };
 
 // Panels that share bits, in groups of equal length: where codes and scales lie, bytes in a tile;
@@ -92,13 +97,16 @@ __device__ __forceinline__ bool is_last(int* arrived, int parts) {
 // A CTA has CTA_WARPS / KW tiles side by side, whose rows KW warps divide; blockIdx.y is a part of
 // the rows.
 template <int NT, int KW, int STAGES, bool GPTQ>
-__device__ __forceinline__ void product(const Matrix& m) {
+__device__ __forceinline__ void product(const Matrices& matrices) {
     constexpr int CW = CTA_WARPS / KW, COLUMNS = CW * TILE_COLUMNS, SCALE_BYTES = GPTQ ? 128 : 32;
     constexpr int SLOT = STEP + MOST_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int column_warp = warp % CW, row_warp = warp / CW, part = blockIdx.y, parts = gridDim.y;
-    const int first = blockIdx.x * m.tiles_each;
+    int which = 0;
+    while (which + 1 < MOST_MATRICES && (int)blockIdx.x >= matrices.of[which + 1].first_cta) ++which;
+    const Matrix& m = matrices.of[which];
+    const int first = (blockIdx.x - m.first_cta) * m.tiles_each;
     const int stop = min(first + m.tiles_each, (m.tiles + CW - 1) / CW);
 
     byte* ring = shared + warp * STAGES * SLOT;
@@ -215,8 +223,8 @@ __device__ __forceinline__ void product(const Matrix& m) {
 
 #define PRODUCT(NAME, NT, KW, STAGES, GPTQ)                                                       \
     extern "C" __global__ void __launch_bounds__(32 * CTA_WARPS, 1) NAME(                         \
-        const __grid_constant__ Matrix matrix) {                                                  \
-        product<NT, KW, STAGES, GPTQ>(matrix);                                                    \
+        const __grid_constant__ Matrices matrices) {                                              \
+        product<NT, KW, STAGES, GPTQ>(matrices);                                                  \
     }
 PRODUCT(exl2_8_2, 1, 16, 2, false)   // up to 8 rows, 2 stages
 PRODUCT(exl2_8_3, 1, 16, 3, false)

@@ -1,6 +1,7 @@
 """Products with packed matrices on the GPU against the decoded matrix."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,12 @@ def check(matrix: PackedMatrix, rows: int) -> None:
     ops, (k, _) = get_ops(DEVICE), matrix.shape
     x = torch.randn(rows, k, device=DEVICE).half()
 
-    y = ops.multiply(x, matrix)
+    [y] = ops.multiply(x, [matrix])
 
     expected = x[:, matrix.order].double() @ decode_packed(matrix).double().T
     error = (y.double() - expected).norm() / expected.norm()
     assert error <= TOLERANCE, (matrix.shape, rows, float(error))
-    assert torch.equal(ops.multiply(x, matrix), y)
+    assert torch.equal(ops.multiply(x, [matrix])[0], y)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 70])
@@ -85,6 +86,20 @@ def test_every_shape_is_multiplied(shape: tuple[int, int], rows: int) -> None:
 def test_gptq_matrices_are_multiplied(rows: int) -> None:
     check(packed(512, 136, (4, 128), zeros=True), rows)
     check(packed(4096, 4096, (4, 32), zeros=True), rows)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 12, 40])
+def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None:
+    kinds = [(4096, (4, 128)), (1024, (6, 32)), (100, (3, 64)), (64, (8, 128)), (352, (5, 32))]
+    matrices = [packed(4096, n, kind) for n, kind in kinds]
+    shared = [replace(m, order=matrices[0].order) for m in matrices[:4]] + matrices[4:]
+    x = torch.randn(rows, 4096, device=DEVICE).half()
+
+    found = get_ops(DEVICE).multiply(x, shared)
+
+    for matrix, y in zip(shared, found, strict=True):
+        expected = x[:, matrix.order].double() @ decode_packed(matrix).double().T
+        assert (y.double() - expected).norm() <= TOLERANCE * expected.norm()
 
 
 @pytest.mark.parametrize("zeros", [False, True])

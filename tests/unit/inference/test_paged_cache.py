@@ -11,6 +11,7 @@ from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, loa
 from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.model import step_table
 
 TOKENS = PAGE_TOKENS + 20
 # KL divergence in nats from full passes: rounding of keys and values alone
@@ -49,6 +50,22 @@ def test_passes_with_a_cache_predict_what_full_passes_do(model: LoadedModel, nam
     torch.testing.assert_close(found[:, :100], expected[:, :100], rtol=1e-4, atol=1e-4)
     kl = (expected.exp() * (expected - found)).sum(-1)[:, 100:].mean()
     assert float(kl) < MOST_KL[name]
+
+
+@torch.inference_mode()
+def test_a_step_with_lengths_on_the_device_is_a_forward_pass(model: LoadedModel) -> None:
+    ids = torch.randint(0, model.spec.vocab_size, (2, 34))
+    cache, again = (cache_of(model, "q8", batch=2, tokens=64) for _ in range(2))
+    table = step_table(model.spec.rope, 64, torch.device("cpu"))
+    for each in (cache, again):
+        model.decoder.forward(ids[:, :30], each)
+    again.places.is_recorded = True
+
+    for position in range(30, 34):
+        again.places.lengths.fill_(position)
+        token = ids[:, position : position + 1]
+        found = model.decoder.step(token, again, table.at(again.places.lengths))
+        assert torch.equal(found, model.decoder.forward(token, cache))
 
 
 @torch.inference_mode()

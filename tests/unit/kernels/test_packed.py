@@ -88,7 +88,7 @@ def test_rows_are_multiplied_in_the_order_of_the_matrix() -> None:
     matrix, *_ = exl2()
     x = torch.randn(3, len(matrix.order)).half()
 
-    y = OPS.multiply(x, matrix)
+    [y] = OPS.multiply(x, [matrix])
 
     weight = torch.empty(64, len(matrix.order))
     weight[:, matrix.order] = OPS.decode_packed(matrix).float()

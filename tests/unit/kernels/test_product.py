@@ -44,7 +44,7 @@ CASES = [
 
 def planned(case: tuple, rows: int, most_shared: int) -> tuple[PackedMatrix, Plan]:
     found = matrix(case[0], case[1], *case[2:])
-    return found, plan_of(found, rows, processors=132, most_shared=most_shared)
+    return found, plan_of([found], rows, processors=132, most_shared=most_shared)
 
 
 @pytest.mark.parametrize(("case", "rows", "most_shared"), CASES)
@@ -52,8 +52,8 @@ def test_each_panel_is_fetched_once_and_in_whole_or_one_group(
     case: tuple, rows: int, most_shared: int
 ) -> None:
     packed, plan = planned(case, rows, most_shared)
-    table, bounds = plan.kept[0].tolist(), plan.kept[1].tolist()
-    panels, length = packed.panels(), int(plan.argument["length"])
+    table, bounds = (x.tolist() for x in plan.kept[0][:2])
+    panels, length = packed.panels(), int(plan.argument["of"][0]["length"])
 
     met = []
     for part, of_part in enumerate(bounds):
@@ -81,8 +81,23 @@ def test_a_plan_stays_within_the_device(case: tuple, rows: int, most_shared: int
     assert plan.shared <= most_shared
     ctas, parts = plan.grid
     tiles = -(-len(packed.codes) // (1 if rows <= 8 else 4))
-    assert (ctas - 1) * plan.argument["each"] < tiles <= ctas * plan.argument["each"]
-    assert parts == 1 or plan.kept[2].numel() > 0
+    each = plan.argument["of"][0]["each"]
+    assert (ctas - 1) * each < tiles <= ctas * each
+    assert parts == 1 or plan.kept[0][2].numel() > 0
+
+
+def test_matrices_of_a_launch_have_ctas_by_their_size() -> None:
+    matrices = [matrix(4096, n, (4, 128)) for n in (4096, 1024, 1024)]
+
+    plan = plan_of(matrices, 1, processors=132, most_shared=LARGE)
+
+    entries = plan.argument["of"]
+    assert plan.grid == (96, 1)
+    assert entries["first_cta"].tolist() == [0, 64, 80]
+    assert entries["codes"].tolist() == [m.codes.data_ptr() for m in matrices]
+    copied = plan.argument.copy()
+    copied["of"][1]["x"] = 7
+    assert (copied["of"][1]["x"], entries[1]["x"]) == (7, 0)
 
 
 def test_a_small_matrix_is_divided_by_rows() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from exl2flow.model import RopeKind, RopeSpec
-from exl2flow.model.rope import attention_factor, inverse_frequencies, rope_table
+from exl2flow.model.rope import attention_factor, inverse_frequencies, rope_table, step_table
 
 CPU = torch.device("cpu")
 
@@ -110,6 +110,17 @@ def test_longrope_switches_behind_the_original_positions() -> None:
     short, long = inverse_frequencies(spec, 64), inverse_frequencies(spec, 65)
 
     torch.testing.assert_close(short, 2 * long)
+
+
+def test_a_table_of_steps_has_each_position_as_its_own_call_would() -> None:
+    factors = {"short_factors": (1.0,) * 8, "long_factors": (2.0,) * 8}
+    for spec in (rope(), rope(kind=RopeKind.LONGROPE, **factors)):
+        table = step_table(spec, 200, torch.device("cpu"))
+
+        for position in (0, 1, 63, 64, 65, 127, 128, 129, 199):
+            own = rope_table(spec, position, 1, torch.device("cpu"))
+            assert torch.equal(table.cos[position], own.cos[0])
+            assert torch.equal(table.at(torch.tensor([position])).sin[0, 0], own.sin)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""Time a quantized model that runs: loading, prompts, steps with and without a recording.
+
+    python benchmarks/decode.py [--shape 7b | --model DIR] [--layers 32] [--bpw 4] [--batch 1 4 16]
+        [--context 512] [--cache fp16]
+
+Writes an EXL2 model of random codes in a temporary folder unless one is given, 6 bits in its head.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from layers import SHAPES, linear_shapes, norms, write_config
+
+from exl2flow.core.files import write_tensors
+from exl2flow.inference import LoadedModel, load_model
+from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.inference.step import RecordedStep
+from exl2flow.model import QuantizedMatrix, QuantParams
+
+HEAD_BITS = 6
+GROUP_ROWS = 128
+
+
+def random_matrix(n: int, k: int, bits: int) -> QuantizedMatrix:
+    """Return codes at random, whose values are about as large as those of a model."""
+    groups = QuantParams.uniform(bits, GROUP_ROWS).groups(k)
+    words = [group.start * bits // 32 for group in groups]
+    integers = {"dtype": torch.int32, "device": "cuda"}
+    return QuantizedMatrix(
+        packed=torch.randint(-(2**31), 2**31, (k * bits // 32, n), **integers),
+        scale_codes=torch.randint(-(2**31), 2**31, (len(groups), n // 8), **integers),
+        max_scales=torch.full((len(groups),), 8 * k**-0.5 / 2**bits).half(),
+        group_table=torch.tensor([x for word in words for x in (bits, word)], dtype=torch.int16),
+        inverse_perm=torch.randperm(k).int(),
+    ).to("cpu")
+
+
+def write_model(folder: Path, shape: str, layers: int, bits: int) -> None:
+    """Write an EXL2 model of random codes."""
+    write_config(folder, shape, layers)
+    hidden, *_, vocab = SHAPES[shape]
+    embedding = torch.randn(vocab, hidden).half()
+    tensors = norms(shape, layers) | {"model.embed_tokens.weight": embedding}
+    for key, (n, k) in linear_shapes(shape, layers).items():
+        width = max(bits, HEAD_BITS) if key == "lm_head" else bits
+        tensors |= random_matrix(n, k, width).to_tensors(key)
+    write_tensors(folder / "model.safetensors", tensors)
+
+
+def seconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of calls that end on the device."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return median(times[2:])
+
+
+@torch.inference_mode()
+def measure(model: LoadedModel, batch: int, context: int, form: str) -> tuple[float, float, float]:
+    """Return seconds of a prompt, of a step, and of a recorded step."""
+    decoder, spec = model.decoder, model.spec
+    cache = PagedCache(
+        spec, batch=batch, max_tokens=context + 1, form=cache_format(form), device="cuda"
+    )
+    ids = torch.randint(0, spec.vocab_size, (batch, context), device="cuda")
+
+    def prompt() -> None:
+        cache.truncate(0)
+        decoder.head(decoder.hidden(ids, cache)[:, -1:])
+
+    def step() -> None:
+        cache.truncate(context)
+        decoder.forward(ids[:, :1], cache)
+
+    of_prompt, of_step = seconds(prompt, 3), seconds(step, 5)
+    cache.truncate(context)
+    recorded = RecordedStep(decoder, cache)
+
+    def replay() -> None:
+        cache.truncate(context)
+        recorded(ids[:, :1])
+
+    return of_prompt, of_step, seconds(replay)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--model", type=Path, help="an EXL2 folder in place of random codes")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--bpw", type=int, default=4)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--context", nargs="+", type=int, default=[512])
+    parser.add_argument("--cache", nargs="+", default=["fp16"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        source = arguments.model or Path(folder) / "model"
+        if arguments.model is None:
+            write_model(source, arguments.shape, arguments.layers, arguments.bpw)
+        begun = time.perf_counter()
+        model = load_model(source, device="cuda")
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - begun
+        held = torch.cuda.memory_allocated() / 1e9
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: loaded in {taken:.1f} s")
+        print(f"{held:.2f} GB, at most {torch.cuda.max_memory_allocated() / 1e9:.2f}\n")
+        print("| batch | context | cache | prompt tokens/s | step ms | recorded ms | tokens/s |")
+        print("|---|---|---|---|---|---|---|")
+        for form in arguments.cache:
+            for context in arguments.context:
+                for batch in arguments.batch:
+                    prompt, step, recorded = measure(model, batch, context, form)
+                    print(
+                        f"| {batch} | {context} | {form} | {batch * context / prompt:.0f} "
+                        f"| {1e3 * step:.2f} | {1e3 * recorded:.3f} | {batch / recorded:.0f} |",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Steps that are replayed say what steps say that are launched."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.errors import ContextOverflow
+from exl2flow.core.progress import silent
+from exl2flow.flows.conversion import open_pipeline
+from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model
+from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.step import RecordedStep
+from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.tasks.stages import STAGES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])  # the second one with windows
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = tmp_path_factory.mktemp("model")
+    windows = {"sliding_window": 40} if request.param == "mistral" else {}
+    source = make_tiny(request.param, folder / "source", head_dim=64, **windows)
+    config = small_config(source, folder / "out", bpw=4.0)
+    pipeline = open_pipeline(config, [stage for stage in STAGES if stage.name != "validate"])
+    for name in pipeline.stages:
+        pipeline.run(name, progress=silent)
+    return load_model(config.out, device="cuda")
+
+
+def cache_of(model: LoadedModel, name: str, batch: int) -> PagedCache:
+    return PagedCache(
+        model.spec, batch=batch, max_tokens=64, form=CACHE_FORMATS[name], device="cuda"
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("name", ["fp16", "q4"])
+@torch.inference_mode()
+def test_a_replay_is_a_step(model: LoadedModel, name: str, batch: int) -> None:
+    ids = torch.randint(0, model.spec.vocab_size, (batch, 64), device="cuda")
+    cache, again = cache_of(model, name, batch), cache_of(model, name, batch)
+    for each in (cache, again):
+        model.decoder.forward(ids[:, :20], each)
+    step = RecordedStep(model.decoder, again)
+
+    for position in range(20, 64):
+        token = ids[:, position : position + 1]
+        assert torch.equal(step(token), model.decoder.forward(token, cache))
+
+    assert again.length == 64
+    with pytest.raises(ContextOverflow):
+        step(ids[:, :1])
+
+
+def test_greedy_text_is_the_same(model: LoadedModel) -> None:
+    options = {"max_new_tokens": 30, "settings": SamplingSettings.greedy(), "stop_tokens": ()}
+    generator = BaseGenerator(model)
+    recorded = generator.generate("The quick", **options)
+    generator._step = lambda cache: lambda ids: model.decoder.forward(ids, cache)  # type: ignore[method-assign]  # launches all anew
+
+    assert generator.generate("The quick", **options) == recorded
