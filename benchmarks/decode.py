@@ -36,7 +36,7 @@ def random_matrix(n: int, k: int, bits: int) -> QuantizedMatrix:
         scale_codes=torch.randint(-(2**31), 2**31, (len(groups), n // 8), **integers),
         max_scales=torch.full((len(groups),), 8 * k**-0.5 / 2**bits).half(),
         group_table=torch.tensor([x for word in words for x in (bits, word)], dtype=torch.int16),
-        inverse_perm=torch.randperm(k).int(),
+        inverse_perm=torch.randperm(k, generator=torch.Generator().manual_seed(k)).int(),
     ).to("cpu")
 
 

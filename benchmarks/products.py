@@ -75,9 +75,8 @@ def main() -> None:
         model = matrices(arguments.shape, bpw)
         size = 4e-9 * sum(m.codes.numel() + m.scales.numel() for ms in model for m in ms)
         for rows in arguments.rows:
-            inputs = {
-                k: torch.randn(rows, k, device="cuda").half() for k in {m.shape[0] for m in model}
-            }
+            widths = {together[0].shape[0] for together in model}
+            inputs = {k: torch.randn(rows, k, device="cuda").half() for k in widths}
 
             def token(
                 model: list[list[PackedMatrix]] = model, inputs: dict[int, torch.Tensor] = inputs

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from exl2flow.core.background import own_stream
-from exl2flow.kernels import cuda_cache
+from exl2flow.kernels import cuda_cache, cuda_steps
 from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, launch, limits
 from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
@@ -53,6 +53,8 @@ FEW_ROWS = 16  # up to these a product reads the codes themselves
 class CudaOps(TorchOps):
     """See `Ops`."""
 
+    rms_norm = staticmethod(cuda_steps.rms_norm)
+    rotate = staticmethod(cuda_steps.rotate)
     write_cache = staticmethod(cuda_cache.write_cache)
     paged_attention = staticmethod(cuda_cache.paged_attention)
 

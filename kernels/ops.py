@@ -227,6 +227,23 @@ class Ops(Protocol):
         """
         ...
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x / sqrt(mean(x²) + eps) · weight over the last axis, the division in fp32."""
+        ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs (i, i + d/2) of the first d dimensions of heads, in fp32.
+
+        Args:
+            x: (b, h, t, head_dim).
+            cos: fp32 (t, d/2) or (b, 1, t, d/2).
+            sin: shaped likewise.
+
+        Returns:
+            As x.
+        """
+        ...
+
     def write_cache(
         self, store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:

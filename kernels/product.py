@@ -50,7 +50,7 @@ class Plan:
     grid: tuple[int, int]
     shared: int
     argument: np.void
-    kept: list[tuple[torch.Tensor, ...]]
+    kept: Sequence[tuple[torch.Tensor, ...]]
 
 
 def most_rows(most_shared: int) -> int:
@@ -78,9 +78,8 @@ def plan_of(
     held = 2 * (rows if rows <= ROWS else 2 * ROWS)  # bytes of x per row of the matrix
     most_length = (most_shared - fixed - held * PANEL_ROWS) // (held * PANEL_ROWS)
     wide = [-(-len(matrix.codes) // together) for matrix in matrices]
-    parts = max(
-        -(-panels // most_length), min(processors // sum(wide), panels // (2 * row_warps)), 1
-    )
+    useful = min(processors // sum(wide), panels // (2 * row_warps))
+    parts = max(-(-panels // most_length), useful, 1)
     while True:
         length = -(-panels // parts)
         steps = [_steps(matrix, length, row_warps) for matrix in matrices]

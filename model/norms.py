@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.kernels import get_ops
 from exl2flow.model.weights import TensorFiles
 
 
@@ -17,9 +18,7 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize (…, d); the result has the dtype of `x`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+        return get_ops(x.device).rms_norm(x, self.weight, self.eps)
 
 
 def load_norm(

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from exl2flow.kernels import get_ops
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
 
 
@@ -29,19 +30,7 @@ class RopeTable:
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the first dimensions of heads (b, h, t, head_dim), in fp32."""
-        half = self.cos.shape[-1]
-        wide = x[..., : 2 * half].float()
-        first, second = wide[..., :half], wide[..., half:]
-        rotated = torch.cat(
-            (
-                first * self.cos - second * self.sin,
-                second * self.cos + first * self.sin,
-            ),
-            dim=-1,
-        ).to(x.dtype)
-        return (
-            torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < x.shape[-1] else rotated
-        )
+        return get_ops(x.device).rotate(x, self.cos, self.sin)
 
 
 @lru_cache(maxsize=4)  # the layers of one forward pass ask for the same table

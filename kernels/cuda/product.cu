@@ -104,7 +104,8 @@ __device__ __forceinline__ void product(const Matrices& matrices) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int column_warp = warp % CW, row_warp = warp / CW, part = blockIdx.y, parts = gridDim.y;
     int which = 0;
-    while (which + 1 < MOST_MATRICES && (int)blockIdx.x >= matrices.of[which + 1].first_cta) ++which;
+    while (which + 1 < MOST_MATRICES && (int)blockIdx.x >= matrices.of[which + 1].first_cta)
+        ++which;
     const Matrix& m = matrices.of[which];
     const int first = (blockIdx.x - m.first_cta) * m.tiles_each;
     const int stop = min(first + m.tiles_each, (m.tiles + CW - 1) / CW);

@@ -28,6 +28,7 @@ def test_no_source_is_left_out() -> None:
         "attention.cu",
         "decode.cu",
         "descend.cu",
+        "elementwise.cu",
         "pack.cu",
         "product.cu",
         "refit.cu",

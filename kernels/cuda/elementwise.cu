@@ -1,0 +1,45 @@
+// What lies between the products of a decoding step: norms, rotation, the gate.
+#include "exl2.cuh"
+
+// x fp16 (rows, d) → RN16(RN16(x · size) · weight): a CTA has a row.
+extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight, half_bits* y,
+                                    integer d, const float* eps) {
+    __shared__ float sums[32];
+    x += blockIdx.x * d;
+    y += blockIdx.x * d;
+    float square = 0.0f;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        const float value = from_half(x[i]);
+        square += value * value;
+    }
+    for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = square;
+    __syncthreads();
+    square = 0.0f;
+    for (int w = 0; w < (int)blockDim.x / 32; ++w) square += sums[w];
+    const float size = rsqrtf(square / d + *eps);
+    for (int i = threadIdx.x; i < d; i += blockDim.x)
+        y[i] = to_half(from_half(to_half(from_half(x[i]) * size)) * from_half(weight[i]));
+}
+
+// Heads x fp16 (b, h, t, head_dim), of any strides but the last, → y with the same ones. The first
+// 2 · half dimensions are rotated by cosines and sines fp32 (b or 1, t, half). shape: t, head_dim,
+// half, strides of b, h, t in x, strides of b and t in the table, heads.
+extern "C" __global__ void rotate(const half_bits* x, const float* cosines, const float* sines,
+                                  half_bits* y, const integer* shape) {
+    const integer t = shape[0], head_dim = shape[1], half = shape[2], heads = shape[8];
+    const integer place = blockIdx.x % t, head = blockIdx.x / t % heads;
+    const integer row = blockIdx.x / t / heads;
+    const integer at = row * shape[3] + head * shape[4] + place * shape[5];
+    const integer angle = row * shape[6] + place * shape[7];
+    for (int i = threadIdx.x; i < head_dim; i += blockDim.x) {
+        if (i >= 2 * half) {
+            y[at + i] = x[at + i];
+        } else if (i < half) {
+            const float first = from_half(x[at + i]), second = from_half(x[at + half + i]);
+            const float c = cosines[angle + i], s = sines[angle + i];
+            y[at + i] = to_half(__fsub_rn(__fmul_rn(first, c), __fmul_rn(second, s)));
+            y[at + half + i] = to_half(__fadd_rn(__fmul_rn(second, c), __fmul_rn(first, s)));
+        }
+    }
+}
