@@ -25,6 +25,7 @@ class RecordedStep:
         self._table = table = step_table(decoder.spec.rope, places.max_tokens, device)
 
         def work() -> torch.Tensor:
+            places.slots = places.next_slots()
             logits = decoder.step(self._ids, cache, table.at(places.lengths))
             cache.truncate(held)  # what is written meanwhile lies where the next token will
             return logits
@@ -38,6 +39,7 @@ class RecordedStep:
                 self._logits = work()
         finally:
             places.is_recorded = False
+            places.forget()
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits fp32 (b, 1, v) of ids (b, 1), which the next call overwrites.
@@ -49,6 +51,7 @@ class RecordedStep:
         check_room(cache.length + 1, cache.places.max_tokens)
         self._ids.copy_(ids)
         cache.places.lengths.fill_(cache.length)
+        cache.places.forget()
         self._graph.replay()
         cache.lengthen(1)
         return self._logits

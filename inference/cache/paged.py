@@ -15,7 +15,20 @@ class Places:
         self.tables = tables  # int32 (b, pages)
         self.max_tokens = max_tokens
         self.lengths = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
-        self.is_recorded = False  # then `lengths` is set by whoever replays the recording
+        self.slots = self.next_slots()
+        self.is_recorded = False  # then lengths and slots are set by the recording
+        self._stands_at = 0
+
+    def stand_at(self, length: int) -> None:
+        """Set lengths and slots for the next token of every sequence, once for all layers."""
+        if self.is_recorded or length == self._stands_at:
+            return
+        self.lengths.fill_(length)
+        self.slots, self._stands_at = self.next_slots(), length
+
+    def forget(self) -> None:
+        """Note that lengths and slots are those of a recording."""
+        self._stands_at = -1
 
     def next_slots(self) -> torch.Tensor:
         """Return the slot of the next position of each sequence, int64 (b,)."""
@@ -53,13 +66,12 @@ class PagedLayer:
     ) -> torch.Tensor:
         """Attend with one token for each sequence."""
         places = self.places
-        if not places.is_recorded:
-            places.lengths.fill_(self.length)
+        places.stand_at(self.length)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         found = self._ops.paged_attention(
             q, k, v, self.store, places.tables, places.lengths, scale=scale, window=window
         )
-        self._ops.write_cache(self.store, places.next_slots(), k[:, 0], v[:, 0])
+        self._ops.write_cache(self.store, places.slots, k[:, 0], v[:, 0])
         return found.transpose(1, 2)
 
     def _prefill(
