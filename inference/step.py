@@ -16,7 +16,11 @@ class RecordedStep:
     """
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
-        """Record the step of a decoder that is on a GPU as a whole; the cache has room for one."""
+        """Record the step of a decoder that is on a GPU as a whole; the cache has room for one.
+
+        Raises:
+            RuntimeError: part of it waits for the device, or memory is short.
+        """
         self.cache = cache
         places, device = cache.places, cache.places.lengths.device
         self._ids = torch.zeros(len(places.tables), 1, dtype=torch.int64, device=device)
@@ -38,6 +42,7 @@ class RecordedStep:
             with torch.cuda.graph(self._graph):
                 self._logits = work()
         finally:
+            cache.truncate(held)
             places.is_recorded = False
             places.forget()
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,8 @@ class BaseGenerator:
         decoder = self.model.decoder
         is_resident = isinstance(decoder.sublayers, list)
         if isinstance(cache, PagedCache) and cache.places.lengths.is_cuda and is_resident:
-            return RecordedStep(decoder, cache)
+            with suppress(RuntimeError):  # what cannot be recorded is launched again and again
+                return RecordedStep(decoder, cache)
         return lambda ids: decoder.forward(ids, cache)
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Steps that are replayed say what steps say that are launched."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from exl2flow.core.progress import silent
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.generate.base import Generation
 from exl2flow.inference.step import RecordedStep
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.tasks.stages import STAGES
@@ -56,10 +58,29 @@ def test_a_replay_is_a_step(model: LoadedModel, name: str, batch: int) -> None:
         step(ids[:, :1])
 
 
+def text_with_launches(model: LoadedModel, **options: Any) -> Generation:
+    generator = BaseGenerator(model)
+    generator._step = lambda cache: lambda ids: model.decoder.forward(ids, cache)  # type: ignore[method-assign]  # launches all anew
+    return generator.generate("The quick", **options)
+
+
 def test_greedy_text_is_the_same(model: LoadedModel) -> None:
     options = {"max_new_tokens": 30, "settings": SamplingSettings.greedy(), "stop_tokens": ()}
-    generator = BaseGenerator(model)
-    recorded = generator.generate("The quick", **options)
-    generator._step = lambda cache: lambda ids: model.decoder.forward(ids, cache)  # type: ignore[method-assign]  # launches all anew
 
-    assert generator.generate("The quick", **options) == recorded
+    recorded = BaseGenerator(model).generate("The quick", **options)
+
+    assert recorded == text_with_launches(model, **options)
+
+
+def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "source")  # no kernel attends to heads so small
+    options = {"max_new_tokens": 10, "settings": SamplingSettings.greedy(), "stop_tokens": ()}
+    model = load_model(folder, device="cuda")
+    cache = cache_of(model, "fp16", 1)
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        RecordedStep(model.decoder, cache)
+    assert cache.length == 0
+
+    text = BaseGenerator(model).generate("The quick", **options)
+
+    assert text == text_with_launches(model, **options)
