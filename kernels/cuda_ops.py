@@ -255,7 +255,7 @@ class CudaOps(TorchOps):
     def multiply(self, x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
         """See `Ops.multiply`; many rows meet decoded matrices."""
         results: list[torch.Tensor] = []
-        for _, run in groupby(matrices, key=lambda matrix: id(matrix.order)):
+        for _, run in groupby(matrices, key=lambda matrix: (id(matrix.order), matrix.has_zeros)):
             alike = list(run)
             ordered = x.index_select(1, alike[0].order)
             if len(x) > FEW_ROWS:
@@ -270,7 +270,7 @@ class CudaOps(TorchOps):
     ) -> list[torch.Tensor]:
         """Multiply matrices with the same rows in one launch, or as many as x needs."""
         results = [x.new_empty(len(x), matrix.columns) for matrix in matrices]
-        most = most_rows(limits(x.device.index)[1])
+        most = most_rows(limits(x.device.index)[1], has_zeros=matrices[0].has_zeros)
         for first in range(0, len(x), most):
             part = x[first : first + most]
             plan = _plan(matrices, len(part))

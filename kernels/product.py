@@ -53,9 +53,11 @@ class Plan:
     kept: Sequence[tuple[torch.Tensor, ...]]
 
 
-def most_rows(most_shared: int) -> int:
+def most_rows(most_shared: int, *, has_zeros: bool) -> int:
     """Return how many rows of x a launch may have on a device with so much shared memory."""
-    return 2 * ROWS if most_shared >= MANY_SHARED else ROWS // 2
+    if most_shared >= MANY_SHARED:
+        return 2 * ROWS
+    return ROWS // 4 if has_zeros else ROWS // 2  # stages, sums and x lie there
 
 
 def plan_of(

@@ -1,5 +1,6 @@
 """How a product is divided among CTAs and warps: every panel once, within a device's limits."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -106,5 +107,14 @@ def test_a_small_matrix_is_divided_by_rows() -> None:
     assert plan.grid == (32, 4)
 
 
-def test_a_device_with_little_shared_memory_takes_fewer_rows() -> None:
-    assert (most_rows(SMALL), most_rows(LARGE)) == (4, 16)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("most_shared", [SMALL, LARGE])
+def test_as_many_rows_as_are_said_have_room(most_shared: int, has_zeros: bool) -> None:
+    packed = matrix(28672, 8192, (4, 128))
+    if has_zeros:
+        packed = replace(packed, scales=torch.zeros(256, 224, 8, 4, dtype=torch.int32))
+
+    for rows in range(1, most_rows(most_shared, has_zeros=has_zeros) + 1):
+        plan = plan_of([packed], rows, processors=132, most_shared=most_shared)
+        assert 0 < plan.shared <= most_shared
+        assert plan.argument["of"][0]["length"] > 0
