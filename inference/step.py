@@ -26,16 +26,15 @@ class RecordedStep:
         self._ids = torch.zeros(len(places.tables), 1, dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
         held = cache.length
-        self._table = table = step_table(decoder.spec.rope, places.max_tokens, device)
+        self._table = table = step_table(decoder.spec.rope, cache.max_tokens, device)
 
         def work() -> torch.Tensor:
             places.slots = places.next_slots()
-            logits = decoder.step(self._ids, cache, table.at(places.lengths))
+            logits = decoder.forward(self._ids, cache, table.at(places.lengths))
             cache.truncate(held)  # what is written meanwhile lies where the next token will
             return logits
 
-        places.is_recorded = True
-        places.lengths.fill_(held)
+        places.stand_at(held)  # what layers find so they leave to the recording
         try:
             for _ in range(WARM_UP):
                 work()
@@ -43,7 +42,6 @@ class RecordedStep:
                 self._logits = work()
         finally:
             cache.truncate(held)
-            places.is_recorded = False
             places.forget()
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -53,7 +51,7 @@ class RecordedStep:
             ContextOverflow: the cache has no room for one more.
         """
         cache = self.cache
-        check_room(cache.length + 1, cache.places.max_tokens)
+        check_room(cache.length + 1, cache.max_tokens)
         self._ids.copy_(ids)
         cache.places.lengths.fill_(cache.length)
         cache.places.forget()

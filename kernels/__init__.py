@@ -6,6 +6,7 @@ from exl2flow.kernels.cache_formats import (
     PAGE_TOKENS,
     CacheFormat,
     LayerStore,
+    slots_at,
     slots_of,
 )
 from exl2flow.kernels.groups import PANEL_ROWS, Group
@@ -47,6 +48,7 @@ __all__ = [
     "pack_scales",
     "pack_zeros",
     "resolve_device",
+    "slots_at",
     "slots_of",
     "tensor_cores",
     "times_output",

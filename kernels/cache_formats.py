@@ -123,5 +123,11 @@ def slots_of(table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         begin: first position.
         end: the one behind the last.
     """
-    position = torch.arange(begin, end, device=table.device)
-    return table[position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS
+    positions = torch.arange(begin, end, device=table.device)
+    return slots_at(table[None], positions[None])[0]
+
+
+def slots_at(tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the slots of positions int64 (b, t) of sequences with pages int32 (b, pages)."""
+    pages = tables.gather(1, positions // PAGE_TOKENS)
+    return pages.long() * PAGE_TOKENS + positions % PAGE_TOKENS

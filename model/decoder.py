@@ -59,31 +59,28 @@ class Decoder:
         """Return the hidden states (b, t, hidden) entering the first sublayer."""
         return self.embedding(ids)
 
-    def hidden(self, ids: torch.Tensor, cache: KvCache | None = None) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, cache: KvCache | None = None, table: RopeTable | None = None
+    ) -> torch.Tensor:
         """Return the last sublayer's output (b, t, hidden), before the final norm.
 
         Args:
             ids: token ids (b, t) that follow what the cache holds.
             cache: takes the keys and values of these tokens.
+            table: their rotation, if it is not to be found by what the cache holds.
         """
-        start = 0 if cache is None else cache.length
+        start = table or (0 if cache is None else cache.length)
         hidden = self.embed(ids)
         for sublayer in self.sublayers:
             layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
             hidden = sublayer(hidden, start=start, cache=layer)
         return hidden
 
-    def step(self, ids: torch.Tensor, cache: KvCache, table: RopeTable) -> torch.Tensor:
-        """Return the logits fp32 (b, 1, v) of one token per sequence, whose rotation is given."""
-        hidden = self.embed(ids)
-        for sublayer in self.sublayers:
-            layer = cache.layers[sublayer.spec.layer_index]
-            hidden = sublayer(hidden, start=table, cache=layer)
-        return self.head(hidden)
-
-    def forward(self, ids: torch.Tensor, cache: KvCache | None = None) -> torch.Tensor:
-        """Return the logits fp32 (b, t, v) of token ids (b, t) that follow the cache's."""
-        return self.head(self.hidden(ids, cache))
+    def forward(
+        self, ids: torch.Tensor, cache: KvCache | None = None, table: RopeTable | None = None
+    ) -> torch.Tensor:
+        """Return the logits fp32 (b, t, v) of token ids (b, t); see `hidden`."""
+        return self.head(self.hidden(ids, cache, table))
 
 
 def build_embedding(

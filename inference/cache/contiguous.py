@@ -2,31 +2,24 @@
 
 import torch
 
-from exl2flow.inference.cache.layered import LayeredCache, check_room
+from exl2flow.inference.cache.layered import CountedLayer, LayeredCache
 from exl2flow.model import ModelSpec, attend
 
 
-class ContiguousLayer:
+class ContiguousLayer(CountedLayer):
     """Keys and values of one layer, (b, kv_heads, max_tokens, head_dim) each."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().__init__(k.shape[-2])
         self._k = k
         self._v = v
-        self.length = 0
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """See `LayerCache`.
-
-        Raises:
-            ContextOverflow: there is no room for so many more.
-        """
         end = self.length + k.shape[-2]
-        check_room(end, self._k.shape[-2])
         self._k[..., self.length : end, :] = k
         self._v[..., self.length : end, :] = v
-        self.length = end
         held = (x[..., :end, :].to(q.dtype) for x in (self._k, self._v))
         return attend(q, *held, scale=scale, window=window)
 

@@ -1,16 +1,40 @@
 """What all caches have in common whose sequences are equally long."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+import torch
 
 from exl2flow.core.errors import ContextOverflow
-from exl2flow.model import LayerCache
 
 
-class CountedLayer(LayerCache, Protocol):
-    """A layer that knows how many tokens it holds, and can be told that it holds fewer."""
+class CountedLayer(ABC):
+    """A `LayerCache` that knows how many tokens it holds, and can be told that it holds fewer."""
 
-    length: int
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.length = 0
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See `LayerCache`.
+
+        Raises:
+            ContextOverflow: there is no room for so many more.
+        """
+        end = self.length + k.shape[-2]
+        check_room(end, self.max_tokens)
+        result = self._attend(q, k, v, scale, window)
+        self.length = end
+        return result
+
+    @abstractmethod
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Take keys and values behind the first `length`, and attend."""
 
 
 L = TypeVar("L", bound=CountedLayer)

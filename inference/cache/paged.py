@@ -3,28 +3,33 @@
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.cache.layered import LayeredCache, check_room
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore, get_ops, slots_of
+from exl2flow.inference.cache.layered import CountedLayer, LayeredCache
+from exl2flow.kernels import (
+    CACHE_FORMATS,
+    PAGE_TOKENS,
+    CacheFormat,
+    LayerStore,
+    get_ops,
+    slots_at,
+    slots_of,
+)
 from exl2flow.model import ModelSpec, attend
 
 
 class Places:
     """Where all layers read and write: pages, and positions held, on the device."""
 
-    def __init__(self, tables: torch.Tensor, max_tokens: int) -> None:
+    def __init__(self, tables: torch.Tensor) -> None:
         self.tables = tables  # int32 (b, pages)
-        self.max_tokens = max_tokens
         self.lengths = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
         self.slots = self.next_slots()
-        self.is_recorded = False  # then lengths and slots are set by the recording
         self._stands_at = 0
 
     def stand_at(self, length: int) -> None:
         """Set lengths and slots for the next token of every sequence, once for all layers."""
-        if self.is_recorded or length == self._stands_at:
-            return
-        self.lengths.fill_(length)
-        self.slots, self._stands_at = self.next_slots(), length
+        if length != self._stands_at:
+            self.lengths.fill_(length)
+            self.slots, self._stands_at = self.next_slots(), length
 
     def forget(self) -> None:
         """Note that lengths and slots are those of a recording."""
@@ -32,34 +37,26 @@ class Places:
 
     def next_slots(self) -> torch.Tensor:
         """Return the slot of the next position of each sequence, int64 (b,)."""
-        position = self.lengths.long()
-        pages = self.tables.gather(1, (position // PAGE_TOKENS)[:, None])[:, 0]
-        return pages.long() * PAGE_TOKENS + position % PAGE_TOKENS
+        return slots_at(self.tables, self.lengths.long()[:, None])[:, 0]
 
 
-class PagedLayer:
-    """Keys and values of one layer, for sequences of equal length."""
+class PagedLayer(CountedLayer):
+    """Keys and values of one layer, for sequences of equal length.
 
-    def __init__(self, store: LayerStore, places: Places) -> None:
+    Tokens of one call see each other as they are, others as stored.
+    """
+
+    def __init__(self, store: LayerStore, places: Places, max_tokens: int) -> None:
+        super().__init__(max_tokens)
         self.store = store
         self.places = places
-        self.length = 0
         self._ops = get_ops(places.tables.device)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """See `LayerCache`: tokens of one call see each other as they are, others as stored.
-
-        Raises:
-            ContextOverflow: there is no room for so many more.
-        """
-        end = self.length + k.shape[-2]
-        check_room(end, self.places.max_tokens)
         act = self._step if k.shape[-2] == 1 else self._prefill
-        result = act(q, k, v, scale, window)
-        self.length = end
-        return result
+        return act(q, k, v, scale, window)
 
     def _step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
@@ -105,7 +102,7 @@ class PagedCache(LayeredCache[PagedLayer]):
     ) -> None:
         pages = -(-max_tokens // PAGE_TOKENS)
         tables = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-        attention, self.places = spec.attention, Places(tables, max_tokens)
+        attention, self.places = spec.attention, Places(tables)
         layers = (
             PagedLayer(
                 LayerStore.empty(
@@ -116,6 +113,7 @@ class PagedCache(LayeredCache[PagedLayer]):
                     device=device,
                 ),
                 self.places,
+                max_tokens,
             )
             for _ in range(spec.num_layers)
         )

@@ -1,7 +1,7 @@
-"""The simplest generator: one prompt, a contiguous cache, one token per forward pass."""
+"""The simplest generator: one prompt, one sequence, one token per forward pass."""
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,14 +51,14 @@ class BaseGenerator:
             spec, batch=1, max_tokens=max_tokens, dtype=embedding.dtype, device=embedding.device
         )
 
-    def _step(self, cache: PagedCache | ContiguousCache) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what maps ids (1, 1) to logits (1, 1, v): a recording where there can be one."""
+    def _recorded(self, cache: PagedCache | ContiguousCache) -> RecordedStep | None:
+        """Return a recording of a step where there can be one."""
         decoder = self.model.decoder
         is_resident = isinstance(decoder.sublayers, list)
         if isinstance(cache, PagedCache) and cache.places.lengths.is_cuda and is_resident:
             with suppress(RuntimeError):  # what cannot be recorded is launched again and again
                 return RecordedStep(decoder, cache)
-        return lambda ids: decoder.forward(ids, cache)
+        return None
 
     @torch.inference_mode()
     def stream(
@@ -87,14 +87,17 @@ class BaseGenerator:
         generator = random.Random(seed)
         decoder = self.model.decoder
         cache, device = self._cache(total), decoder.embedding.weight.device
-        pending = torch.tensor([ids], device=device)
-        logits = decoder.head(decoder.hidden(pending, cache)[:, -1:])
-        step = self._step(cache)
+
+        def launched(ids: torch.Tensor) -> torch.Tensor:
+            return decoder.head(decoder.hidden(ids, cache)[:, -1:])
+
+        pending, step = torch.tensor([ids], device=device), launched
         for made in range(max_new_tokens):
-            token = sample(logits[0, 0], settings, generator.random())
+            if made == 1:  # the prompt is in the cache
+                step = self._recorded(cache) or launched
+            token = sample(step(pending)[0, 0], settings, generator.random())
             yield token
-            if made + 1 < max_new_tokens:
-                logits = step(torch.tensor([[token]], device=device))
+            pending = torch.tensor([[token]], device=device)
 
     def generate(
         self,

@@ -160,3 +160,11 @@ def test_model_read_from_disk_in_every_pass_generates_the_same(
     ]
 
     assert made[0] == made[1]
+
+
+def test_no_token_is_asked_for(model: LoadedModel) -> None:
+    made = BaseGenerator(model, cache="q8").stream(
+        [1, 2], max_new_tokens=0, settings=SamplingSettings.greedy()
+    )
+
+    assert list(made) == []

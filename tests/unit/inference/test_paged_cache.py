@@ -59,13 +59,11 @@ def test_a_step_with_lengths_on_the_device_is_a_forward_pass(model: LoadedModel)
     table = step_table(model.spec.rope, 64, torch.device("cpu"))
     for each in (cache, again):
         model.decoder.forward(ids[:, :30], each)
-    again.places.is_recorded = True
 
     for position in range(30, 34):
-        again.places.lengths.fill_(position)
-        again.places.slots = again.places.next_slots()
+        again.places.stand_at(position)
         token = ids[:, position : position + 1]
-        found = model.decoder.step(token, again, table.at(again.places.lengths))
+        found = model.decoder.forward(token, again, table.at(again.places.lengths))
         assert torch.equal(found, model.decoder.forward(token, cache))
 
 
