@@ -76,13 +76,23 @@ def launch(
     file: str,
     name: str,
     grid: tuple[int, ...],
-    *arguments: torch.Tensor | int | np.void,
+    *arguments: torch.Tensor | int | np.generic,
     threads: int = THREADS,
     shared: int = 0,
+    device: torch.device | None = None,
 ) -> None:
-    """Launch a function of a source; tensors are contiguous and on one device, else the current."""
-    current = torch.device("cuda", torch.cuda.current_device())
-    device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), current)
+    """Launch a function of a source.
+
+    Args:
+        file: the source.
+        name: of the function.
+        grid: CTAs.
+        arguments: tensors, contiguous and on one device, and what is passed by value.
+        threads: of a CTA.
+        shared: bytes of a CTA's dynamic shared memory.
+        device: where to, if no tensor is among the arguments.
+    """
+    device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
     pointers = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -92,7 +102,7 @@ def launch(
     stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
     with cupy.cuda.Device(device.index), stream:
         kernel = function(file, name)
-        if shared > kernel.max_dynamic_shared_size_bytes:
+        if shared and shared > kernel.max_dynamic_shared_size_bytes:
             kernel.max_dynamic_shared_size_bytes = shared
         kernel(grid, (threads,), tuple(pointers), shared_mem=shared)
 

@@ -16,6 +16,7 @@ from exl2flow.kernels.cache_formats import (
     padded_width,
 )
 from exl2flow.kernels.compiler import ATTENTION_WARPS, THREADS, launch, limits
+from exl2flow.kernels.product import filled
 
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 16  # query heads of a key head
@@ -81,20 +82,17 @@ def paged_attention(
     out = torch.empty_like(q)
     partial = torch.empty(b, kv_heads, splits, MOST_HEADS, head_dim + 2, device=q.device)
     arrived = torch.zeros(b, kv_heads, dtype=torch.int32, device=q.device)
-    call = np.zeros(1, CALL)[0]
-    for name, tensor in (
-        ("q", q), ("k", k), ("v", v), ("keys", store.keys.data), ("key_scales", store.keys.scales),
-        ("values", store.values.data), ("value_scales", store.values.scales), ("tables", tables),
-        ("lengths", lengths), ("partial", partial), ("arrived", arrived), ("out", out),
-    ):  # fmt: skip
-        assert tensor.is_contiguous(), f"{name} is not contiguous"
-        call[name] = tensor.data_ptr()
-    for name, value in (
-        ("heads", heads), ("kv_heads", kv_heads), ("pages", pages), ("splits", splits),
-        ("window", window or 0), ("scale", scale), ("softcap", softcap or 0.0),
-    ):  # fmt: skip
-        call[name] = value
+    call = filled(
+        np.zeros(1, CALL)[0],
+        q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,
+        values=store.values.data, value_scales=store.values.scales, tables=tables,
+        lengths=lengths, partial=partial, arrived=arrived, out=out, heads=heads,
+        kv_heads=kv_heads, pages=pages, splits=splits, window=window or 0, scale=scale,
+        softcap=softcap or 0.0,
+    )  # fmt: skip
     kind = f"{store.keys.element.name}_{store.values.element.name}".lower()
-    grid = (splits, kv_heads, b)
-    launch("attention.cu", f"{kind}_{head_dim}", grid, call, threads=32 * ATTENTION_WARPS)
+    launch(
+        "attention.cu", f"{kind}_{head_dim}", (splits, kv_heads, b), call,
+        threads=32 * ATTENTION_WARPS, device=q.device,
+    )  # fmt: skip
     return out

@@ -279,7 +279,7 @@ class CudaOps(TorchOps):
                 entry["x"], entry["y"] = part.data_ptr(), result[first:].data_ptr()
             launch(
                 "product.cu", plan.name, plan.grid, argument,
-                threads=32 * WARPS, shared=plan.shared,
+                threads=32 * WARPS, shared=plan.shared, device=x.device,
             )  # fmt: skip
         return results
 
@@ -354,13 +354,13 @@ def _warps(columns: int) -> int:
     return -(-columns // 32) * 32
 
 
-_PLANS: WeakKeyDictionary[PackedMatrix, dict[tuple[int, ...], Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[PackedMatrix, dict[object, Plan]] = WeakKeyDictionary()
 
 
 def _plan(matrices: tuple[PackedMatrix, ...], rows: int) -> Plan:
     """Return how a product is divided; made once."""
     plans = _PLANS.setdefault(matrices[0], {})
-    key = (rows, *map(id, matrices))
+    key = (rows, *matrices[1:])  # holds the others: no later one takes their place
     if key not in plans:
         processors, most_shared = limits(matrices[0].codes.device.index)
         plans[key] = plan_of(matrices, rows, processors=processors, most_shared=most_shared)

@@ -49,6 +49,11 @@ class PackedMatrix:
         """Whether scales and zeros are given as in GPTQ."""
         return self.scales.dim() == 4
 
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a tile and group."""
+        return 4 * self.scales[0, 0].numel()
+
     def panels(self) -> tuple[tuple[int, int, int], ...]:
         """Return bits, first word and group of every panel."""
         kinds = [

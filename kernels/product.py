@@ -31,9 +31,10 @@ MATRIX = np.dtype(
         (name, np.int32)
         for name in (
             *("k", "rows", "columns", "tiles", "tile_bytes", "groups", "each", "length"),
-            *("first_cta", "rest"),
+            "first_cta",
         )
-    ]
+    ],
+    align=True,
 )
 MATRICES = np.dtype([("of", MATRIX, MOST_MATRICES)])
 
@@ -75,7 +76,7 @@ def plan_of(
     panels = k // PANEL_ROWS
     stages, row_warps = (3 if most_shared >= MANY_SHARED else 2), (WARPS if rows <= ROWS else 4)
     together = WARPS // row_warps  # tiles of a CTA
-    fixed = WARPS * stages * (STEP + MOST_PANELS * (128 if has_zeros else 32))
+    fixed = WARPS * stages * (STEP + MOST_PANELS * matrices[0].scale_bytes)
     fixed += 16 * row_warps * MOST_STEPS + 2 * 4 * WARPS * TILE * min(rows, ROWS)
     held = 2 * (rows if rows <= ROWS else 2 * ROWS)  # bytes of x per row of the matrix
     most_length = (most_shared - fixed - held * PANEL_ROWS) // (held * PANEL_ROWS)
@@ -102,19 +103,14 @@ def plan_of(
             torch.empty(sums, device=device),
             torch.zeros(places, dtype=torch.int32, device=device),
         )
-        entry = argument["of"][index]
-        for name, tensor in zip(
-            ("codes", "scales", "steps", "bounds", "partial", "arrived"),
-            (matrix.codes, matrix.scales, *own),
-            strict=True,
-        ):
-            entry[name] = tensor.data_ptr()
-        for name, value in (
-            ("k", k), ("rows", rows), ("columns", matrix.columns), ("tiles", len(matrix.codes)),
-            ("tile_bytes", 4 * matrix.codes.shape[1]), ("groups", len(matrix.groups)),
-            ("each", each), ("length", length), ("first_cta", ctas),
-        ):  # fmt: skip
-            entry[name] = value
+        steps_of, bounds, partial, arrived = own
+        filled(
+            argument["of"][index],
+            codes=matrix.codes, scales=matrix.scales, steps=steps_of, bounds=bounds,
+            partial=partial, arrived=arrived, k=k, rows=rows, columns=matrix.columns,
+            tiles=len(matrix.codes), tile_bytes=4 * matrix.codes.shape[1],
+            groups=len(matrix.groups), each=each, length=length, first_cta=ctas,
+        )  # fmt: skip
         kept.append((*own, matrix.codes, matrix.scales))
         ctas += -(-wide[index] // each)
     stride = length * PANEL_ROWS + (0 if length % 2 else PANEL_ROWS)
@@ -127,17 +123,30 @@ def plan_of(
     )
 
 
+def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
+    """Set fields of a kernel's struct: to numbers, or to where contiguous tensors lie."""
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            assert value.is_contiguous(), f"{name} is not contiguous"
+            value = value.data_ptr()
+        entry[name] = value
+    return entry
+
+
 def _steps(
     matrix: PackedMatrix, length: int, warps: int
 ) -> list[list[list[tuple[int, int, int, int]]]]:
     """Return, of each part of so many panels, what each warp fetches in turn."""
-    panels, scale_bytes = matrix.panels(), 128 if matrix.has_zeros else 32
+    panels = matrix.panels()
     parts = []
     for begin in range(0, len(panels), length):
         count = min(length, len(panels) - begin)
         cuts = [begin + count * warp // warps for warp in range(warps + 1)]
         parts.append(
-            [_of_warp(panels, first, stop, begin, scale_bytes) for first, stop in pairwise(cuts)]
+            [
+                _of_warp(panels, first, stop, begin, matrix.scale_bytes)
+                for first, stop in pairwise(cuts)
+            ]
         )
     return parts
 

@@ -1,9 +1,9 @@
-// What lies between the products of a decoding step: norms, rotation, the gate.
+// What lies between the products of a decoding step: norms and rotation.
 #include "exl2.cuh"
 
 // x fp16 (rows, d) → RN16(RN16(x · size) · weight): a CTA has a row.
 extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight, half_bits* y,
-                                    integer d, const float* eps) {
+                                    integer d, float eps) {
     __shared__ float sums[32];
     x += blockIdx.x * d;
     y += blockIdx.x * d;
@@ -17,21 +17,23 @@ extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight,
     __syncthreads();
     square = 0.0f;
     for (int w = 0; w < (int)blockDim.x / 32; ++w) square += sums[w];
-    const float size = rsqrtf(square / d + *eps);
+    const float size = rsqrtf(square / d + eps);
     for (int i = threadIdx.x; i < d; i += blockDim.x)
         y[i] = to_half(from_half(to_half(from_half(x[i]) * size)) * from_half(weight[i]));
 }
 
 // Heads x fp16 (b, h, t, head_dim), of any strides but the last, → y with the same ones. The first
-// 2 · half dimensions are rotated by cosines and sines fp32 (b or 1, t, half). shape: t, head_dim,
-// half, strides of b, h, t in x, strides of b and t in the table, heads.
+// 2 · half dimensions are rotated by cosines and sines fp32 (b or 1, t, half). Steps are from one to
+// the next of b, h and t in x, and of b and t in the table.
 extern "C" __global__ void rotate(const half_bits* x, const float* cosines, const float* sines,
-                                  half_bits* y, const integer* shape) {
-    const integer t = shape[0], head_dim = shape[1], half = shape[2], heads = shape[8];
+                                  half_bits* y, integer heads, integer t, integer head_dim,
+                                  integer half, integer row_step, integer head_step,
+                                  integer place_step, integer table_row_step,
+                                  integer table_place_step) {
     const integer place = blockIdx.x % t, head = blockIdx.x / t % heads;
     const integer row = blockIdx.x / t / heads;
-    const integer at = row * shape[3] + head * shape[4] + place * shape[5];
-    const integer angle = row * shape[6] + place * shape[7];
+    const integer at = row * row_step + head * head_step + place * place_step;
+    const integer angle = row * table_row_step + place * table_place_step;
     for (int i = threadIdx.x; i < head_dim; i += blockDim.x) {
         if (i >= 2 * half) {
             y[at + i] = x[at + i];

@@ -12,7 +12,7 @@ struct Matrix {
     float* partial;       // [tiles of a CTA][part][rows · columns of a CTA]
     int* arrived;         // [tiles of a CTA][warp], zero before and after
     int k, rows, columns, tiles, tile_bytes, groups, tiles_each, length;  // panels of a part
-    int first_cta, rest;
+    int first_cta;
 };
 
 struct Matrices {  // that are multiplied with the same x

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
+from stage_runs import run_until
 from tiny import make_tiny
 
-from exl2flow.core.progress import silent
-from exl2flow.flows.conversion import open_pipeline
 from exl2flow.inference import load_model
 from exl2flow.kernels import Group, PackedMatrix, get_ops, pack_codes, pack_scales, pack_zeros
 from exl2flow.kernels.packed import decode_packed
 from exl2flow.model import PackedLinear
-from exl2flow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.gpu
 
@@ -113,9 +111,7 @@ def test_decoded_values_are_exact(zeros: bool) -> None:
 def test_a_loaded_model_stays_quantized_and_says_the_same(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "source")
     config = small_config(source, tmp_path / "out", bpw=4.0)
-    pipeline = open_pipeline(config, [stage for stage in STAGES if stage.name != "validate"])
-    for name in pipeline.stages:
-        pipeline.run(name, progress=silent)
+    run_until(config, "compile")
     ids = torch.randint(0, 200, (1, 40))
 
     on_card, on_cpu = load_model(config.out, device=DEVICE), load_model(config.out, device="cpu")

@@ -1,22 +1,19 @@
 """Steps that are replayed say what steps say that are launched."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conversions import small_config
+from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.core.errors import ContextOverflow
-from exl2flow.core.progress import silent
-from exl2flow.flows.conversion import open_pipeline
 from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.generate.base import Generation
 from exl2flow.inference.step import RecordedStep
 from exl2flow.kernels import CACHE_FORMATS
-from exl2flow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +24,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     windows = {"sliding_window": 40} if request.param == "mistral" else {}
     source = make_tiny(request.param, folder / "source", head_dim=64, **windows)
     config = small_config(source, folder / "out", bpw=4.0)
-    pipeline = open_pipeline(config, [stage for stage in STAGES if stage.name != "validate"])
-    for name in pipeline.stages:
-        pipeline.run(name, progress=silent)
+    run_until(config, "compile")
     return load_model(config.out, device="cuda")
 
 
@@ -58,10 +53,18 @@ def test_a_replay_is_a_step(model: LoadedModel, name: str, batch: int) -> None:
         step(ids[:, :1])
 
 
-def text_with_launches(model: LoadedModel, **options: Any) -> Generation:
-    generator = BaseGenerator(model)
-    generator._step = lambda cache: lambda ids: model.decoder.forward(ids, cache)  # type: ignore[method-assign]  # launches all anew
-    return generator.generate("The quick", **options)
+@torch.inference_mode()
+def text_with_launches(model: LoadedModel, *, max_new_tokens: int) -> Generation:
+    """Return greedy text, each step launched anew."""
+    prompt, made = "The quick", list[int]()
+    ids = model.tokenizer.encode(prompt, add_bos=True)
+    cache = cache_of(model, "fp16", 1)
+    pending = torch.tensor([ids], device="cuda")
+    for _ in range(max_new_tokens):
+        made.append(int(model.decoder.forward(pending, cache)[0, -1].argmax()))
+        pending = torch.tensor([made[-1:]], device="cuda")
+    text = model.tokenizer.decode([*ids, *made]).removeprefix(model.tokenizer.decode(ids))
+    return Generation(prompt=prompt, text=text, ids=tuple(made), reason="max_new_tokens")
 
 
 def test_greedy_text_is_the_same(model: LoadedModel) -> None:
@@ -69,7 +72,7 @@ def test_greedy_text_is_the_same(model: LoadedModel) -> None:
 
     recorded = BaseGenerator(model).generate("The quick", **options)
 
-    assert recorded == text_with_launches(model, **options)
+    assert recorded == text_with_launches(model, max_new_tokens=30)
 
 
 def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
@@ -83,4 +86,4 @@ def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
 
     text = BaseGenerator(model).generate("The quick", **options)
 
-    assert text == text_with_launches(model, **options)
+    assert text == text_with_launches(model, max_new_tokens=10)
