@@ -148,6 +148,14 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
+def on_its_way(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor of main memory on a device; to a GPU it is sent without waiting for it."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    source = tensor if tensor.is_pinned() else pinned(tensor)
+    return source.to(device, non_blocking=True)
+
+
 @lru_cache(maxsize=128)
 def own_stream(device: torch.device, purpose: Hashable) -> torch.cuda.Stream:
     """Return the stream of a device that is kept for a purpose."""

@@ -3,6 +3,7 @@
 Every default lives here and nowhere else.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -311,3 +312,16 @@ def build_config(**values: object) -> ConversionConfig:
             for item in error.errors()
         ]
         raise ConfigError("; ".join(problems)) from error
+
+
+def tuning_file() -> Path | None:
+    """Return the file that keeps how launches are divided on GPUs; None if nothing is tuned.
+
+    `EXL2FLOW_TUNING` is its path, or `off`; by default it lies in the user's cache folder.
+    """
+    given = os.environ.get("EXL2FLOW_TUNING")
+    if given:
+        return None if given == "off" else Path(os.path.expanduser(given))
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
+    return folder / "exl2flow" / "tuning.json" if folder.is_absolute() else None

@@ -1,5 +1,6 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
+from exl2flow.kernels.activations import ACTIVATIONS
 from exl2flow.kernels.cache_formats import (
     CACHE_FORMATS,
     LARGEST_HALF,
@@ -12,6 +13,7 @@ from exl2flow.kernels.cache_formats import (
 from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
     CHUNK_ELEMENTS,
+    FEW_ROWS,
     MOST_COLUMNS,
     BegunGroups,
     Ops,
@@ -22,13 +24,22 @@ from exl2flow.kernels.ops import (
     resolve_device,
     tensor_cores,
 )
-from exl2flow.kernels.packed import PackedMatrix, pack_codes, pack_scales, pack_zeros, whole_tiles
-from exl2flow.kernels.streams import at_the_same_time, used_here
+from exl2flow.kernels.packed import (
+    PackedMatrix,
+    Product,
+    pack_codes,
+    pack_scales,
+    pack_zeros,
+    whole_tiles,
+)
+from exl2flow.kernels.streams import Threads, at_the_same_time, used_here
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
+    "ACTIVATIONS",
     "CACHE_FORMATS",
     "CHUNK_ELEMENTS",
+    "FEW_ROWS",
     "LARGEST_HALF",
     "MOST_COLUMNS",
     "PAGE_TOKENS",
@@ -39,7 +50,9 @@ __all__ = [
     "LayerStore",
     "Ops",
     "PackedMatrix",
+    "Product",
     "Scales",
+    "Threads",
     "at_the_same_time",
     "device_table",
     "get_ops",

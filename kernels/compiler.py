@@ -3,8 +3,9 @@
 CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
 """
 
+import ctypes
 import re
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import cupy
@@ -19,7 +20,7 @@ from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # of a CTA where each thread has a column
-ATTENTION_WARPS = 4  # of a CTA that attends
+ATTENTION_WARPS = 8  # of a CTA that attends
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
 DEFINITIONS = {
@@ -31,9 +32,10 @@ DEFINITIONS = {
     "TILE_COLUMNS": TILE,
     "CTA_WARPS": product.WARPS,
     "STEP": product.STEP,
-    "MOST_STEPS": product.MOST_STEPS,
     "MOST_PANELS": product.MOST_PANELS,
     "MOST_MATRICES": product.MOST_MATRICES,
+    "MOST_CHAINED": product.MOST_CHAINED,
+    "MOST_TILES": product.MOST_TILES,
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "PAGE_TOKENS": PAGE_TOKENS,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
@@ -80,6 +82,8 @@ def launch(
     threads: int = THREADS,
     shared: int = 0,
     device: torch.device | None = None,
+    early: bool = False,
+    together: bool = False,
 ) -> None:
     """Launch a function of a source.
 
@@ -91,20 +95,32 @@ def launch(
         threads: of a CTA.
         shared: bytes of a CTA's dynamic shared memory.
         device: where to, if no tensor is among the arguments.
+        early: it may begin before the last launch has ended, for it waits itself (early.cuh).
+        together: its CTAs wait for each other, so all of them must be there at once.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
-    pointers = []
+    values = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             assert argument.is_contiguous(), f"{name} needs contiguous tensors"
             argument = argument.data_ptr()
-        pointers.append(argument)
-    stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    with cupy.cuda.Device(device.index), stream:
+        values.append(np.asarray(argument))
+    pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+    with cupy.cuda.Device(device.index):
         kernel = function(file, name)
         if shared and shared > kernel.max_dynamic_shared_size_bytes:
             kernel.max_dynamic_shared_size_bytes = shared
-        kernel(grid, (threads,), tuple(pointers), shared_mem=shared)
+        how = _Launch(
+            grid=(*grid, *(1 for _ in range(3 - len(grid)))), block=(threads, 1, 1), shared=shared,
+            stream=torch.cuda.current_stream(device).cuda_stream,
+            attributes=ctypes.pointer(_ATTRIBUTES[0 if together else 1]),
+            count=together + (early and _can_be_early(device.index)),
+        )  # fmt: skip
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(how), ctypes.c_void_p(kernel.kernel.ptr), pointers, None
+        )
+    if status:
+        raise RuntimeError(f"{name} of {file} could not be launched: CUDA error {status}")
 
 
 @cache
@@ -114,17 +130,34 @@ def limits(device: int) -> tuple[int, int]:
     return attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
 
 
-class _Stream:
-    """A stream of torch in the form that CuPy takes."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer  # version of the protocol, stream
+@cache
+def _can_be_early(device: int) -> bool:
+    return int(cupy.cuda.Device(device).compute_capability) >= 90
 
 
-@lru_cache(maxsize=64)
-def _stream(pointer: int, device: int) -> cupy.cuda.Stream:
-    with cupy.cuda.Device(device):
-        return cupy.cuda.Stream.from_external(_Stream(pointer))
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`."""
+
+    _fields_ = [("kind", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Launch(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE and _PROGRAMMATIC_STREAM_SERIALIZATION
+_ATTRIBUTES = (_Attribute * 2)(*(_Attribute(kind=kind, value=(1,)) for kind in (2, 6)))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -5,6 +5,7 @@ The rest is torch on the device.
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from exl2flow.kernels import torch_cache
 from exl2flow.kernels.cache_formats import (
@@ -21,17 +22,20 @@ from exl2flow.kernels.product import filled
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 16  # query heads of a key head
 MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
-CTAS_TOGETHER = 4  # of a multiprocessor
-TILES_APART = 4  # a part has as many tiles of 16 positions, at full length
+CTAS_TOGETHER = 1  # of a multiprocessor
+TILES_APART = 2  # a warp of a part has as many tiles of 16 positions, at full length
 CALL = np.dtype(
     [
         (name, np.uint64)
         for name in (
             *("q", "k", "v", "keys", "key_scales", "values", "value_scales"),
-            *("tables", "lengths", "partial", "arrived", "out"),
+            *("tables", "lengths", "partial", "arrived", "out", "cosines", "sines", "slots"),
         )
     ]
-    + [(name, np.int32) for name in ("heads", "kv_heads", "pages", "splits", "window")]
+    + [
+        (name, np.int32)
+        for name in ("heads", "kv_heads", "pages", "splits", "window", "half", "angle_step")
+    ]
     + [("scale", np.float32), ("softcap", np.float32)],
     align=True,
 )
@@ -65,34 +69,94 @@ def paged_attention(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """See `Ops.paged_attention`."""
-    b, tokens, heads, head_dim = q.shape
-    kv_heads, pages = store.kv_heads, tables.shape[1]
-    is_known = head_dim in HEAD_DIMS and heads <= MOST_HEADS * kv_heads and q.dtype == torch.float16
-    if tokens > 1 or not is_known:
+    if not _is_known(q, store):
         return torch_cache.paged_attention(
             q, k, v, store, tables, lengths, scale=scale, window=window, softcap=softcap
         )
+    call = np.zeros(1, CALL)[0]
+    return _attend(call, q, k, v, store, tables, lengths, scale, window, softcap)
+
+
+def attend_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `Ops.attend_step`."""
+    if not _is_known(q, store):
+        return torch_cache.attend_step(
+            q, k, v, store, tables, lengths, slots, cos, sin,
+            scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
+    call = filled(
+        np.zeros(1, CALL)[0], cosines=cos, sines=sin, slots=slots, half=cos.shape[-1],
+        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
+    )  # fmt: skip
+    return _attend(call, q, k, v, store, tables, lengths, scale, window, softcap)
+
+
+def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
+    _, tokens, heads, head_dim = q.shape
+    few = tokens == 1 and heads <= MOST_HEADS * store.kv_heads
+    return few and head_dim in HEAD_DIMS and q.dtype == torch.float16
+
+
+def _attend(
+    call: np.void,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    (b, _, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
     processors, _ = limits(q.device.index)
     splits = min(
         MOST_SPLITS,
         max(1, CTAS_TOGETHER * processors // (b * kv_heads)),
-        max(1, pages * PAGE_TOKENS // (16 * TILES_APART)),
+        max(1, pages * PAGE_TOKENS // (16 * ATTENTION_WARPS * TILES_APART)),
     )
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
     partial = torch.empty(b, kv_heads, splits, MOST_HEADS, head_dim + 2, device=q.device)
-    arrived = torch.zeros(b, kv_heads, dtype=torch.int32, device=q.device)
-    call = filled(
-        np.zeros(1, CALL)[0],
+    filled(
+        call,
         q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,
         values=store.values.data, value_scales=store.values.scales, tables=tables,
-        lengths=lengths, partial=partial, arrived=arrived, out=out, heads=heads,
-        kv_heads=kv_heads, pages=pages, splits=splits, window=window or 0, scale=scale,
-        softcap=softcap or 0.0,
+        lengths=lengths, partial=partial, arrived=_counters(tables, kv_heads), out=out,
+        heads=heads, kv_heads=kv_heads, pages=pages, splits=splits, window=window or 0,
+        scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     kind = f"{store.keys.element.name}_{store.values.element.name}".lower()
     launch(
         "attention.cu", f"{kind}_{head_dim}", (splits, kv_heads, b), call,
-        threads=32 * ATTENTION_WARPS, device=q.device,
+        threads=32 * ATTENTION_WARPS, device=q.device, early=True,
     )  # fmt: skip
     return out
+
+
+_COUNTERS = WeakIdKeyDictionary()  # by page tables: sequences of a cache attend in one stream
+
+
+def _counters(tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return zeros int32 (b, kv_heads), which each launch leaves as zeros."""
+    if tables not in _COUNTERS:
+        _COUNTERS[tables] = torch.zeros(
+            len(tables), kv_heads, dtype=torch.int32, device=tables.device
+        )
+    found: torch.Tensor = _COUNTERS[tables]
+    return found

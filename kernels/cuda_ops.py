@@ -9,15 +9,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from exl2flow.core.background import own_stream
-from exl2flow.kernels import cuda_cache, cuda_steps
-from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, launch, limits
+from exl2flow.kernels import cuda_cache, cuda_packed, cuda_products, cuda_steps
+from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, launch
+from exl2flow.kernels.cuda_packed import panel_table
 from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
     MOST_COLUMNS,
@@ -27,9 +26,6 @@ from exl2flow.kernels.ops import (
     device_table,
     half_ranges,
 )
-from exl2flow.kernels.packed import PackedMatrix
-from exl2flow.kernels.product import MOST_MATRICES, WARPS, Plan, most_rows, plan_of
-from exl2flow.kernels.streams import kept
 from exl2flow.kernels.torch_ops import (
     GRID_EXPONENT,
     GRID_POINTS,
@@ -47,7 +43,6 @@ from exl2flow.kernels.torch_refit import (
 )
 
 _RECORDING = threading.Lock()  # recordings register with the generator of random numbers
-FEW_ROWS = 16  # up to these a product reads the codes themselves
 
 
 class CudaOps(TorchOps):
@@ -55,8 +50,14 @@ class CudaOps(TorchOps):
 
     rms_norm = staticmethod(cuda_steps.rms_norm)
     rotate = staticmethod(cuda_steps.rotate)
+    reordered = staticmethod(cuda_steps.reordered)
+    lay_out = staticmethod(cuda_packed.lay_out)
+    lay_out_scales = staticmethod(cuda_packed.lay_out_scales)
     write_cache = staticmethod(cuda_cache.write_cache)
     paged_attention = staticmethod(cuda_cache.paged_attention)
+    attend_step = staticmethod(cuda_cache.attend_step)
+    decode_packed = staticmethod(cuda_products.decode_packed)
+    multiply = staticmethod(cuda_products.multiply)
 
     def _grid_costs(
         self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
@@ -214,7 +215,7 @@ class CudaOps(TorchOps):
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """See `Ops.pack`."""
         k, n = codes.shape
-        table, words = _panel_table(tuple(groups), codes.device)
+        table, words = panel_table(tuple(groups), codes.device)
         packed = torch.empty(words, n, dtype=torch.int32, device=codes.device)
         grid = (_tiles(n), k // PANEL_ROWS)
         launch("pack.cu", "pack", grid, codes.contiguous(), table, packed, n)
@@ -223,7 +224,7 @@ class CudaOps(TorchOps):
     def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """See `Ops.unpack`."""
         n = packed.shape[1]
-        table, _ = _panel_table(tuple(groups), packed.device)
+        table, _ = panel_table(tuple(groups), packed.device)
         codes = torch.empty(len(table) * PANEL_ROWS, n, dtype=torch.uint8, device=packed.device)
         launch("pack.cu", "unpack", (_tiles(n), len(table)), packed.contiguous(), table, codes, n)
         return codes
@@ -233,55 +234,11 @@ class CudaOps(TorchOps):
     ) -> torch.Tensor:
         """See `Ops.decode`."""
         n = codes.shape[1]
-        table, _ = _panel_table(tuple(groups), codes.device)
+        table, _ = panel_table(tuple(groups), codes.device)
         matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
         grid = (_tiles(n), len(table))
         launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
         return matrix
-
-    def decode_packed(self, matrix: PackedMatrix) -> torch.Tensor:
-        """See `Ops.decode_packed`."""
-        k, columns = matrix.shape
-        decoded = torch.empty(columns, k, dtype=torch.float16, device=matrix.codes.device)
-        table, _ = _panel_table(matrix.groups, matrix.codes.device)
-        grid = (len(matrix.codes), -(-len(table) // (THREADS // 32)))
-        launch(
-            "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2", grid,
-            matrix.codes, matrix.scales, table, decoded, k, columns, 4 * matrix.codes.shape[1],
-            len(matrix.groups),
-        )  # fmt: skip
-        return decoded
-
-    def multiply(self, x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
-        """See `Ops.multiply`; many rows meet decoded matrices."""
-        results: list[torch.Tensor] = []
-        for _, run in groupby(matrices, key=lambda matrix: (id(matrix.order), matrix.has_zeros)):
-            alike = list(run)
-            ordered = x.index_select(1, alike[0].order)
-            if len(x) > FEW_ROWS:
-                results += [ordered @ self.decode_packed(matrix).T for matrix in alike]
-                continue
-            for first in range(0, len(alike), MOST_MATRICES):
-                results += self._multiply_few(ordered, tuple(alike[first : first + MOST_MATRICES]))
-        return results
-
-    def _multiply_few(
-        self, x: torch.Tensor, matrices: tuple[PackedMatrix, ...]
-    ) -> list[torch.Tensor]:
-        """Multiply matrices with the same rows in one launch, or as many as x needs."""
-        results = [x.new_empty(len(x), matrix.columns) for matrix in matrices]
-        most = most_rows(limits(x.device.index)[1], has_zeros=matrices[0].has_zeros)
-        for first in range(0, len(x), most):
-            part = x[first : first + most]
-            plan = _plan(matrices, len(part))
-            argument = plan.argument.copy()
-            for entry, result in zip(argument["of"], results, strict=False):
-                entry["x"], entry["y"] = part.data_ptr(), result[first:].data_ptr()
-            launch(
-                "product.cu", plan.name, plan.grid, argument,
-                threads=32 * WARPS, shared=plan.shared, device=x.device,
-            )  # fmt: skip
-        return results
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device.
@@ -352,32 +309,6 @@ def _tiles(n: int) -> int:
 def _warps(columns: int) -> int:
     """Return the threads of whole warps for so many columns."""
     return -(-columns // 32) * 32
-
-
-_PLANS: WeakKeyDictionary[PackedMatrix, dict[object, Plan]] = WeakKeyDictionary()
-
-
-def _plan(matrices: tuple[PackedMatrix, ...], rows: int) -> Plan:
-    """Return how a product is divided; made once."""
-    plans = _PLANS.setdefault(matrices[0], {})
-    key = (rows, *matrices[1:])  # holds the others: no later one takes their place
-    if key not in plans:
-        processors, most_shared = limits(matrices[0].codes.device.index)
-        plans[key] = plan_of(matrices, rows, processors=processors, most_shared=most_shared)
-    return plans[key]
-
-
-@kept
-def _panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return bits, first word and group of every panel, int64 (panels, 3), and all words."""
-    rows: list[tuple[int, int, int]] = []
-    word = 0
-    for index, group in enumerate(groups):
-        for _ in range(group.rows // PANEL_ROWS):
-            rows.append((group.bits, word, index))
-            word += group.bits
-    flat = tuple(value for row in rows for value in row)
-    return device_table(flat, device).view(-1, 3), word
 
 
 CUDA_OPS: Ops = CudaOps()

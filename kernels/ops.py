@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
-from exl2flow.kernels.cache_formats import LayerStore
+from exl2flow.kernels.cache_ops import CacheOps
 from exl2flow.kernels.groups import Group
-from exl2flow.kernels.packed import PackedMatrix
+from exl2flow.kernels.packed import PackedMatrix, Product
 from exl2flow.kernels.streams import kept, sent
 
 MOST_COLUMNS = 1024  # of a block of the output factor; torch's code for wider ones waits for a GPU
 CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
+FEW_ROWS = 16  # up to these a product reads the codes of a packed matrix themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class BegunGroups:
         return (x.view(len(x), len(self.rows), -1) * self.inside).view(x.shape)
 
 
-class Ops(Protocol):
+class Ops(CacheOps, Protocol):
     """Tensor operations of the format; all tensors of a call lie on one device."""
 
     def search_grid(
@@ -211,24 +212,52 @@ class Ops(Protocol):
         """Return the matrix fp16 (k, n) of codes uint8 (k, n) and scales fp16 (g, n)."""
         ...
 
+    def lay_out(
+        self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the words of a file as `PackedMatrix.codes`; columns of zeros fill the last tile.
+
+        Args:
+            words: int32 (sum of rows * bits / 32, n).
+            groups: of the result, of whole panels.
+            order: int64 (k,), the row of the file that each row is, all of 4 bits; None: as it is.
+        """
+        ...
+
+    def lay_out_scales(self, words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """Return codes int32 (g, n / 8) and maxima fp16 (g,) as `PackedMatrix.scales`."""
+        ...
+
     def decode_packed(self, matrix: PackedMatrix) -> torch.Tensor:
         """Return a packed matrix as fp16 (columns, k), in the order of its rows."""
         ...
 
-    def multiply(self, x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
-        """Return x Q of packed matrices, sums in fp32.
+    def multiply(
+        self,
+        x: torch.Tensor,
+        products: Sequence[Product],
+        hidden: torch.Tensor | None = None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return x Q + bias of packed matrices, sums in fp32, and so on with what comes out.
 
         Args:
-            x: fp16 (rows, k), in the order of the in-features.
-            matrices: each Q (k, columns); those that share `order` are multiplied together.
+            x: fp16 (rows, k), in the order of the rows of the first product's matrices.
+            products: each reads the result of the one before; up to three matrices each, one
+                result but for the last.
+            hidden: fp16 (rows, columns), to which results are added; None: zeros.
 
         Returns:
-            fp16 (rows, columns) of each.
+            The results of the last, fp16 (rows, columns) each, and the last hidden state; the
+            results once more if there is none.
         """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return x / sqrt(mean(x²) + eps) · weight over the last axis, the division in fp32."""
+        ...
+
+    def reordered(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Return x[..., order] of x fp16 (…, d) and int64 (d,)."""
         ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -241,56 +270,6 @@ class Ops(Protocol):
 
         Returns:
             As x.
-        """
-        ...
-
-    def write_cache(
-        self, store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Store keys and values in the form of the cache.
-
-        Args:
-            store: of one layer.
-            slots: int64 (t,), where to, each once.
-            k: keys after rotation, (t, kv_heads, head_dim), rounded to fp16.
-            v: values, shaped likewise.
-        """
-        ...
-
-    def read_cache(
-        self, store: LayerStore, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of slots int64 (t,), fp16 (t, kv_heads, head_dim) each."""
-        ...
-
-    def paged_attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        store: LayerStore,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """Attend causally to what a cache holds, and to new tokens as they are.
-
-        Args:
-            q: queries of the new tokens (b, t, heads, head_dim), rotated.
-            k: their keys (b, t, kv_heads, head_dim), rotated; the cache need not hold them.
-            v: their values, shaped as the keys.
-            store: of one layer.
-            tables: int32 (b, pages), each sequence's pages in order.
-            lengths: int32 (b,), positions that the cache holds of each before the new ones.
-            scale: multiplies the scores.
-            window: how many positions, its own included, a query sees; None for all.
-            softcap: scores s become `softcap · tanh(s / softcap)`; None: they stay.
-
-        Returns:
-            (b, t, heads, head_dim) in the dtype of q.
         """
         ...
 

@@ -5,7 +5,7 @@ warp has the codes that it feeds to a tensor core, in the bits where one instruc
 numbers of them. `docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
+from exl2flow.kernels.activations import ACTIVATIONS
 from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS, Group
 
 TILE = 32  # columns
@@ -31,6 +32,7 @@ class PackedMatrix:
     scales: int32 (tiles, groups, 8), by lane: a nibble for each of its columns, and the fp16 unit
     above them; of GPTQ (tiles, groups, 8, 4): four fp16 scales and four fp16 zeros.
     order: int64 (k,), the in-feature of each row.
+    bias: fp16 (columns,), added to a product; or None.
     """
 
     codes: torch.Tensor
@@ -38,6 +40,7 @@ class PackedMatrix:
     groups: tuple[Group, ...]
     order: torch.Tensor
     columns: int
+    bias: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,9 +67,30 @@ class PackedMatrix:
         words = accumulate((LANES * bits for bits, _ in kinds), initial=0)
         return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
 
-    def cut(self, columns: int) -> "PackedMatrix":
-        """Return the matrix without the columns that pad it."""
-        return replace(self, columns=columns)
+    def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
+        """Return the matrix without the columns that pad it, with a bias."""
+        return replace(self, columns=columns, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+class Product:
+    """What is done with one x: multiplied with matrices that have their rows in the same order.
+
+    norm: fp16 (k,), weights by which x is normalized first, with `eps`; or None.
+    activation: of `ACTIVATIONS`; then the result is activation(x Q₀) · (x Q₁).
+    adds: the result, of one matrix, is added to the hidden state, and is the next one.
+    """
+
+    matrices: tuple[PackedMatrix, ...]
+    norm: torch.Tensor | None = None
+    eps: float = 0.0
+    activation: str | None = None
+    adds: bool = False
+
+    @property
+    def order(self) -> torch.Tensor:
+        """The in-feature of each row, int64 (k,)."""
+        return self.matrices[0].order
 
 
 @cache
@@ -187,9 +211,35 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return values.T[: matrix.columns].contiguous()
 
 
-def multiply(x: torch.Tensor, matrices: Sequence[PackedMatrix]) -> list[torch.Tensor]:
-    """See `Ops.multiply`."""
-    return [(x[:, m.order].float() @ decode_packed(m).float().T).half() for m in matrices]
+def multiply(
+    x: torch.Tensor,
+    products: Sequence[Product],
+    hidden: torch.Tensor | None,
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+    product: Callable[[torch.Tensor, PackedMatrix], torch.Tensor],
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Do what `Ops.multiply` says, with a norm and a product as they are on a device."""
+    found: list[torch.Tensor] = []
+    for index, p in enumerate(products):
+        if index:
+            x = found[0].index_select(1, p.order)
+        if p.norm is not None:
+            x = rms_norm(x, p.norm[p.order], p.eps)
+        found = [product(x, matrix) for matrix in p.matrices]
+        found = [
+            y if m.bias is None else y + m.bias for y, m in zip(found, p.matrices, strict=True)
+        ]
+        if p.activation:
+            found = [ACTIVATIONS[p.activation](found[0]) * found[1]]
+        if p.adds:
+            found = [found[0] if hidden is None else found[0] + hidden]
+            hidden = found[0]
+    return found, found[0] if hidden is None else hidden
+
+
+def exact_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+    """Return x Q, fp16 (r, columns), of x in the order of its rows; sums in fp32."""
+    return (x.float() @ decode_packed(matrix).float().T).half()
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:

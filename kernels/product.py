@@ -1,7 +1,7 @@
-"""How a product of few rows with a packed matrix is divided: what `cuda/product.cu` is told.
+"""How products of few rows with packed matrices are divided: what `cuda/product.cu` is told.
 
-A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of them. Up to 8 rows
-of x, its warps divide the rows of one tile at a time; up to 16, four warps those of four tiles.
+A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of them; its warps have
+equal shares of their panels. Products whose input is the result of the one before are one launch.
 """
 
 from collections.abc import Sequence
@@ -11,116 +11,267 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from exl2flow.kernels.activations import ACTIVATIONS
 from exl2flow.kernels.groups import PANEL_ROWS
-from exl2flow.kernels.packed import LANES, TILE, PackedMatrix
+from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 
-WARPS = 16
-STEP = 2048  # bytes of codes that a warp fetches together
-MOST_STEPS = 32  # of a warp in a tile
-MOST_PANELS = 4  # of a step
+WARPS = 16  # of a CTA
 ROWS = 8  # of x that a tensor core takes together
-MANY_SHARED = 160 << 10  # bytes of shared memory of a CTA from which on it has three stages
-MOST_MATRICES = 3  # of a launch
+STEP = 2048  # bytes of codes that a warp fetches together
+MOST_PANELS = 4  # of a step
+LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has under way, fewer if memory is small
+SLOT = WARPS * (STEP + 8)  # bytes of a step of all warps, and of their barriers
+MANY_SHARED = 160 << 10  # bytes of shared memory of a CTA that suffice for 16 rows
+FIXED_SHARED = 2 << 10  # of them the kernel has for itself
+MOST_MATRICES = 3  # of a product
+MOST_TILES = 14  # of a CTA, for it holds their sums
+MOST_CHAINED = 4  # products of a launch
 NO_CTA = 1 << 30
+HEADER = 13  # ints of a `Share` before its steps
 MATRIX = np.dtype(
     [
         (name, np.uint64)
-        for name in ("codes", "scales", "steps", "bounds", "x", "y", "partial", "arrived")
+        for name in (
+            *("codes", "scales", "shares", "bias", "residual", "y", "copy"),
+            *("partial", "arrived"),
+        )
     ]
     + [
         (name, np.int32)
-        for name in (
-            *("k", "rows", "columns", "tiles", "tile_bytes", "groups", "each", "length"),
-            "first_cta",
-        )
+        for name in ("columns", "tiles", "tile_bytes", "scale_bytes", "each", "first_cta")
     ],
     align=True,
 )
-MATRICES = np.dtype([("of", MATRIX, MOST_MATRICES)])
+STAGE = np.dtype(
+    [("of", MATRIX, MOST_MATRICES), ("x", np.uint64), ("norm", np.uint64), ("to", np.uint64)]
+    + [
+        (name, np.int32)
+        for name in (
+            *("k", "length", "ctas", "parts", "words", "share_at", "scale_at"),
+            "activation",
+        )
+    ]
+    + [("eps", np.float32)],
+    align=True,
+)
+CHAIN = np.dtype(
+    [("stages", STAGE, MOST_CHAINED), ("meetings", np.uint64)]
+    + [(name, np.int32) for name in ("count", "rows", "slots", "words", "scale_room", "tiles")],
+    align=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A product with so many rows, but for x and y.
+    """Products of so many rows, but for what they read and write.
 
-    name: of the kernel; grid: its CTAs; shared: bytes of each; argument: `MATRICES`;
-    kept: what it points to, steps, bounds, partial sums and counters of each matrix.
+    parts: that the rows of each matrix are divided into, for each product; name: of the kernel;
+    ctas, shared: how many, and bytes of each; argument: `CHAIN`; kept: what it points to.
     """
 
+    parts: tuple[int, ...]
     name: str
-    grid: tuple[int, int]
+    ctas: int
     shared: int
     argument: np.void
-    kept: Sequence[tuple[torch.Tensor, ...]]
+    kept: Sequence[torch.Tensor]
 
 
-def most_rows(most_shared: int, *, has_zeros: bool) -> int:
+def most_rows(most_shared: int) -> int:
     """Return how many rows of x a launch may have on a device with so much shared memory."""
-    if most_shared >= MANY_SHARED:
-        return 2 * ROWS
-    return ROWS // 4 if has_zeros else ROWS // 2  # stages, sums and x lie there
+    return 2 * ROWS if most_shared >= MANY_SHARED else ROWS
 
 
 def plan_of(
-    matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_shared: int
-) -> Plan:
-    """Divide a product.
+    products: Sequence[Product],
+    rows: int,
+    *,
+    processors: int,
+    most_shared: int,
+    parts: Sequence[int] | None = None,
+) -> Plan | None:
+    """Divide products, each of which reads what the one before writes.
 
     Args:
-        matrices: on the device, all EXL2 or all GPTQ, with as many rows; up to `MOST_MATRICES`.
+        products: up to `MOST_CHAINED`, matrices on the device, all EXL2 or all GPTQ.
         rows: of x, up to `most_rows`.
         processors: multiprocessors of the device.
         most_shared: bytes of shared memory that a CTA can have.
+        parts: of each product, into how many parts rows are divided; more if they do not fit.
+            Without it as few as have room, but more where there are fewer tiles than processors.
+
+    Returns:
+        None if a device has not room for all of several products.
     """
-    (k, _), has_zeros = matrices[0].shape, matrices[0].has_zeros
-    panels = k // PANEL_ROWS
-    stages, row_warps = (3 if most_shared >= MANY_SHARED else 2), (WARPS if rows <= ROWS else 4)
-    together = WARPS // row_warps  # tiles of a CTA
-    fixed = WARPS * stages * (STEP + MOST_PANELS * matrices[0].scale_bytes)
-    fixed += 16 * row_warps * MOST_STEPS + 2 * 4 * WARPS * TILE * min(rows, ROWS)
-    held = 2 * (rows if rows <= ROWS else 2 * ROWS)  # bytes of x per row of the matrix
-    most_length = (most_shared - fixed - held * PANEL_ROWS) // (held * PANEL_ROWS)
-    wide = [-(-len(matrix.codes) // together) for matrix in matrices]
-    useful = min(processors // sum(wide), panels // (2 * row_warps))
-    parts = max(-(-panels // most_length), useful, 1)
+    room = most_shared - FIXED_SHARED
+    least = min(LEAST_SLOTS, room // (2 * SLOT))  # for the rest at least half of it
+    counts: Sequence[int | None] = [None] * len(products) if parts is None else parts
+    divisions = [
+        _Division.of(product, count, processors)
+        for product, count in zip(products, counts, strict=True)
+    ]
     while True:
-        length = -(-panels // parts)
-        steps = [_steps(matrix, length, row_warps) for matrix in matrices]
-        if max(len(w) for of_matrix in steps for part in of_matrix for w in part) <= MOST_STEPS:
+        ctas = max(division.ctas * division.parts for division in divisions)
+        if len(products) > 1 and ctas > processors:  # CTAs that meet are there together
+            return None
+        inputs = [division.input_bytes(rows) for division in divisions]
+        words, scale_room = (sum(d.words for d in divisions), sum(d.scales for d in divisions))
+        tiles = max(division.tiles for division in divisions)
+        fixed = WARPS * (scale_room + 4 * words) + 4 * rows * TILE * tiles + max(inputs)
+        slots = min(MOST_SLOTS, (room - fixed) // SLOT)
+        if slots >= least:
             break
-        parts += 1
-    parts, rounded = len(steps[0]), -(-rows // ROWS) * ROWS
-    sizes = [matrix.codes.numel() for matrix in matrices]
-    argument, kept, ctas = np.zeros(1, MATRICES)[0], [], 0
-    argument["of"]["first_cta"] = NO_CTA
-    for index, matrix in enumerate(matrices):
-        share = processors * sizes[index] / sum(sizes) / parts
-        each = -(-wide[index] // max(1, round(share)))
-        device, places = matrix.codes.device, wide[index] * WARPS
-        sums = wide[index] * parts * rounded * together * TILE if parts > 1 else 0
-        own = (
-            *_tables(steps[index], device),
-            torch.empty(sums, device=device),
-            torch.zeros(places, dtype=torch.int32, device=device),
-        )
-        steps_of, bounds, partial, arrived = own
-        filled(
-            argument["of"][index],
-            codes=matrix.codes, scales=matrix.scales, steps=steps_of, bounds=bounds,
-            partial=partial, arrived=arrived, k=k, rows=rows, columns=matrix.columns,
-            tiles=len(matrix.codes), tile_bytes=4 * matrix.codes.shape[1],
-            groups=len(matrix.groups), each=each, length=length, first_cta=ctas,
-        )  # fmt: skip
-        kept.append((*own, matrix.codes, matrix.scales))
-        ctas += -(-wide[index] // each)
-    stride = length * PANEL_ROWS + (0 if length % 2 else PANEL_ROWS)
+        largest = inputs.index(max(inputs))
+        if divisions[largest].length == 1:
+            return None
+        divisions[largest] = divisions[largest].shorter(products[largest], processors)
+    device = products[0].matrices[0].codes.device
+    argument, kept = np.zeros(1, CHAIN)[0], [torch.zeros(1, dtype=torch.int32, device=device)]
+    filled(
+        argument, meetings=kept[0], count=len(products), rows=rows, slots=slots, words=words,
+        scale_room=scale_room, tiles=tiles,
+    )  # fmt: skip
+    share_at = scale_at = 0
+    for index, (product, division) in enumerate(zip(products, divisions, strict=True)):
+        following = products[index + 1] if index + 1 < len(products) else None
+        entry = argument["stages"][index]
+        kept += _fill(entry, product, division, following, rows, device)
+        filled(entry, share_at=share_at, scale_at=scale_at)
+        share_at, scale_at = share_at + division.words, scale_at + division.scales
+    has_zeros = products[0].matrices[0].has_zeros
     return Plan(
-        name=f"{'gptq' if has_zeros else 'exl2'}_{rounded}_{stages}",
-        grid=(ctas, parts),
-        shared=fixed + held * stride,
+        parts=tuple(division.parts for division in divisions),
+        name=f"{'gptq' if has_zeros else 'exl2'}_{-(-rows // ROWS) * ROWS}",
+        ctas=ctas,
+        shared=fixed + slots * SLOT,
         argument=argument,
         kept=kept,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Division:
+    """A product among CTAs.
+
+    each: tiles of a CTA, for each set of matrices whose tiles alternate; shares: of each set, part
+    and warp; length: panels of a part; ctas: of a part.
+    """
+
+    each: Sequence[int]
+    shares: Sequence[Sequence[Sequence[Sequence[int]]]]
+    length: int
+    parts: int
+    ctas: int
+    tiles: int
+    words: int
+    scales: int
+
+    @classmethod
+    def of(cls, product: Product, parts: int | None, processors: int) -> "_Division":
+        """Divide rows into parts; without a number into several if tiles are few."""
+        matrices = product.matrices
+        sets = _sets(product)
+        panels, tiles = len(matrices[0].panels()), [len(together[0].codes) for together in sets]
+        if parts is None:
+            parts = min(processors // sum(tiles), panels // (2 * WARPS))
+        length = -(-panels // max(parts, 1))
+        parts = -(-panels // length)
+        each = _tiles_each(sets, tiles, processors / parts)
+        shares = [
+            [_shares(together, e, part, length) for part in range(parts)]
+            for together, e in zip(sets, each, strict=True)
+        ]
+        flat = [share for of_set in shares for part in of_set for share in part]
+        return cls(
+            each=each,
+            shares=shares,
+            length=length,
+            parts=parts,
+            ctas=sum(-(-count // e) for count, e in zip(tiles, each, strict=True)),
+            tiles=max(each) * len(sets[0]),
+            words=max(map(len, flat)),
+            scales=max(_scale_bytes(share, matrices[0].scale_bytes) for share in flat),
+        )
+
+    def shorter(self, product: Product, processors: int) -> "_Division":
+        """Return a division into parts of fewer panels, `length` being more than one."""
+        panels = product.matrices[0].shape[0] // PANEL_ROWS
+        return _Division.of(product, -(-panels // (self.length - 1)), processors)
+
+    def input_bytes(self, rows: int) -> int:
+        """Return the bytes of so many rows of x, and then of a sum of each warp."""
+        stride = self.length * PANEL_ROWS + (0 if self.length % 2 else PANEL_ROWS)
+        of_x = 2 * stride * (rows if rows <= ROWS else 2 * ROWS)
+        return max(of_x, 4 * WARPS * rows * TILE)
+
+
+def _sets(product: Product) -> list[list[PackedMatrix]]:
+    """Return matrices whose tiles alternate in a CTA."""
+    matrices = list(product.matrices)
+    return [matrices] if product.activation else [[matrix] for matrix in matrices]
+
+
+def _fill(
+    entry: np.void,
+    product: Product,
+    division: _Division,
+    following: Product | None,
+    rows: int,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Set a `STAGE` but for inputs and results; return what it points to."""
+    kept: list[torch.Tensor] = []
+    entry["of"]["first_cta"] = NO_CTA
+    entries, ctas = iter(entry["of"]), 0
+    for together, each, of_set in zip(_sets(product), division.each, division.shares, strict=True):
+        words, tiles = division.words, len(together[0].codes)
+        table = [[*share, *[0] * (words - len(share))] for part in of_set for share in part]
+        shares = torch.tensor(table, dtype=torch.int32).to(device)
+        for index, matrix in enumerate(together):
+            of_matrix = next(entries)
+            sums = tiles * division.parts * rows * TILE if division.parts > 1 else 0
+            partial = torch.empty(sums, device=device)
+            arrived = torch.zeros(division.ctas, dtype=torch.int32, device=device)
+            filled(
+                of_matrix,
+                codes=matrix.codes, scales=matrix.scales, shares=shares, partial=partial,
+                arrived=arrived, columns=matrix.columns, tiles=tiles,
+                tile_bytes=4 * matrix.codes.shape[1],
+                scale_bytes=matrix.scale_bytes * len(matrix.groups), each=each,
+            )  # fmt: skip
+            if index == 0:
+                of_matrix["first_cta"] = ctas
+            if matrix.bias is not None:
+                filled(of_matrix, bias=matrix.bias)
+            kept += [matrix.codes, matrix.scales, shares, partial, arrived]
+        ctas += -(-tiles // each)
+    if product.norm is not None:
+        weight = product.norm[product.order].contiguous()
+        filled(entry, norm=weight, eps=product.eps)
+        kept.append(weight)
+    if following is not None:
+        to = torch.argsort(following.order).int()
+        filled(entry, to=to)
+        kept.append(to)
+    activation = product.activation
+    filled(
+        entry, k=product.matrices[0].shape[0], length=division.length, ctas=division.ctas,
+        parts=division.parts, words=division.words,
+        activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
+    )  # fmt: skip
+    return kept
+
+
+def _tiles_each(
+    sets: Sequence[Sequence[PackedMatrix]], tiles: Sequence[int], ctas: float
+) -> list[int]:
+    """Return how many tiles a CTA has of each set, as many CTAs for each as it has bytes."""
+    sizes = [sum(matrix.codes.numel() for matrix in together) for together in sets]
+    most, found = MOST_TILES // len(sets[0]), []
+    for count, size in zip(tiles, sizes, strict=True):
+        share = max(1, int(ctas * size / sum(sizes) + 0.01))
+        found.append(-(-count // (share * -(-count // (share * most)))))
+    return found
 
 
 def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
@@ -133,34 +284,49 @@ def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
     return entry
 
 
-def _steps(
-    matrix: PackedMatrix, length: int, warps: int
-) -> list[list[list[tuple[int, int, int, int]]]]:
-    """Return, of each part of so many panels, what each warp fetches in turn."""
-    panels = matrix.panels()
-    parts = []
-    for begin in range(0, len(panels), length):
-        count = min(length, len(panels) - begin)
-        cuts = [begin + count * warp // warps for warp in range(warps + 1)]
-        parts.append(
-            [
-                _of_warp(panels, first, stop, begin, matrix.scale_bytes)
-                for first, stop in pairwise(cuts)
-            ]
-        )
-    return parts
+def _shares(
+    together: Sequence[PackedMatrix], each: int, part: int, length: int
+) -> list[tuple[int, ...]]:
+    """Return what each warp does of a part of so many panels: `Share` of product.cu."""
+    size = together[0].scale_bytes
+    of_part = [matrix.panels()[part * length : (part + 1) * length] for matrix in together]
+    held, tiles = len(of_part[0]), each * len(together)
+    begins = [
+        x
+        for panels in (of_part[0], of_part[-1])
+        for x in (4 * panels[0][1], size * panels[0][2], _groups(panels) * size)
+    ]
+    cuts = [held * tiles * warp // WARPS for warp in range(WARPS + 1)]
+    shares = []
+    for begin, end in pairwise(cuts):
+        kinds: list[int] = []
+        scales: list[int] = []  # bytes of each segment
+        at = begin
+        while at < end:
+            tile, row = divmod(at, held)
+            run = of_part[tile % len(together)][row : min(held, row + end - at)]
+            kinds += _kinds(run)
+            scales.append(size * _groups(run))
+            at += len(run)
+        tile, row = divmod(begin, held)
+        _, word, group = of_part[tile % len(together)][row] if scales else (0, 0, 0)
+        header = (tile, len(scales), 4 * word, size * group, row * PANEL_ROWS)
+        ends = (scales[0], scales[-1]) if scales else (0, 0)
+        shares.append((*header, *ends, *begins, *kinds))
+    return shares
 
 
-def _of_warp(
-    panels: tuple[tuple[int, int, int], ...], first: int, stop: int, begin: int, scale_bytes: int
-) -> list[tuple[int, int, int, int]]:
-    """Return steps (codes, scales, row, kind; see `Step` in product.cu) of panels in a row."""
-    steps = []
-    while first < stop:
-        bits, word, group = panels[first]
-        most = min(MOST_PANELS, STEP // (4 * LANES * bits), stop - first)
+def _groups(panels: Sequence[tuple[int, int, int]]) -> int:
+    return panels[-1][2] + 1 - panels[0][2]
+
+
+def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Return the steps of panels in a row, the end of a segment: see `Share` in product.cu."""
+    kinds, first = [], 0
+    while first < len(run):
+        bits, _, group = run[first]
         lengths: list[int] = []  # of groups that begin here, as far as they can be one step
-        for of_bits, _, of_group in panels[first : first + most]:
+        for of_bits, _, of_group in run[first : first + min(MOST_PANELS, STEP // (128 * bits))]:
             if of_bits != bits:
                 break
             if len(lengths) == of_group - group:
@@ -168,23 +334,13 @@ def _of_warp(
             lengths[-1] += 1
         equal = next((i for i, x in enumerate(lengths) if x != lengths[0]), len(lengths))
         count = equal * lengths[0]
-        kind = bits | count << 4 | lengths[0] << 8 | 8 * bits * count << 12
-        kind |= equal * scale_bytes // 16 << 20
-        steps.append((4 * word, group * scale_bytes, (first - begin) * PANEL_ROWS, kind))
         first += count
-    return steps
+        is_end = first == len(run)
+        ended = equal - (not is_end and run[first][2] == run[first - 1][2])
+        kinds.append(bits | count << 4 | lengths[0] << 8 | is_end << 12 | ended << 13)
+    return kinds
 
 
-def _tables(
-    steps: list[list[list[tuple[int, int, int, int]]]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all steps int32 (s, 4), and bounds int32 (parts, warps + 1) into them."""
-    flat: list[tuple[int, int, int, int]] = []
-    bounds = []
-    for part in steps:
-        bounds.append([len(flat)])
-        for of_warp in part:
-            flat += of_warp
-            bounds[-1].append(len(flat))
-    table = torch.tensor(flat, dtype=torch.int32)
-    return table.to(device), torch.tensor(bounds, dtype=torch.int32).to(device)
+def _scale_bytes(share: Sequence[int], size: int) -> int:
+    """Return how many bytes of scales a share has."""
+    return size * sum(kind >> 13 for kind in share[HEADER:])

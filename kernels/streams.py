@@ -3,11 +3,11 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 import torch
 
@@ -49,6 +49,34 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
     torch.cuda.empty_cache()
     log.warning("remedy=out of memory: what was done side by side is done in turn")
     return [work() for work in works]
+
+
+class Threads:
+    """Threads that begin works in the order in which they come; a context manager.
+
+    What they launch goes to the stream that was current where they were made, so that it is in
+    order with the caller's own. Leaving the block waits for what has begun and drops the rest.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="exl2flow-thread")
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._inference = torch.is_inference_mode_enabled()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Do some work when a thread is free."""
+        return self._pool.submit(copy_context().run, self._do, work)
+
+    def _do(self, work: Callable[[], T]) -> T:
+        stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+        with torch.inference_mode(self._inference), stream:
+            return work()
 
 
 def used_here(*tensors: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from exl2flow.kernels.cache_formats import (
     slots_of,
 )
 from exl2flow.kernels.streams import kept, sent
+from exl2flow.kernels.torch_steps import rotate
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +84,30 @@ def paged_attention(
         )
         outputs.append(_attention(q[row].float(), keys, values, scale, window, softcap))
     return torch.stack(outputs).to(q.dtype)
+
+
+def attend_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `Ops.attend_step`."""
+    q, k = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+    found = paged_attention(
+        q, k, v, store, tables, lengths, scale=scale, window=window, softcap=softcap
+    )
+    write_cache(store, slots, k[:, 0], v[:, 0])
+    return found
 
 
 def _attention(

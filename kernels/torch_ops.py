@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from exl2flow.kernels import packed, torch_cache, torch_refit
+from exl2flow.kernels import packed, torch_cache, torch_refit, torch_steps
 from exl2flow.kernels.groups import SCALE_LEVELS, Group
 from exl2flow.kernels.ops import (
     BegunGroups,
@@ -19,6 +19,7 @@ from exl2flow.kernels.ops import (
     device_table,
     half_ranges,
 )
+from exl2flow.kernels.packed import Product
 from exl2flow.kernels.streams import kept, sent
 from exl2flow.kernels.torch_descent import descent_of
 
@@ -41,24 +42,17 @@ class TorchOps:
     write_cache = staticmethod(torch_cache.write_cache)
     read_cache = staticmethod(torch_cache.read_cache)
     paged_attention = staticmethod(torch_cache.paged_attention)
+    attend_step = staticmethod(torch_cache.attend_step)
     decode_packed = staticmethod(packed.decode_packed)
-    multiply = staticmethod(packed.multiply)
+    rms_norm = staticmethod(torch_steps.rms_norm)
+    reordered = staticmethod(torch_steps.reordered)
+    rotate = staticmethod(torch_steps.rotate)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Ops.rms_norm`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return normed.to(x.dtype) * weight
-
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """See `Ops.rotate`."""
-        half = cos.shape[-1]
-        wide = x[..., : 2 * half].float()
-        first, second = wide[..., :half], wide[..., half:]
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        rest = x[..., 2 * half :]
-        found = rotated.to(x.dtype)
-        return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
+    def multiply(
+        self, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """See `Ops.multiply`."""
+        return packed.multiply(x, products, hidden, self.rms_norm, packed.exact_product)
 
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]
@@ -272,6 +266,18 @@ class TorchOps:
             steps = codes[rows].float() - group.half_range
             matrix[rows] = (steps * scales[index].float()).half()
         return matrix
+
+    def lay_out(
+        self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Ops.lay_out`."""
+        codes = self.unpack(words, groups)  # of one width, groups may be any
+        codes = codes if order is None else codes[order]
+        return packed.pack_codes(packed.whole_tiles(codes), groups)
+
+    def lay_out_scales(self, words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """See `Ops.lay_out_scales`."""
+        return packed.pack_scales(packed.whole_tiles(self.unpack_scales(words)), max_scales)
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`."""

@@ -1,6 +1,7 @@
 """What all tests share: the package in a bare checkout, the builders in `tiny.py`, the seed."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tensors are tiny here: a second thread costs more than it brings
+os.environ["EXL2FLOW_TUNING"] = "off"  # launches are divided as by default; no file of the user's
 
 TESTS = Path(__file__).parent
 SEED = 20240229

@@ -2,70 +2,13 @@
 // a part of the positions of a sequence and a head of keys; its warps take 16 positions at a time,
 // whose scores and values are products of tensor cores with all query heads of that head as rows.
 // Rotated elements are never rotated back: the queries are rotated once, and the sum of the values.
+// With angles it rotates the positions of queries and of the new key, and stores key and value.
 #include "packed.cuh"
+#include "cache_rows.cuh"
+#include "early.cuh"
 
 #define HEADS 16  // query heads of a key head, the rows of an mma
 #define NOTHING -1e30f
-
-enum { HALF = 0, UPPER_BYTE = 1, ROTATED_8 = 2, ROTATED_4 = 3 };
-
-template <int E> __device__ __forceinline__ constexpr int bits_of() {
-    return E == HALF ? 16 : E == ROTATED_4 ? 4 : 8;
-}
-template <int E> __device__ __forceinline__ constexpr bool is_rotated() { return E >= ROTATED_8; }
-
-__device__ __forceinline__ u32 halves(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-template <int N> __device__ __forceinline__ void load(u32* w, const byte* from) {
-    if constexpr (N >= 4) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            const uint4 v = __ldg((const uint4*)(from + 4 * i));
-            w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
-        }
-    } else if constexpr (N == 2) {
-        const uint2 v = __ldg((const uint2*)from);
-        w[0] = v.x, w[1] = v.y;
-    } else {
-        w[0] = __ldg((const u32*)from);
-    }
-}
-
-// Pair i of the elements in a lane's words, scaled, and which elements these are.
-template <int E> __device__ __forceinline__ u32 along(const u32* w, int i, u32 scale) {
-    if constexpr (E == HALF) return w[i];
-    if constexpr (E == UPPER_BYTE) return __byte_perm(w[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
-    if constexpr (E == ROTATED_8) {
-        const u32 codes = __byte_perm(w[i / 2], 0x64646464u, i % 2 ? 0x4342 : 0x4140);
-        return times(less(codes, 0x64806480u), scale);
-    }
-    const u32 codes = pick(w[i / 4] >> (4 * (i % 4)), 0x000f000fu, 0x64006400u);
-    return times(less(codes, 0x64086408u), scale);
-}
-template <int E> __device__ __forceinline__ int first_of(int i) {
-    return E == ROTATED_4 ? 8 * (i / 4) + i % 4 : 2 * i;
-}
-template <int E> __device__ __forceinline__ int second_of(int i) {
-    return E == ROTATED_4 ? 8 * (i / 4) + i % 4 + 4 : 2 * i + 1;
-}
-
-// Element j of two positions, scaled: a from the words of the first, b from those of the second.
-template <int E>
-__device__ __forceinline__ u32 across(const u32* a, const u32* b, int j, u32 scale) {
-    if constexpr (E == HALF) return __byte_perm(a[j / 2], b[j / 2], j % 2 ? 0x7632 : 0x5410);
-    if constexpr (E == ROTATED_4) {
-        const u32 both = __byte_perm(a[j / 8], b[j / 8], j % 8 < 4 ? 0x5410 : 0x7632);
-        const u32 codes = pick(both >> (4 * (j % 4)), 0x000f000fu, 0x64006400u);
-        return times(less(codes, 0x64086408u), scale);
-    }
-    const u32 both = __byte_perm(a[j / 4], b[j / 4], j % 4 | (j % 4 + 4) << 4);
-    if constexpr (E == UPPER_BYTE) return __byte_perm(both, 0, 0x1404);
-    return times(less(__byte_perm(both, 0x64646464u, 0x4140), 0x64806480u), scale);
-}
 
 // Multiply the even and the odd places of every 64 numbers by H₃₂; a warp.
 __device__ __forceinline__ void rotate(float* x, int count, int lane) {
@@ -81,11 +24,6 @@ __device__ __forceinline__ void rotate(float* x, int count, int lane) {
     __syncwarp();
 }
 
-struct Rows {  // keys or values of a layer by slot: bytes; scales fp16 by run of 32
-    const byte* data;
-    const half_bits* scales;
-};
-
 struct Call {  // fp16: q, out (b, heads, HD); k, v (b, kv_heads, HD) of the new token
     const half_bits *q, *k, *v;
     Rows keys, values;
@@ -93,8 +31,21 @@ struct Call {  // fp16: q, out (b, heads, HD); k, v (b, kv_heads, HD) of the new
     float* partial;               // (b, kv_heads, splits, HEADS, HD + 2)
     int* arrived;                 // (b, kv_heads), zero before and after
     half_bits* out;
+    const float *cosines, *sines;  // (b or 1, half), of the new positions; or null
+    const integer* slots;          // (b), where key and value of the new tokens go
     int heads, kv_heads, pages, splits, window;  // window 0: none
+    int half, angle_step;                        // angle_step: from a sequence to the next
     float scale, softcap;                        // softcap 0: none
+
+    // Element i of a head, whose position is rotated if there are angles.
+    __device__ __forceinline__ float rotated(const half_bits* x, int i, int row) const {
+        const float value = from_half(x[i]);
+        if (!cosines || i >= 2 * half) return value;
+        const float other = from_half(x[i < half ? i + half : i - half]);
+        const int angle = row * angle_step + i % half;
+        const float c = __fmul_rn(value, cosines[angle]), s = __fmul_rn(other, sines[angle]);
+        return from_half(to_half(i < half ? __fsub_rn(c, s) : __fadd_rn(c, s)));
+    }
 };
 
 // What a lane reads of 16 positions, from a slot on: its quarter of the keys of positions g and
@@ -134,35 +85,21 @@ template <int HD, int KE, int VE> struct Positions {
 template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const Call& call) {
     constexpr int QUARTER = HD / 4, EIGHTH = HD / 8;
     using Held = Positions<HD, KE, VE>;
-    __shared__ float sums[HEADS][HD];
+    constexpr int APART = 2 * ATTENTION_WARPS;  // rows in which warps do not meet, of few heads
+    __shared__ float sums[HEADS > APART ? HEADS : APART][HD];
     __shared__ float maxima[ATTENTION_WARPS][HEADS], totals[ATTENTION_WARPS][HEADS];
+    __shared__ float new_key[HD], new_value[HD], selves[HEADS];
+    __shared__ __align__(16) u32 queries[HEADS][HD / 2 + 4];  // pairs as a lane has them
     __shared__ int before;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int split = blockIdx.x, kv = blockIdx.y, row = blockIdx.z;
     const int group = call.heads / call.kv_heads;
+    let_the_next_begin();
+    wait_for_input();
     const int length = call.lengths[row], from = call.window ? max(0, length + 1 - call.window) : 0;
     const int tiles = (length + 15) / 16, first = from / 16;
     const int each = (tiles - first + call.splits - 1) / call.splits;
     const int begin = first + split * each, end = min(tiles, begin + each);
-    const integer own_q = ((integer)row * call.heads + kv * group) * HD;
-    for (int i = threadIdx.x; i < HEADS * HD; i += blockDim.x)
-        sums[i / HD][i % HD] = i / HD < group ? from_half(call.q[own_q + i]) : 0.0f;
-    __syncthreads();
-    if constexpr (is_rotated<KE>())
-        for (int head = warp; head < group; head += ATTENTION_WARPS) rotate(sums[head], HD, lane);
-    __syncthreads();
-    // a lane has quarter t of heads g and 8 + g; rotating twice multiplies by 32
-    const float factor = call.scale / (is_rotated<KE>() ? 32.0f : 1.0f);
-    u32 low[QUARTER / 2], high[QUARTER / 2];
-#pragma unroll
-    for (int i = 0; i < QUARTER / 2; ++i) {
-        const int a = t * QUARTER + first_of<KE>(i), b = t * QUARTER + second_of<KE>(i);
-        low[i] = halves(sums[g][a] * factor, sums[g][b] * factor);
-        high[i] = halves(sums[g + 8][a] * factor, sums[g + 8][b] * factor);
-    }
-    __syncthreads();
-
-    float o[EIGHTH][4] = {}, most[2] = {NOTHING, NOTHING}, total[2] = {};
     const int* table = call.tables + (integer)row * call.pages;
     auto read = [&](Held& held, int tile) {
         if (tile >= end) return;
@@ -170,6 +107,58 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
         const integer slot = page * PAGE_TOKENS + tile * 16 % PAGE_TOKENS;
         held.read(call, slot, length - tile * 16, kv, lane);
     };
+    Held held, next;
+    read(held, begin + warp);
+    const integer own_q = ((integer)row * call.heads + kv * group) * HD;
+    const integer own_k = ((integer)row * call.kv_heads + kv) * HD;
+    for (int i = threadIdx.x; i < (group + 2) * HD; i += blockDim.x) {
+        const int head = i / HD, e = i % HD;
+        if (head < group) sums[head][e] = call.rotated(call.q + own_q + head * HD, e, row);
+        else if (head == group) new_key[e] = call.rotated(call.k + own_k, e, row);
+        else new_value[e] = from_half(call.v[own_k + e]);
+    }
+    __syncthreads();
+    if (split == 0 && call.slots)
+        for (int unit = warp; unit < HD / 32; unit += ATTENTION_WARPS) {  // of key, of value
+            const bool is_key = unit < HD / 64;
+            const int in_head = unit % (HD / 64) * 64 + 2 * lane;
+            const float* from = (is_key ? new_key : new_value) + in_head;
+            const half_bits two[2] = {to_half(from[0]), to_half(from[1])};
+            const integer at = (call.slots[row] * call.kv_heads + kv) * HD + in_head;
+            store(is_key ? call.keys : call.values, is_key ? KE : VE, at, two, lane);
+        }
+    for (int head = warp; head < group; head += ATTENTION_WARPS) {
+        float s = 0.0f;  // with the new key
+        for (int i = lane; i < HD; i += 32) s += sums[head][i] * new_key[i];
+        for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+        s *= call.scale;
+        if (call.softcap > 0.0f) s = call.softcap * tanhf(s / call.softcap);
+        if (lane == 0) selves[head] = s;
+        if constexpr (is_rotated<KE>()) rotate(sums[head], HD, lane);
+    }
+    __syncthreads();
+    // a lane has quarter t of heads g and 8 + g; rotating twice multiplies by 32
+    const float factor = call.scale / (is_rotated<KE>() ? 32.0f : 1.0f);
+    for (int i = threadIdx.x; i < group * HD / 2; i += blockDim.x) {
+        const int head = i / (HD / 2), pair = i % (HD / 2);
+        const float* quarter = sums[head] + pair / (QUARTER / 2) * QUARTER;
+        const int in_quarter = pair % (QUARTER / 2);
+        queries[head][pair] = halves(quarter[first_of<KE>(in_quarter)] * factor,
+                                     quarter[second_of<KE>(in_quarter)] * factor);
+    }
+    __syncthreads();
+    u32 low[QUARTER / 2], high[QUARTER / 2];
+#pragma unroll
+    for (int i = 0; i < QUARTER / 2; i += 4) {
+        const uint4 none = {0, 0, 0, 0};
+        const uint4 a = g < group ? *(const uint4*)(queries[g] + t * QUARTER / 2 + i) : none;
+        const uint4 b =
+            g + 8 < group ? *(const uint4*)(queries[g + 8] + t * QUARTER / 2 + i) : none;
+        low[i] = a.x, low[i + 1] = a.y, low[i + 2] = a.z, low[i + 3] = a.w;
+        high[i] = b.x, high[i + 1] = b.y, high[i + 2] = b.z, high[i + 3] = b.w;
+    }
+
+    float o[EIGHTH][4] = {}, most[2] = {NOTHING, NOTHING}, total[2] = {};
     auto add = [&](const Held& held, int tile) {
         float s[2][4] = {};
         u32 value_scales[2];
@@ -218,8 +207,6 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
                 across<VE>(held.values[2], held.values[3], j, value_scales[1]));
     };
     constexpr bool AHEAD = sizeof(Held) <= 160;  // the next positions fit beside these
-    Held held, next;
-    read(held, begin + warp);
     for (int tile = begin + warp; tile < end; tile += ATTENTION_WARPS) {
         if constexpr (AHEAD) read(next, tile + ATTENTION_WARPS);
         add(held, tile);
@@ -234,7 +221,9 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
         total[h] += __shfl_xor_sync(~0u, total[h], 2);
         if (t == 0) maxima[warp][g + 8 * h] = most[h], totals[warp][g + 8 * h] = total[h];
     }
-    for (int i = threadIdx.x; i < HEADS * HD; i += blockDim.x) sums[i / HD][i % HD] = 0.0f;
+    const bool is_apart = group <= APART / ATTENTION_WARPS;  // each warp has rows of its own
+    if (!is_apart)
+        for (int i = threadIdx.x; i < HEADS * HD; i += blockDim.x) sums[i / HD][i % HD] = 0.0f;
     __syncthreads();
     float shrink[2];
 #pragma unroll
@@ -243,16 +232,31 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
         for (int w = 0; w < ATTENTION_WARPS; ++w) m = fmaxf(m, maxima[w][g + 8 * h]);
         shrink[h] = __expf(most[h] - m);
     }
-    for (int w = 0; w < ATTENTION_WARPS; ++w) {  // in the order of warps
-        if (warp == w)
+    auto put = [&](bool adds, int first_row) {
 #pragma unroll
-            for (int j = 0; j < EIGHTH; ++j)
+        for (int j = 0; j < EIGHTH; ++j)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int head = g + 8 * (i / 2), to = EIGHTH * (2 * t + i % 2) + j;
-                    if (head < group) sums[head][to] += o[j][i] * shrink[i / 2];
-                }
+            for (int i = 0; i < 4; ++i) {
+                const int head = g + 8 * (i / 2), to = EIGHTH * (2 * t + i % 2) + j;
+                if (head >= group) continue;
+                float& sum = sums[first_row + head][to];
+                sum = (adds ? sum : 0.0f) + o[j][i] * shrink[i / 2];
+            }
+    };
+    if (is_apart) {
+        put(false, warp * group);
         __syncthreads();
+        for (int i = threadIdx.x; i < group * HD; i += blockDim.x) {
+            float sum = 0.0f;
+            for (int w = 0; w < ATTENTION_WARPS; ++w) sum += sums[w * group + i / HD][i % HD];
+            sums[i / HD][i % HD] = sum;  // what no other thread reads
+        }
+        __syncthreads();
+    } else {
+        for (int w = 0; w < ATTENTION_WARPS; ++w) {  // in the order of warps
+            if (warp == w) put(true, 0);
+            __syncthreads();
+        }
     }
     const integer place = ((integer)row * call.kv_heads + kv) * call.splits;
     float* own = call.partial + (place + split) * HEADS * (HD + 2);
@@ -275,17 +279,19 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
     __threadfence();
     if (threadIdx.x == 0) *arrived = 0;
     for (int head = warp; head < group; head += ATTENTION_WARPS) {  // all parts, and the new token
-        const integer at = own_q + head * HD, new_at = ((integer)row * call.kv_heads + kv) * HD;
-        float s = 0.0f;
-        for (int i = lane; i < HD; i += 32)
-            s += from_half(call.q[at + i]) * from_half(call.k[new_at + i]);
-        for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-        s *= call.scale;
-        if (call.softcap > 0.0f) s = call.softcap * tanhf(s / call.softcap);
+        const integer at = own_q + head * HD;
+        const float s = selves[head];
         // lane i knows part i
         const float* parts = call.partial + place * HEADS * (HD + 2) + head * (HD + 2);
         const float* of_lane = parts + (integer)lane * HEADS * (HD + 2) + HD;
         const bool is_part = lane < call.splits;
+        float early[4][HD / 32];  // of the first parts, which are all where sequences are short
+#pragma unroll
+        for (int i = 0; i < HD / 8; ++i)
+            if (i / (HD / 32) < call.splits)
+                early[i / (HD / 32)][i % (HD / 32)] =
+                    __ldcg(parts + (integer)(i / (HD / 32)) * HEADS * (HD + 2) + lane +
+                           32 * (i % (HD / 32)));
         const float part_most = is_part ? __ldcg(of_lane) : NOTHING;
         const float part_total = is_part ? __ldcg(of_lane + 1) : 0.0f;
         float m = fmaxf(s, part_most);
@@ -295,8 +301,15 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
         for (int o = 16; o; o >>= 1) l += __shfl_xor_sync(~0u, l, o);
         l += self;
         float values[HD / 32] = {};
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            const float of_part = __shfl_sync(~0u, weight, part);
+            if (part < call.splits)
+#pragma unroll
+                for (int i = 0; i < HD / 32; ++i) values[i] += of_part * early[part][i];
+        }
 #pragma unroll 4
-        for (int part = 0; part < call.splits; ++part) {
+        for (int part = 4; part < call.splits; ++part) {
             const float of_part = __shfl_sync(~0u, weight, part);
 #pragma unroll
             for (int i = 0; i < HD / 32; ++i)
@@ -309,7 +322,7 @@ template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const C
         if constexpr (is_rotated<VE>()) rotate(sums[head], HD, lane);
         const float back = is_rotated<VE>() ? 1.0f / 32.0f : 1.0f;
         for (int i = lane; i < HD; i += 32) {
-            const float value = sums[head][i] * back + self * from_half(call.v[new_at + i]);
+            const float value = sums[head][i] * back + self * new_value[i];
             call.out[at + i] = to_half(value / l);
         }
     }
@@ -334,40 +347,9 @@ FORMATS(128)
 extern "C" __global__ void write_rows(const half_bits* x, const integer* slots, byte* data,
                                       half_bits* scales, integer width, integer element) {
     const int lane = threadIdx.x % 32, unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
-    const integer padded = (width + 63) / 64 * 64, slot = slots[blockIdx.x];
-    const integer at = unit * 64 + 2 * lane;
+    const integer padded = (width + 63) / 64 * 64, at = unit * 64 + 2 * lane;
     if (unit * 64 >= padded) return;
     half_bits two[2];
-    float v[2];
-    for (int i = 0; i < 2; ++i) {
-        two[i] = at + i < width ? x[blockIdx.x * width + at + i] : 0;
-        v[i] = from_half(two[i]);
-    }
-    if (element == HALF) {
-        ((u32*)data)[(slot * padded + at) / 2] = two[0] | (u32)two[1] << 16;
-        return;
-    }
-    if (element == UPPER_BYTE) {
-        ((unsigned short*)data)[(slot * padded + at) / 2] = (two[0] >> 8) | (two[1] & 0xff00);
-        return;
-    }
-    for (int i = 0; i < 2; ++i)
-        for (int s = 1; s < 32; s <<= 1) {
-            const float other = __shfl_xor_sync(~0u, v[i], s);
-            v[i] = lane & s ? other - v[i] : v[i] + other;
-        }
-    const float center = element == ROTATED_8 ? 128.0f : 8.0f;
-    float largest = fmaxf(fabsf(v[0]), fabsf(v[1]));
-    for (int s = 1; s < 16; s <<= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, s));
-    largest = fminf(largest, 65504.0f * center);
-    u32 codes[2];
-    for (int i = 0; i < 2; ++i) {
-        const float code = (largest > 0.0f ? __fdiv_rn(v[i], largest) : 0.0f) * center + center;
-        codes[i] = (u32)clamped(rintf(code), 0.0f, 2.0f * center - 1.0f);
-    }
-    if (element == ROTATED_8)
-        ((unsigned short*)data)[(slot * padded + at) / 2] = codes[0] | codes[1] << 8;
-    else
-        data[(slot * padded + at) / 2] = codes[0] | codes[1] << 4;
-    if (lane % 16 == 0) scales[(slot * padded + at) / 32] = to_half(largest / center);
+    for (int i = 0; i < 2; ++i) two[i] = at + i < width ? x[blockIdx.x * width + at + i] : 0;
+    store({data, scales}, element, slots[blockIdx.x] * padded + at, two, lane);
 }

@@ -1,10 +1,13 @@
 // What lies between the products of a decoding step: norms and rotation.
 #include "exl2.cuh"
+#include "early.cuh"
 
 // x fp16 (rows, d) → RN16(RN16(x · size) · weight): a CTA has a row.
 extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight, half_bits* y,
                                     integer d, float eps) {
     __shared__ float sums[32];
+    let_the_next_begin();
+    wait_for_input();
     x += blockIdx.x * d;
     y += blockIdx.x * d;
     float square = 0.0f;
@@ -30,6 +33,8 @@ extern "C" __global__ void rotate(const half_bits* x, const float* cosines, cons
                                   integer half, integer row_step, integer head_step,
                                   integer place_step, integer table_row_step,
                                   integer table_place_step) {
+    let_the_next_begin();
+    wait_for_input();
     const integer place = blockIdx.x % t, head = blockIdx.x / t % heads;
     const integer row = blockIdx.x / t / heads;
     const integer at = row * row_step + head * head_step + place * place_step;
@@ -43,5 +48,36 @@ extern "C" __global__ void rotate(const half_bits* x, const float* cosines, cons
             y[at + i] = to_half(__fsub_rn(__fmul_rn(first, c), __fmul_rn(second, s)));
             y[at + half + i] = to_half(__fadd_rn(__fmul_rn(second, c), __fmul_rn(first, s)));
         }
+    }
+}
+
+// x fp16 (rows, d) → y[i] = x[order[i]]: blockIdx.x is a row, blockIdx.y a piece of it.
+extern "C" __global__ void reorder(const half_bits* x, const integer* order, half_bits* y,
+                                   integer d) {
+    const integer i = blockIdx.y * blockDim.x + threadIdx.x, from = i < d ? order[i] : 0;
+    let_the_next_begin();
+    wait_for_input();
+    if (i < d) y[blockIdx.x * d + i] = x[blockIdx.x * d + from];
+}
+
+// The same for many rows: a CTA has `together` of them, each of which lies in its shared memory while
+// it is put in order; a thread has the same places of all, eight side by side. d: a multiple of 8.
+extern "C" __global__ void reorder_rows(const half_bits* x, const integer* order, half_bits* y,
+                                        integer rows, integer d, integer together) {
+    extern __shared__ __align__(16) half_bits row[];
+    let_the_next_begin();
+    wait_for_input();
+    const integer first = blockIdx.x * together;
+    for (integer r = first; r < min(rows, first + together); ++r) {
+        for (integer c = threadIdx.x; c < d / 8; c += blockDim.x)
+            ((uint4*)row)[c] = ((const uint4*)(x + r * d))[c];
+        __syncthreads();
+        for (integer c = threadIdx.x; c < d / 8; c += blockDim.x) {
+            unsigned pairs[4];
+            for (int i = 0; i < 4; ++i)
+                pairs[i] = row[order[8 * c + 2 * i]] | (unsigned)row[order[8 * c + 2 * i + 1]] << 16;
+            ((uint4*)(y + r * d))[c] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
+        __syncthreads();
     }
 }

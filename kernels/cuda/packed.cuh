@@ -23,8 +23,14 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
 __device__ __forceinline__ u32 turned(u32 a, int by) { return __funnelshift_r(a, a, by); }
 __device__ __forceinline__ constexpr u32 twice(u32 a) { return a | a << 16; }
 
+__device__ __forceinline__ void pairs_of(const uint4& v, float* x) {
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = from_half(w[i / 2] >> (16 * (i % 2)));
+}
+
 __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -45,6 +51,12 @@ template <int B> __device__ __forceinline__ constexpr u32 zero_of(int s) {
     return twice(base_of<B>(s) + ((1u << (B - 1)) << place_of<B>(s)));
 }
 
+// How far the upper bits of fragment f's register s lie to the left of where they are used.
+template <int B> __device__ __forceinline__ constexpr int turn_of(int f, int s) {
+    if (B == 6) return 8 * (f % 2) + 2 * (s / 2);
+    return 8 * (f / 2) + (B == 5 ? 2 * (f % 2) + s / 2 : f % 2);
+}
+
 template <int B> __device__ __forceinline__ void fragment(const u32* w, int f, u32* a) {
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -54,21 +66,14 @@ template <int B> __device__ __forceinline__ void fragment(const u32* w, int f, u
             a[s] = __byte_perm(w[2 * f + s / 2], base, s % 2 ? 0x5351 : 0x5250);
         } else if constexpr (B >= 4) {
             a[s] = pick(s < 2 ? w[f] : w[f] >> 8, twice(0xf << place), base);
-            if constexpr (B == 5) {
-                constexpr int turns[8] = {0, 1, 2, 3, 8, 9, 10, 11};
-                a[s] = pick(turned(w[4], turns[2 * f + s / 2]), twice(0x10 << place), a[s]);
-            }
-            if constexpr (B == 6) {
-                constexpr int turns[4] = {0, 2, 8, 10};
-                const u32 top = turned(w[4 + f / 2], turns[2 * (f % 2) + s / 2]);
-                a[s] = pick(top, twice(0x30 << place), a[s]);
-            }
+            if constexpr (B == 5)
+                a[s] = pick(turned(w[4], turn_of<B>(f, s)), twice(0x10 << place), a[s]);
+            if constexpr (B == 6)
+                a[s] = pick(turned(w[4 + f / 2], turn_of<B>(f, s)), twice(0x30 << place), a[s]);
         } else {
             a[s] = pick(f % 2 ? w[f / 2] >> 8 : w[f / 2], twice(3 << place), base);
-            if constexpr (B == 3) {
-                constexpr int turns[4] = {0, 1, 8, 9};
-                a[s] = pick(turned(w[2], turns[f]), twice(4 << place), a[s]);
-            }
+            if constexpr (B == 3)
+                a[s] = pick(turned(w[2], turn_of<B>(f, s)), twice(4 << place), a[s]);
         }
     }
 }

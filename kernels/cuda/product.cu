@@ -1,235 +1,398 @@
-// y = x Q for 1 to 16 rows on tensor cores: codes become fp16 numbers without rounding, and sums of
-// a group are scaled in fp32. docs/concepts/decoding.md tells who computes what.
-#include "packed.cuh"
+// y = x Q for 1 to 16 rows, one product or several one after the other: a CTA has whole tiles, its
+// warps have equal shares of their panels. docs/concepts/decoding.md tells who computes what.
+#include "panels.cuh"
+#include "ring.cuh"
+#include "early.cuh"
+
+// What a warp has of the tiles of a CTA, one behind the other, and of each the panels of a part of
+// the rows. It may begin and end within a tile: in each tile it has a segment.
+struct Share {
+    int tile, segments;             // in which tile of the CTA it begins; how many it meets
+    int codes, scales, row;         // bytes within that tile, row of the part, where it begins
+    int first_scales, last_scales;  // bytes of scales of the first segment, of the last
+    int begin[2][3];  // of both matrices: where codes, scales of the part begin; bytes of scales
+    int kinds[1];     // of its steps: up to MOST_PANELS panels of equal bits each:
+};  // bits | panels << 4 | panels of a group << 8 | ends a segment << 12 | groups that end << 13
 
 struct Matrix {
-    const byte* codes;    // [tile] of `tile_bytes`: of each panel bits · 128 bytes
-    const byte* scales;   // [tile][group][8 lanes]: 4 codes and the unit; GPTQ: 4 scales, 4 zeros
-    const int4* steps;    // see Step; those of a warp in a row
-    const int* bounds;    // [part][warps of the rows + 1], into `steps`
-    const half_bits* x;   // (rows, k), in the order of the matrix's rows
-    half_bits* y;         // (rows, columns)
-    float* partial;       // [tiles of a CTA][part][rows · columns of a CTA]
-    int* arrived;         // [tiles of a CTA][warp], zero before and after
-    int k, rows, columns, tiles, tile_bytes, groups, tiles_each, length;  // panels of a part
-    int first_cta;
+    const byte* codes;          // [tile] of `tile_bytes`: of each panel bits · 128 bytes
+    const byte* scales;         // [tile] of `scale_bytes`, [group][8 lanes]: 4 codes, the unit;
+                                // GPTQ: 4 scales, 4 zeros
+    const int* shares;          // [part][warp] of `words`, see Share
+    const half_bits* bias;      // (columns), or null
+    const half_bits* residual;  // (rows, columns) to which the product is added, or null
+    half_bits* y;               // (rows, columns), or null
+    half_bits* copy;            // y again, columns as `to` says; or null
+    float* partial;             // [tile][part][row][32 columns]
+    int* arrived;               // [CTA of a part], zero before and after
+    int columns, tiles, tile_bytes, scale_bytes;
+    int each, first_cta;        // each: how many tiles a CTA has
 };
 
-struct Matrices {  // that are multiplied with the same x
+struct Stage {  // a product with matrices that share x
     Matrix of[MOST_MATRICES];
+    const half_bits* x;     // (rows, k), in the order of the matrices' rows
+    const half_bits* norm;  // weights (k) in this order, if x is to be normalized; or null
+    const int* to;          // (columns), for `copy`
+    int k, length, ctas, parts;         // length: panels of a part
+    int words, share_at, scale_at;      // ints of a share, where it and its scales lie in a warp's
+    int activation;  // not 0: y = activation(x Q of the first) · (x Q of the second)
+    float eps;
 };
 
-// Panels that share bits, in groups of equal length: where codes and scales lie, bytes in a tile;
-// the row of x. kind: bits | panels << 4 | those of a group << 8 | 16 bytes of codes << 12,
-// of scales << 20
-struct Step {
-    int codes, scales, row, kind;
+struct Chain {
+    Stage stages[MOST_CHAINED];
+    unsigned* meetings;                // see meet
+    int count, rows, slots;            // slots: steps that a warp has under way
+    int words, scale_room, tiles;      // of a warp, all stages; tiles: of a CTA, at most
 };
 
-__device__ __forceinline__ void copy_async(u32 to, const byte* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-__device__ __forceinline__ void end_stage() { asm volatile("cp.async.commit_group;"); }
-template <int N> __device__ __forceinline__ void wait_stages() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-template <int COUNT> __device__ __forceinline__ void clear(float (*sum)[4]) {
-#pragma unroll
-    for (int v = 0; v < COUNT * 4; ++v) sum[v / 4][v % 4] = 0.0f;
-}
-
-// Add panels of a step, times x of their rows, to `total`: m-tile i and 8 rows n at 2 n + i. Codes
-// are multiplied with their base; base and zero times x are taken off the sums of a group.
-template <int B, int NT, bool GPTQ>
-__device__ __forceinline__ void multiply(const byte* codes, const byte* scales, const half_bits* x,
-                                         int stride, int panels, int group, int lane,
-                                         float (*total)[4]) {
-#pragma unroll 1
-    for (int left = panels; left > 0; left -= group, scales += GPTQ ? 128 : 32) {
-        float sum[2 * NT][4], below[NT][4], ones[NT][4];
-        clear<2 * NT>(sum), clear<NT>(below), clear<NT>(ones);
-        const Scales own = scales_of<GPTQ>(scales, lane / 4);
-#pragma unroll (NT == 1 ? 4 : 1)
-        for (int p = 0; p < group; ++p, codes += B * 128, x += PANEL_ROWS) {
-            u32 w[B], zero[4], one[4];
-            read_words<B>(codes, lane, w);
-#pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                zero[s] = GPTQ ? twice(base_of<B>(s)) : zero_of<B>(s);
-                one[s] = 0x3c003c00u;
-            }
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const uint4 b = *(const uint4*)(x + n * 8 * stride);
-#pragma unroll
-                for (int f = 0; f < 4; ++f) {
-                    u32 a[4];
-                    fragment<B>(w, f, a);
-                    mma(sum[2 * n + f / 2], a, f % 2 ? b.z : b.x, f % 2 ? b.w : b.y);
-                }
-                mma(below[n], zero, b.x, b.y), mma(below[n], zero, b.z, b.w);
-                if constexpr (GPTQ) mma(ones[n], one, b.x, b.y), mma(ones[n], one, b.z, b.w);
-            }
-        }
-#pragma unroll
-        for (int v = 0; v < NT * 8; ++v) {
-            const int i = v / 4 % 2, n = v / 8, j = v % 4, c = 2 * i + j / 2;
-            float value = sum[2 * n + i][j] - below[n][j];
-            if constexpr (GPTQ) value -= own.zero[c] * ones[n][j];
-            total[2 * n + i][j] += own.scale[c] * value;
-        }
-    }
-}
-
-// Tell whether this warp is the last of `parts` CTAs that have stored their sums of a tile.
+// Tell whether this CTA is the last of `parts` that have stored their sums.
 __device__ __forceinline__ bool is_last(int* arrived, int parts) {
-    __threadfence();
-    __syncwarp();
-    const bool is_first_lane = threadIdx.x % 32 == 0;
-    const int before = __shfl_sync(~0u, is_first_lane ? atomicAdd(arrived, 1) : 0, 0);
-    if (before < parts - 1) return false;
-    __threadfence();
-    if (is_first_lane) *arrived = 0;
-    return true;
-}
-
-// A CTA has CTA_WARPS / KW tiles side by side, whose rows KW warps divide; blockIdx.y is a part of
-// the rows.
-template <int NT, int KW, int STAGES, bool GPTQ>
-__device__ __forceinline__ void product(const Matrices& matrices) {
-    constexpr int CW = CTA_WARPS / KW, COLUMNS = CW * TILE_COLUMNS, SCALE_BYTES = GPTQ ? 128 : 32;
-    constexpr int SLOT = STEP + MOST_PANELS * SCALE_BYTES;
-    extern __shared__ __align__(128) byte shared[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int column_warp = warp % CW, row_warp = warp / CW, part = blockIdx.y, parts = gridDim.y;
-    int which = 0;
-    while (which + 1 < MOST_MATRICES && (int)blockIdx.x >= matrices.of[which + 1].first_cta)
-        ++which;
-    const Matrix& m = matrices.of[which];
-    const int first = (blockIdx.x - m.first_cta) * m.tiles_each;
-    const int stop = min(first + m.tiles_each, (m.tiles + CW - 1) / CW);
-
-    byte* ring = shared + warp * STAGES * SLOT;
-    Step* steps = (Step*)(shared + CTA_WARPS * STAGES * SLOT) + row_warp * MOST_STEPS;
-    float* sums = (float*)(shared + CTA_WARPS * STAGES * SLOT + KW * MOST_STEPS * sizeof(Step));
-    const int kept = KW * min(m.rows, 8) * COLUMNS;  // floats; two of these, taken in turn
-    half_bits* xs = (half_bits*)(sums + 2 * kept);
-    const int stride = m.length * PANEL_ROWS + (m.length % 2 ? 0 : 32);  // 16 banks apart
-    const int* bounds = m.bounds + part * (KW + 1) + row_warp;
-    const int count = bounds[1] - bounds[0];
-    for (int i = lane; i < count; i += 32) steps[i] = ((const Step*)m.steps)[bounds[0] + i];
-    __syncwarp();
-
-    const u32 ring_at = (u32)__cvta_generic_to_shared(ring) + lane * 16;
-    const byte* codes_at = m.codes + (integer)(first * CW + column_warp) * m.tile_bytes + lane * 16;
-    const byte* scales_at =
-        m.scales + (integer)(first * CW + column_warp) * m.groups * SCALE_BYTES + lane * 16;
-    int next_step = 0, next_tile = first;
-    auto fetch_next = [&](int stage) {
-        if (next_tile < stop && count) {
-            const Step step = steps[next_step];
-            const u32 to = ring_at + stage * SLOT;
-            const int chunks = step.kind >> 12 & 0xff, scale_chunks = step.kind >> 20;
-            if (CW == 1 || next_tile * CW + column_warp < m.tiles) {
-#pragma unroll
-                for (int i = 0; i < STEP / 512; ++i)
-                    if (lane + 32 * i < chunks)
-                        copy_async(to + 512 * i, codes_at + step.codes + 512 * i);
-                if (lane < scale_chunks) copy_async(to + STEP, scales_at + step.scales);
-            }
-            if (++next_step == count) {
-                next_step = 0, ++next_tile;
-                codes_at += (integer)m.tile_bytes * CW, scales_at += m.groups * SCALE_BYTES * CW;
-            }
-        }
-        end_stage();
-    };
-    for (int s = 0; s < STAGES - 1; ++s) fetch_next(s);
-    const int chunks = min(m.length * PANEL_ROWS, m.k - part * m.length * PANEL_ROWS) / 8;
-    for (int r = 0; r < m.rows; ++r)
-        for (int c = threadIdx.x; c < chunks; c += 32 * CTA_WARPS)
-            *(uint4*)(xs + r * stride + c * 8) =
-                ((const uint4*)(m.x + (integer)r * m.k + part * m.length * PANEL_ROWS))[c];
+    __shared__ int before;
     __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        before = atomicAdd(arrived, 1);
+        __threadfence();
+        if (before == parts - 1) *arrived = 0;
+    }
+    __syncthreads();
+    return before == parts - 1;
+}
 
-    const half_bits* own_x = xs + (NT > 1 ? g : min(g, m.rows - 1)) * stride + t * 8;
-    int stage = 0, turn = 0;
-    for (int tile = first; tile < stop; ++tile) {
-        float total[2 * NT][4];
-        clear<2 * NT>(total);
-        for (int i = 0; i < count; ++i) {
-            wait_stages<STAGES - 2>();
-            __syncwarp();
-            fetch_next(stage ? stage - 1 : STAGES - 1);
-            const int kind = steps[i].kind, panels = kind >> 4 & 15, group = kind >> 8 & 15;
-            const byte *codes = ring + stage * SLOT, *scales = codes + STEP;
-            const half_bits* x = own_x + steps[i].row;
-            if constexpr (GPTQ) {
-                multiply<4, NT, true>(codes, scales, x, stride, panels, group, lane, total);
-            } else {
-#define CASE(B) multiply<B, NT, false>(codes, scales, x, stride, panels, group, lane, total)
-                switch (kind & 15) {
-                    case 2: CASE(2); break;
-                    case 3: CASE(3); break;
-                    case 4: CASE(4); break;
-                    case 5: CASE(5); break;
-                    case 6: CASE(6); break;
-                    default: CASE(8);
-                }
-            }
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-        }
-
-        // a warp adds up, and writes, 32 columns of a row; where the duty begins goes round
-        float* stored = m.partial + (integer)tile * parts * NT * 8 * COLUMNS;
-        const int own = (warp + tile) % CTA_WARPS;
-        auto write = [&](int unit, int n, float value) {
-            const int column = tile * COLUMNS + unit % CW * TILE_COLUMNS + lane;
-            if (column < m.columns)
-                m.y[(integer)(8 * n + unit / CW) * m.columns + column] = to_half(value);
-        };
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const int rows = min(8, m.rows - 8 * n);
-            float* room = sums + (turn ^= 1) * kept;
-#pragma unroll
-            for (int v = 0; v < 8; ++v) {
-                const int r = 2 * t + v % 2, c = column_warp * TILE_COLUMNS + 8 * (v / 2) + g;
-                if (r < rows)
-                    room[(row_warp * rows + r) * COLUMNS + c] = total[2 * n + v / 4][v % 4];
-            }
-            __syncthreads();
-            for (int unit = own; unit < rows * CW; unit += CTA_WARPS) {
-                const int place = unit * TILE_COLUMNS + lane;
-                float value = 0.0f;
-#pragma unroll
-                for (int w = 0; w < KW; ++w) value += room[w * rows * COLUMNS + place];
-                if (parts == 1) write(unit, n, value);
-                else __stcg(stored + (part * NT + n) * 8 * COLUMNS + place, value);
-            }
-        }
-        if (parts == 1 || own >= min(8, m.rows) * CW) continue;
-        if (!is_last(m.arrived + tile * CTA_WARPS + warp, parts)) continue;
-        for (int n = 0; n < NT; ++n)
-            for (int unit = own; unit < min(8, m.rows - 8 * n) * CW; unit += CTA_WARPS) {
-                float value = 0.0f;
-                for (int q = 0; q < parts; ++q)
-                    value += __ldcg(stored + (q * NT + n) * 8 * COLUMNS +
-                                    unit * TILE_COLUMNS + lane);
-                write(unit, n, value);
-            }
+__device__ __forceinline__ float activated(int activation, float x) {
+    switch (activation) {
+        case 1: return x / (1.0f + __expf(-x));
+        case 2: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+        case 3: return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+        default: return fmaxf(x, 0.0f);
     }
 }
 
-#define PRODUCT(NAME, NT, KW, STAGES, GPTQ)                                                       \
-    extern "C" __global__ void __launch_bounds__(32 * CTA_WARPS, 1) NAME(                         \
-        const __grid_constant__ Matrices matrices) {                                              \
-        product<NT, KW, STAGES, GPTQ>(matrices);                                                  \
+// What a CTA, and its warp, has of a stage.
+struct Work {
+    const Matrix* of;  // tiles of one matrix, or of two that alternate
+    const Share* share;
+    int together, part, first, tiles, segments;
+
+    __device__ __forceinline__ Work(const Stage& stage, const int* own) {
+        const int cta = blockIdx.x % stage.ctas;
+        together = stage.activation ? 2 : 1, part = blockIdx.x / stage.ctas;
+        int which = 0;
+        while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
+        of = stage.of + which, first = (cta - of->first_cta) * of->each;
+        tiles = part < stage.parts ? min(of->each, of->tiles - first) * together : 0;
+        share = (const Share*)(own + stage.share_at);
+        segments = min(share->segments, tiles - share->tile);
     }
-PRODUCT(exl2_8_2, 1, 16, 2, false)   // up to 8 rows, 2 stages
-PRODUCT(exl2_8_3, 1, 16, 3, false)
-PRODUCT(exl2_16_3, 2, 4, 3, false)
-PRODUCT(gptq_8_2, 1, 16, 2, true)
-PRODUCT(gptq_8_3, 1, 16, 3, true)
-PRODUCT(gptq_16_3, 2, 4, 3, true)
+    __device__ __forceinline__ const Matrix& matrix(int i) const {
+        return of[together == 2 ? i % 2 : 0];
+    }
+    __device__ __forceinline__ integer tile(int i) const {
+        return first + (together == 2 ? i / 2 : i);
+    }
+    __device__ __forceinline__ const int* begin(int i) const {
+        return share->begin[together == 2 ? i % 2 : 0];
+    }
+    __device__ __forceinline__ const byte* codes(int segment) const {
+        const int i = share->tile + segment;
+        const Matrix& m = matrix(i);
+        return m.codes + tile(i) * m.tile_bytes + (segment ? begin(i)[0] : share->codes);
+    }
+};
+
+// Bring x of a part of the rows to shared memory, as RN16(RN16(x · size) · weight) with a norm.
+template <int NT>
+__device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, half_bits* xs,
+                                        int stride, float (*squares)[CTA_WARPS]) {
+    constexpr int TOGETHER = NT > 1 ? 4 : 1;  // rows whose reads are under way
+    const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;
+    const int end = min(all, first + stage.length * PANEL_ROWS / 8);
+    for (int r = 0; r < rows; r += TOGETHER) {
+        float square[TOGETHER] = {};
+        for (int c = threadIdx.x + (stage.norm ? 0 : first); c < (stage.norm ? all : end);
+             c += 32 * CTA_WARPS) {
+            uint4 v[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                v[i] = __ldcg(
+                    (const uint4*)(stage.x + (integer)min(r + i, rows - 1) * stage.k) + c);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                if (r + i < rows && c >= first && c < end)
+                    *(uint4*)(xs + (r + i) * stride + (c - first) * 8) = v[i];
+                if (!stage.norm) continue;
+                float x[8];
+                pairs_of(v[i], x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) square[i] += x[e] * x[e];
+            }
+        }
+        if (!stage.norm) continue;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            for (int o = 16; o; o >>= 1) square[i] += __shfl_xor_sync(~0u, square[i], o);
+            if (threadIdx.x % 32 == 0) squares[r + i][threadIdx.x / 32] = square[i];
+        }
+    }
+    __syncthreads();
+    if (!stage.norm) return;
+    for (int r = 0; r < rows; ++r) {
+        float square = 0.0f;
+        for (int w = 0; w < CTA_WARPS; ++w) square += squares[r][w];
+        const float size = rsqrtf(square / stage.k + stage.eps);
+        for (int c = first + threadIdx.x; c < end; c += 32 * CTA_WARPS) {
+            uint4* at = (uint4*)(xs + r * stride + (c - first) * 8);
+            float x[8], weight[8];
+            pairs_of(*at, x), pairs_of(__ldg((const uint4*)stage.norm + c), weight);
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const u32 y = to_half(from_half(to_half(x[i] * size)) * weight[i]);
+                w[i / 2] = i % 2 ? w[i / 2] | y << 16 : y;
+            }
+            *at = {w[0], w[1], w[2], w[3]};
+        }
+    }
+    __syncthreads();
+}
+
+// The warps whose last segment is in tile i of a CTA, as bits; and whether another one has its end.
+struct Parts {
+    u32 last;
+    bool goes_on;
+
+    __device__ __forceinline__ Parts(const Stage& stage, const Work& work, int i)
+        : last(0), goes_on(false) {
+        const int held = min(stage.length, stage.k / PANEL_ROWS - work.part * stage.length);
+        const int all = work.of->each * work.together * held;  // panels of the CTA
+        for (int w = 0; w < CTA_WARPS; ++w) {
+            const int begin = w * all / CTA_WARPS, end = (w + 1) * all / CTA_WARPS;
+            if (max(begin, i * held) >= min(end, (i + 1) * held)) continue;
+            if (end > (i + 1) * held) goes_on = true;
+            else last |= 1u << w;
+        }
+    }
+};
+
+// Put the sums of a segment, m-tile i and 8 rows n at 2 n + i, to (rows, 32 columns).
+template <int NT>
+__device__ __forceinline__ void put(const float (*total)[4], int rows, float* to) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int v = 0; v < NT * 8; ++v) {
+        const int r = v / 8 * 8 + lane % 4 * 2 + v % 2, column = 8 * (v / 2 % 4) + lane / 4;
+        if (r < rows) to[r * TILE_COLUMNS + column] = total[v / 8 * 2 + v / 4 % 2][v % 4];
+    }
+}
+
+// Add up what warps have of each tile, and write it: a warp has 32 columns of a row.
+// last: of each warp the sums of its last segment; ended: of each tile those of a warp that goes on.
+__device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
+                                       const float* last, const float* ended,
+                                       const u32* warps) {
+    const int lane = threadIdx.x % 32, together = work.together, step = rows * TILE_COLUMNS;
+    const Matrix &gating = work.of[0], &m = work.of[together - 1];
+    auto summed = [&](int i, int row) {
+        const int place = row * TILE_COLUMNS + lane;
+        float value = 0.0f;
+#pragma unroll
+        for (int w = 0; w < CTA_WARPS; ++w)
+            if (warps[i] >> w & 1) value += last[w * step + place];
+        return warps[i] >> 31 ? value + ended[i * step + place] : value;
+    };
+    const int units = work.tiles / together * rows;
+    auto place_of = [&](int unit, int part) {
+        const integer tile = work.first + unit / rows;
+        return ((tile * stage.parts + part) * rows + unit % rows) * TILE_COLUMNS + lane;
+    };
+    if (stage.parts > 1 && units) {
+        for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
+            const int row = unit % rows, i = unit / rows * together;
+            __stcg(m.partial + place_of(unit, work.part), summed(i + together - 1, row));
+            if (together == 2) __stcg(gating.partial + place_of(unit, work.part), summed(i, row));
+        }
+        if (!is_last(m.arrived + blockIdx.x % stage.ctas, stage.parts)) return;
+    }
+    for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
+        const int row = unit % rows, i = unit / rows * together;
+        const int column = (work.first + unit / rows) * TILE_COLUMNS + lane;
+        const bool is_there = column < m.columns;
+        const integer at = (integer)row * m.columns;
+        const half_bits added = m.residual && is_there ? __ldcg(m.residual + at + column) : 0;
+        const int to = m.copy && is_there ? stage.to[column] : 0;
+        float value = 0.0f, gate = 0.0f;
+        if (stage.parts == 1) {
+            value = summed(i + together - 1, row);
+            if (together == 2) gate = summed(i, row);
+        }
+        for (int q = 0; q < stage.parts && stage.parts > 1; ++q) {
+            value += __ldcg(m.partial + place_of(unit, q));
+            if (together == 2) gate += __ldcg(gating.partial + place_of(unit, q));
+        }
+        if (!is_there) continue;
+        if (m.bias) value += from_half(m.bias[column]);
+        half_bits y = to_half(value);
+        if (together == 2) {
+            if (gating.bias) gate += from_half(gating.bias[column]);
+            y = to_half(activated(stage.activation, from_half(to_half(gate))) * from_half(y));
+        }
+        if (m.residual) y = to_half(from_half(added) + from_half(y));
+        if (m.y) m.y[at + column] = y;
+        if (m.copy) m.copy[at + to] = y;
+    }
+}
+
+template <int NT, bool GPTQ> __device__ __forceinline__ void product(const Chain& c) {
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
+    extern __shared__ __align__(128) byte shared[];
+    __shared__ float squares[NT * 8][CTA_WARPS];
+    __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one goes on
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    let_the_next_begin();
+
+    byte* ring = shared + warp * c.slots * STEP;
+    byte* all_scales = shared + CTA_WARPS * c.slots * STEP;
+    int* all_shares = (int*)(all_scales + CTA_WARPS * c.scale_room);
+    float* ended = (float*)(all_shares + CTA_WARPS * c.words);
+    Barrier* barriers = (Barrier*)(ended + c.tiles * c.rows * TILE_COLUMNS);
+    half_bits* xs = (half_bits*)(barriers + CTA_WARPS * c.slots);
+    float* last = (float*)xs;  // when x has been read
+    byte* own_scales = all_scales + warp * c.scale_room;
+    int* own = all_shares + warp * c.words;
+    for (int s = 0; s < c.count; ++s) {
+        const Stage& stage = c.stages[s];
+        const int cta = blockIdx.x % stage.ctas, part = blockIdx.x / stage.ctas;
+        int which = 0;
+        while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
+        const int* from = stage.of[which].shares +
+                          (min(part, stage.parts - 1) * CTA_WARPS + warp) * stage.words;
+        for (int i = lane; i < stage.words; i += 32)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                             shared_address(own + stage.share_at + i)), "l"(from + i));
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    const u32 ring_at = shared_address(ring), barrier = shared_address(barriers + warp * c.slots);
+    if (lane < c.slots) begin_barrier(barrier + 8 * lane);
+    end_barriers();
+
+    Work ahead(c.stages[0], own);  // what is fetched, in all stages
+    const int* next_kind = ahead.share->kinds;
+    const byte* next = 0;
+    int next_stage = 0, next_segment = 0;
+    auto open = [&]() {  // the first segment of a stage in which there is any
+        while (ahead.segments <= 0 && ++next_stage < c.count)
+            ahead = Work(c.stages[next_stage], own);
+        if (next_stage == c.count) return;
+        next_segment = 0, next_kind = ahead.share->kinds, next = ahead.codes(0);
+    };
+    open();
+    auto fetch_next = [&](int slot) {
+        if (next_stage == c.count) return;
+        const int kind = *next_kind++, bytes = (kind & 15) * (kind >> 4 & 15) * 128;
+        copy_bytes(barrier + 8 * slot, ring_at + slot * STEP, next, bytes);
+        next += bytes;
+        if (!(kind >> 12 & 1)) return;
+        if (++next_segment < ahead.segments) {
+            next = ahead.codes(next_segment);
+        } else {
+            ahead.segments = 0;
+            open();
+        }
+    };
+    for (int s = 0; s < c.slots; ++s) fetch_next(s);
+    auto fetch_scales = [&](int s) {  // of a stage, and to the L2 cache what its CTAs share
+        const Stage& stage = c.stages[s];
+        const Work work(stage, own);
+        u32 to = shared_address(own_scales + stage.scale_at);
+        for (int segment = 0; segment < work.segments; ++segment) {
+            const int i = work.share->tile + segment, *begin = work.begin(i);
+            const Matrix& m = work.matrix(i);
+            const bool is_last = segment + 1 == work.share->segments;
+            const byte* from = m.scales + work.tile(i) * m.scale_bytes +
+                               (segment ? begin[1] : work.share->scales);
+            const int bytes = segment == 0 ? work.share->first_scales
+                                           : is_last ? work.share->last_scales : begin[2];
+            for (int b = lane * 16; b < bytes; b += 512)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + b),
+                             "l"(from + b));
+            to += bytes;
+        }
+        const int line = threadIdx.x * 64;  // halves
+        if (stage.norm && line < stage.k)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + line));
+        if (stage.to && warp == 0 && lane < work.tiles && lane * 32 < work.of->columns)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(
+                stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS));
+    };
+    fetch_scales(0);
+    wait_for_input();
+
+    int slot = 0, parity = 0;
+#pragma unroll 1
+    for (int s = 0; s < c.count; ++s) {
+        const Stage& stage = c.stages[s];
+        const Work work(stage, own);
+        const int stride = stage.length * PANEL_ROWS + (stage.length % 2 ? 0 : 32);
+        if (s) meet(c.meetings);
+        if (work.tiles) stage_x<NT>(stage, work.part, c.rows, xs, stride, squares);
+        asm volatile("cp.async.wait_all;" ::: "memory");  // scales
+        __syncwarp();
+        const half_bits* own_x = xs + (NT > 1 ? g : min(g, c.rows - 1)) * stride + t * 8;
+        const byte* scales = own_scales + stage.scale_at;
+        const int* kinds = work.share->kinds;
+        float total[2 * NT][4];
+        for (int segment = 0; segment < work.segments; ++segment) {
+            const half_bits* x = own_x + (segment ? 0 : work.share->row);
+            clear<2 * NT>(total);
+            int kind;
+            do {
+                kind = *kinds++;
+                const int panels = kind >> 4 & 15, group = kind >> 8 & 15;
+                const byte* codes = ring + slot * STEP;
+                wait_for_bytes(barrier + 8 * slot, parity);
+                if constexpr (GPTQ) {
+                    multiply<4, NT, true>(codes, scales, x, stride, panels, group, lane, total);
+                } else {
+#define CASE(B) multiply<B, NT, false>(codes, scales, x, stride, panels, group, lane, total)
+                    switch (kind & 15) {
+                        case 2: CASE(2); break;
+                        case 3: CASE(3); break;
+                        case 4: CASE(4); break;
+                        case 5: CASE(5); break;
+                        case 6: CASE(6); break;
+                        default: CASE(8);
+                    }
+                }
+                scales += (kind >> 13) * SCALE_BYTES, x += panels * PANEL_ROWS;
+                __syncwarp();
+                fetch_next(slot);
+                if (++slot == c.slots) slot = 0, parity ^= 1;
+            } while (!(kind >> 12 & 1));
+            if (segment + 1 < work.share->segments)
+                put<NT>(total, c.rows,
+                        ended + (work.share->tile + segment) * c.rows * TILE_COLUMNS);
+        }
+        if (s + 1 < c.count) fetch_scales(s + 1);
+        if ((int)threadIdx.x < work.tiles) {
+            const Parts parts(stage, work, threadIdx.x);
+            warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
+        }
+        __syncthreads();
+        if (work.segments == work.share->segments && work.segments > 0)
+            put<NT>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
+        __syncthreads();
+        finish(stage, work, c.rows, last, ended, warps);
+    }
+}
+
+#define PRODUCT(NAME, NT, GPTQ)                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * CTA_WARPS, 1) NAME(                          \
+        const __grid_constant__ Chain c) {                                                         \
+        product<NT, GPTQ>(c);                                                                      \
+    }
+PRODUCT(exl2_8, 1, false)  // up to 8 rows
+PRODUCT(exl2_16, 2, false)
+PRODUCT(gptq_8, 1, true)
+PRODUCT(gptq_16, 2, true)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exl2flow.kernels import CACHE_FORMATS, LayerStore, get_ops, slots_of, torch_cache
+from exl2flow.kernels import CACHE_FORMATS, LayerStore, get_ops, slots_at, slots_of, torch_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -84,3 +84,34 @@ def test_what_no_kernel_is_made_for_is_left_to_torch() -> None:
     found = get_ops(DEVICE).paged_attention(*inputs, scale=0.1)
 
     assert torch.equal(found, torch_cache.paged_attention(*inputs, scale=0.1))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (28, 4)])
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (128, 64), (128, 16), (96, 48)])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_a_new_token_is_rotated_and_stored(
+    name: str, head_dim: int, half: int, heads: tuple[int, int]
+) -> None:
+    (count, kv_heads), b, ops = heads, len(LENGTHS), get_ops(DEVICE)
+    stores = [
+        store_of(name, pages=b * PAGES, kv_heads=kv_heads, head_dim=head_dim) for _ in range(2)
+    ]
+    tables = torch.randperm(b * PAGES, device=DEVICE).view(b, PAGES).int()
+    for table, length in zip(tables, LENGTHS, strict=True):
+        k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).half()
+        for store in stores:
+            torch_cache.write_cache(store, slots_of(table, 0, length), k, v)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    slots = slots_at(tables, lengths.long()[:, None])[:, 0]
+    q = torch.randn(b, 1, count, head_dim, device=DEVICE).half() * 2
+    k, v = torch.randn(2, b, 1, kv_heads, head_dim, device=DEVICE).half()
+    cos, sin = torch.rand(2, b, 1, 1, half, device=DEVICE)
+    found, expected = (
+        attend(q, k, v, store, tables, lengths, slots, cos, sin, scale=head_dim**-0.5)
+        for attend, store in zip((ops.attend_step, torch_cache.attend_step), stores, strict=True)
+    )
+
+    error = (found.float() - expected.float()).flatten(1).norm(dim=1)
+    assert (error <= 2e-3 * expected.float().flatten(1).norm(dim=1)).all()
+    for mine, twin in zip(*(torch_cache.read_cache(s, slots) for s in stores), strict=True):
+        assert (mine.float() - twin.float()).norm() <= 1e-2 * twin.float().norm()

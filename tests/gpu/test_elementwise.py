@@ -43,3 +43,13 @@ def test_what_needs_gradients_is_left_to_torch() -> None:
     ops.rotate(normed, angles.cos(), angles.sin()).float().sum().backward()
 
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 100])
+@pytest.mark.parametrize("d", [96, 4096, 11008, 100, 28672])
+def test_places_are_put_in_another_order(rows: int, d: int) -> None:
+    x, order = torch.randn(rows, d, device="cuda").half(), torch.randperm(d, device="cuda")
+
+    found = get_ops("cuda").reordered(x, order)
+
+    assert torch.equal(found, x[:, order])

@@ -11,8 +11,18 @@ from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.inference import load_model
-from exl2flow.kernels import Group, PackedMatrix, get_ops, pack_codes, pack_scales, pack_zeros
+from exl2flow.kernels import (
+    ACTIVATIONS,
+    Group,
+    PackedMatrix,
+    Product,
+    get_ops,
+    pack_codes,
+    pack_scales,
+    pack_zeros,
+)
 from exl2flow.kernels.packed import decode_packed
+from exl2flow.kernels.torch_ops import TORCH_OPS
 from exl2flow.model import PackedLinear
 
 pytestmark = pytest.mark.gpu
@@ -58,12 +68,14 @@ def check(matrix: PackedMatrix, rows: int) -> None:
     ops, (k, _) = get_ops(DEVICE), matrix.shape
     x = torch.randn(rows, k, device=DEVICE).half()
 
-    [y] = ops.multiply(x, [matrix])
+    product = Product(matrices=(matrix,))
 
-    expected = x[:, matrix.order].double() @ decode_packed(matrix).double().T
+    [y], _ = ops.multiply(x, [product])
+
+    expected = x.double() @ decode_packed(matrix).double().T
     error = (y.double() - expected).norm() / expected.norm()
     assert error <= TOLERANCE, (matrix.shape, rows, float(error))
-    assert torch.equal(ops.multiply(x, [matrix])[0], y)
+    assert torch.equal(ops.multiply(x, [product])[0][0], y)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 70])
@@ -90,14 +102,70 @@ def test_gptq_matrices_are_multiplied(rows: int) -> None:
 def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None:
     kinds = [(4096, (4, 128)), (1024, (6, 32)), (100, (3, 64)), (64, (8, 128)), (352, (5, 32))]
     matrices = [packed(4096, n, kind) for n, kind in kinds]
-    shared = [replace(m, order=matrices[0].order) for m in matrices[:4]] + matrices[4:]
     x = torch.randn(rows, 4096, device=DEVICE).half()
 
-    found = get_ops(DEVICE).multiply(x, shared)
+    found = [
+        y
+        for some in (matrices[:3], matrices[3:])
+        for y in get_ops(DEVICE).multiply(x, [Product(matrices=tuple(some))])[0]
+    ]
 
-    for matrix, y in zip(shared, found, strict=True):
-        expected = x[:, matrix.order].double() @ decode_packed(matrix).double().T
+    for matrix, y in zip(matrices, found, strict=True):
+        expected = x.double() @ decode_packed(matrix).double().T
         assert (y.double() - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 8, 16, 17])
+@pytest.mark.parametrize("shape", [(4096, 11008), (11008, 96), (96, 36)])
+def test_a_product_gates_another_and_is_added(
+    activation: str, rows: int, shape: tuple[int, int]
+) -> None:
+    k, n = shape
+    gate, up = (packed(k, n, kind, (5, 64)) for kind in ((4, 128), (3, 32)))
+    gate, up = (m.cut(n, torch.randn(n, device=DEVICE).half()) for m in (gate, up))
+    x, residual = torch.randn(rows, k, device=DEVICE).half() / 8, torch.randn(rows, n).half()
+    residual = residual.to(DEVICE)
+    ops = get_ops(DEVICE)
+
+    product = Product(matrices=(gate, up), activation=activation)
+    [gated], _ = ops.multiply(x, [product])
+    [added], _ = ops.multiply(x, [Product(matrices=(up,), adds=True)], residual)
+
+    low, high = (x.double() @ decode_packed(m).double().T + m.bias.double() for m in (gate, up))
+    expected = ACTIVATIONS[activation](low) * high
+    assert (gated.double() - expected).norm() <= TOLERANCE * expected.norm()
+    assert (added.double() - high - residual).norm() <= TOLERANCE * (high + residual).norm()
+    assert torch.equal(ops.multiply(x, [product])[0][0], gated)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
+def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> None:
+    def norm() -> torch.Tensor:
+        return torch.rand(hidden, device=DEVICE).half()
+
+    gate, up = (packed(hidden, mlp, kind, (5, 64)) for kind in ((4, 128), (3, 32)))
+    inputs = [packed(hidden, n, (bits, 128)) for n, bits in ((hidden, 4), (64, 6), (32, 2))]
+    chain = [
+        Product(matrices=(packed(hidden, hidden, (4, 128), (3, 32)),), adds=True),
+        Product(
+            matrices=(gate, replace(up, order=gate.order)), norm=norm(), eps=1e-5, activation="silu"
+        ),
+        Product(matrices=(packed(mlp, hidden, (6, 32), (4, 128)),), adds=True),
+        Product(matrices=tuple(inputs), norm=norm(), eps=1e-6),
+    ]
+    x, states = (torch.randn(rows, hidden, device=DEVICE).half() for _ in range(2))
+
+    found, after = get_ops(DEVICE).multiply(x, chain, states)
+
+    expected, grown = TORCH_OPS.multiply(x, chain, states)
+    for y, z in zip([*found, after], [*expected, grown], strict=True):
+        assert (y.double() - z.double()).norm() <= TOLERANCE * z.double().norm()
+    again, after_again = get_ops(DEVICE).multiply(x, chain, states)
+    assert all(
+        torch.equal(y, z) for y, z in zip([*again, after_again], [*found, after], strict=False)
+    )
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -13,6 +13,7 @@ from exl2flow.core.config import (
     ConversionConfig,
     Options,
     build_config,
+    tuning_file,
 )
 from exl2flow.core.errors import ConfigError
 
@@ -266,3 +267,27 @@ def test_every_option_is_described_for_the_form(options: type[Options]) -> None:
     ]
 
     assert undescribed == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"EXL2FLOW_TUNING": "off"}, None),
+        ({"EXL2FLOW_TUNING": "/a/b.json"}, Path("/a/b.json")),
+        ({"EXL2FLOW_TUNING": "~/b.json"}, Path("/home/someone/b.json")),
+        ({"EXL2FLOW_TUNING": ""}, Path("/home/someone/.cache/exl2flow/tuning.json")),
+        ({}, Path("/home/someone/.cache/exl2flow/tuning.json")),
+        ({"XDG_CACHE_HOME": "/caches"}, Path("/caches/exl2flow/tuning.json")),
+        ({"XDG_CACHE_HOME": "here"}, Path("/home/someone/.cache/exl2flow/tuning.json")),
+    ],
+)
+def test_measured_launches_are_kept_where_the_environment_says(
+    variables: dict[str, str], expected: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for name in ("EXL2FLOW_TUNING", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert tuning_file() == expected

@@ -29,6 +29,7 @@ def test_no_source_is_left_out() -> None:
         "decode.cu",
         "descend.cu",
         "elementwise.cu",
+        "lay_out.cu",
         "pack.cu",
         "product.cu",
         "refit.cu",

@@ -1,9 +1,11 @@
 """The layout in which matrices lie on a card, and the torch twins of what reads it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from exl2flow.kernels import Group, PackedMatrix, get_ops
+from exl2flow.kernels import ACTIVATIONS, Group, PackedMatrix, Product, get_ops
 from exl2flow.kernels.packed import (
     decoded_scales,
     pack_codes,
@@ -65,6 +67,39 @@ def test_codes_come_back() -> None:
     assert torch.equal(unpack_codes(matrix), codes)
 
 
+def test_words_of_a_file_are_laid_out_in_whole_tiles() -> None:
+    groups = groups_of(*MIXED)
+    codes = random_codes(groups, 40)
+
+    found = OPS.lay_out(OPS.pack(codes, groups), groups)
+
+    assert torch.equal(found[:1], pack_codes(codes[:, :32].contiguous(), groups))
+    rest = torch.zeros(len(codes), 32, dtype=torch.uint8)
+    rest[:, :8] = codes[:, 32:]
+    assert torch.equal(found[1:], pack_codes(rest, groups))
+
+
+def test_rows_of_a_file_are_laid_out_in_another_order() -> None:
+    groups, order = groups_of((4, 128), (4, 64)), torch.randperm(192)
+    codes = random_codes(groups, 32)
+    words = OPS.pack(codes, groups_of((4, 192)))
+
+    found = OPS.lay_out(words, groups, order)
+
+    assert torch.equal(found, pack_codes(codes[order], groups))
+
+
+def test_scales_of_a_file_are_laid_out_in_whole_tiles() -> None:
+    codes, maxima = torch.randint(0, 16, (3, 40), dtype=torch.uint8), torch.rand(3).half()
+
+    found = OPS.lay_out_scales(OPS.pack_scales(codes), maxima)
+
+    assert torch.equal(found[:1], pack_scales(codes[:, :32].contiguous(), maxima))
+    assert torch.equal(
+        found[1:, :, :], pack_scales(torch.nn.functional.pad(codes[:, 32:], (0, 24)), maxima)
+    )
+
+
 def test_scales_are_the_decoder_s_subnormal_ones_too() -> None:
     matrix, _, scale_codes, maxima = exl2()
 
@@ -84,15 +119,86 @@ def test_decoded_columns_are_those_of_the_file() -> None:
     assert torch.equal(found, expected.T[:50])
 
 
+def plain(matrix: PackedMatrix) -> torch.Tensor:
+    """Return the map fp32 (columns, k) of in-features in their own order."""
+    weight = torch.empty(matrix.columns, len(matrix.order))
+    weight[:, matrix.order] = OPS.decode_packed(matrix).float()
+    return weight
+
+
+def of_order(order: torch.Tensor, *, n: int = 64, bias: bool = False) -> PackedMatrix:
+    found = replace(exl2(n)[0], order=order)
+    return found.cut(n, torch.randn(n).half()) if bias else found
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.float(), expected.float(), rtol=4e-3, atol=4e-3)
+
+
 def test_rows_are_multiplied_in_the_order_of_the_matrix() -> None:
     matrix, *_ = exl2()
     x = torch.randn(3, len(matrix.order)).half()
 
-    [y] = OPS.multiply(x, [matrix])
+    [y], last = OPS.multiply(OPS.reordered(x, matrix.order), [Product(matrices=(matrix,))])
 
-    weight = torch.empty(64, len(matrix.order))
-    weight[:, matrix.order] = OPS.decode_packed(matrix).float()
-    torch.testing.assert_close(y.float(), x.float() @ weight.T, rtol=2e-3, atol=2e-3)
+    close(y, x.float() @ plain(matrix).T)
+    assert last is y
+
+
+def test_matrices_of_a_product_share_what_is_normalized() -> None:
+    order = torch.randperm(512)
+    matrices = (of_order(order), of_order(order, n=32, bias=True))
+    x, weight = torch.randn(3, 512).half(), torch.rand(512).half()
+    product = Product(matrices=matrices, norm=weight, eps=1e-2)
+
+    found, _ = OPS.multiply(OPS.reordered(x, order), [product])
+
+    normed = OPS.rms_norm(x, weight, 1e-2).float()
+    for y, matrix in zip(found, matrices, strict=True):
+        close(y, normed @ plain(matrix).T + (0 if matrix.bias is None else matrix.bias))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_first_matrix_gates_the_second(activation: str) -> None:
+    order = torch.randperm(512)
+    gate, up = of_order(order, bias=True), of_order(order)
+    x = torch.randn(3, 512).half() / 8
+    product = Product(matrices=(gate, up), activation=activation)
+
+    [y], _ = OPS.multiply(OPS.reordered(x, order), [product])
+
+    low = x.float() @ plain(gate).T + gate.bias.float()
+    close(y, ACTIVATIONS[activation](low) * (x.float() @ plain(up).T))
+
+
+@pytest.mark.parametrize("has_hidden", [False, True])
+def test_a_chain_goes_on_with_what_comes_out(has_hidden: bool) -> None:
+    first, second, third = (of_order(torch.randperm(512), n=512) for _ in range(3))
+    x, hidden, weight = torch.randn(3, 512).half() / 64, torch.randn(3, 512), torch.rand(512).half()
+    chain = [
+        Product(matrices=(first,), adds=True),
+        Product(matrices=(second,), norm=weight, eps=1e-5),
+        Product(matrices=(third,), adds=True),
+    ]
+
+    [y], last = OPS.multiply(
+        OPS.reordered(x, first.order), chain, hidden.half() if has_hidden else None
+    )
+
+    states = x.float() @ plain(first).T + (hidden if has_hidden else 0)
+    between = OPS.rms_norm(states.half(), weight, 1e-5).float() @ plain(second).T
+    expected = states + between @ plain(third).T
+    assert last is y
+    assert (y.float() - expected).norm() <= 2e-3 * expected.norm()
+
+
+def test_a_product_that_adds_nothing_leaves_the_hidden_state() -> None:
+    matrix, hidden = exl2()[0], torch.randn(3, 64).half()
+
+    [y], last = OPS.multiply(torch.randn(3, 512).half(), [Product(matrices=(matrix,))], hidden)
+
+    assert last is hidden
+    assert y is not hidden
 
 
 def test_gptq_scales_and_zeros_come_back() -> None:

@@ -1,120 +1,313 @@
-"""How a product is divided among CTAs and warps: every panel once, within a device's limits."""
+"""How products are divided among CTAs and warps: `product_walks` walks plans as a GPU does."""
 
+from collections import Counter, defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from functools import cache
 
+import numpy as np
 import pytest
 import torch
+from product_walks import (
+    A100,
+    DEVICES,
+    H200,
+    RTX_4090,
+    Work,
+    brought_scales,
+    case_of,
+    chain,
+    matrix,
+    product,
+    shares_of,
+    stages,
+    steps_of,
+)
 
-from exl2flow.kernels import Group, PackedMatrix
-from exl2flow.kernels.product import MOST_PANELS, MOST_STEPS, STEP, Plan, most_rows, plan_of
+from exl2flow.kernels.product import (
+    FIXED_SHARED,
+    LEAST_SLOTS,
+    MOST_PANELS,
+    MOST_SLOTS,
+    NO_CTA,
+    STEP,
+    WARPS,
+    Plan,
+    most_rows,
+    plan_of,
+)
 
-LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory of an H200, of an RTX 4090
+MADE = {
+    "one group": lambda: case_of([product(matrix(32, 32, (4, 32)))], 1, H200),
+    "one matrix": lambda: case_of([product(matrix(4096, 4096, (4, 128)))], 1, H200),
+    "few columns": lambda: case_of([product(matrix(4064, 40, (8, 128), (3, 96)))], 3, H200),
+    "few rows": lambda: case_of([product(matrix(96, 33000, (6, 32), (5, 64)))], 9, H200),
+    "short groups": lambda: case_of([product(matrix(8192, 2000, (8, 32), (6, 32)))], 13, H200),
+    "long groups": lambda: case_of(
+        [product(matrix(11008, 992, (6, 96), (5, 160), (3, 288)))], 16, A100
+    ),
+    "small memory": lambda: case_of([product(matrix(28672, 256, (3, 64), (2, 64)))], 8, RTX_4090),
+    "gptq": lambda: case_of([product(matrix(14336, 1024, (4, 128), zeros=True))], 16, H200),
+    "gated": lambda: case_of(
+        [
+            product(
+                matrix(4096, 1390, (5, 32), (4, 128)),
+                matrix(4096, 1390, (3, 64), (2, 32)),
+                activation="gelu",
+            )
+        ],
+        5,
+        H200,
+    ),
+    "gated parts": lambda: case_of(
+        [
+            product(
+                matrix(2048, 96, (8, 32)), matrix(2048, 96, (4, 128), (2, 64)), activation="silu"
+            )
+        ],
+        2,
+        RTX_4090,
+    ),
+    "many gated tiles": lambda: case_of(
+        [
+            product(
+                matrix(8192, 960, (5, 32), (4, 128)),
+                matrix(8192, 960, (3, 64), (2, 32)),
+                activation="relu",
+            )
+        ],
+        16,
+        (15, H200[1]),
+    ),
+    "three matrices": lambda: case_of(
+        [product(*(matrix(4096, n, (bits, 128)) for n, bits in ((4064, 4), (1000, 6), (64, 3))))],
+        1,
+        H200,
+    ),
+    "short chain": lambda: case_of(chain(64, 96, 32), 16, H200),
+    "chain in parts": lambda: case_of(chain(2048, 5632, 256), 4, H200),
+    "long chain": lambda: case_of(chain(4096, 14336, 1024), 1, H200),
+    "gptq chain": lambda: case_of(chain(1024, 2816, 256, zeros=True), 2, RTX_4090),
+}
+case_named = cache(lambda name: MADE[name]())
+every_case = pytest.mark.parametrize("name", MADE)
 
 
-def matrix(k: int, n: int, *kinds: tuple[int, int]) -> PackedMatrix:
-    """Return a matrix whose groups repeat these bits and rows, last ones shorter if need be."""
-    groups: list[Group] = []
-    while (start := sum(group.rows for group in groups)) < k:
-        bits, rows = kinds[min(len(groups) * len(kinds) * rows_of(kinds) // k, len(kinds) - 1)]
-        groups.append(Group(bits=bits, start=start, rows=min(rows, k - start)))
-    words = sum(group.rows * group.bits for group in groups)
-    return PackedMatrix(
-        codes=torch.zeros(n // 32, words, dtype=torch.int32),
-        scales=torch.zeros(n // 32, len(groups), 8, dtype=torch.int32),
-        groups=tuple(groups),
-        order=torch.arange(k),
-        columns=n,
+@every_case
+def test_every_panel_of_every_tile_is_met_once_and_in_order(name: str) -> None:
+    case = case_named(name)
+    for index, of_stage, stage in stages(case):
+        met: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for step in steps_of(case, index):
+            met[step.matrix, step.tile] += range(step.panel, step.panel + step.count)
+
+        panels = list(range(stage["k"] // 32))
+        tiles = {(i, t) for i, m in enumerate(of_stage.matrices) for t in range(len(m.codes))}
+        assert set(met) == tiles
+        assert all(of_tile == panels for of_tile in met.values())
+
+
+@every_case
+def test_codes_and_scales_of_a_step_lie_where_its_panels_have_them(name: str) -> None:
+    case = case_named(name)
+    for index, of_stage, _ in stages(case):
+        panels = [m.panels() for m in of_stage.matrices]
+        size = of_stage.matrices[0].scale_bytes
+        for step in steps_of(case, index):
+            own = panels[step.matrix][step.panel : step.panel + step.count]
+            assert [bits for bits, _, _ in own] == [step.bits] * step.count
+            assert step.codes == 4 * own[0][1]
+            assert step.count % step.group == 0
+            of_panels = [step.scales[i // step.group] for i in range(step.count)]
+            assert of_panels == [size * group for _, _, group in own]
+
+
+def test_steps_are_full_where_groups_allow_it() -> None:
+    uniform, mixed = case_named("one matrix"), case_named("short chain")
+
+    assert {step.count for step in steps_of(uniform, 0)} == {MOST_PANELS}
+    assert {step.count for index in range(4) for step in steps_of(mixed, index)} == {1}
+
+
+@every_case
+def test_sums_of_a_tile_are_those_that_warps_have_put_there(name: str) -> None:
+    case = case_named(name)
+    for index, _, stage in stages(case):
+        put: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
+        for step in steps_of(case, index):
+            put[step.block, step.index].add(step.sums)
+
+        expected = {}
+        for block in range(case.plan.ctas):
+            work = Work(stage, block)
+            expected |= {(block, i): work.summed(i) for i in range(work.tiles)}
+        assert put == expected
+
+
+@every_case
+def test_warps_have_equal_shares(name: str) -> None:
+    case = case_named(name)
+    for index, _, stage in stages(case):
+        panels = Counter[tuple[int, int]]()
+        for step in steps_of(case, index):
+            panels[step.block, step.warp] += step.count
+        for block in range(case.plan.ctas):
+            work = Work(stage, block)
+            if work.tiles == stage["of"][work.which]["each"] * work.together:
+                of_warps = [panels[block, warp] for warp in range(WARPS)]
+                assert max(of_warps) - min(of_warps) <= 1
+
+
+@every_case
+def test_sums_of_warps_and_parts_have_places_of_their_own(name: str) -> None:
+    case = case_named(name)
+    tables = {tensor.data_ptr(): tensor for tensor in case.plan.kept}
+    for index, of_stage, stage in stages(case):
+        owners = defaultdict(set)
+        for step in steps_of(case, index):
+            assert step.index < case.plan.argument["tiles"]
+            owners[step.block, step.sums].add((step.warp, step.index))
+        assert all(len(of_place) == 1 for of_place in owners.values())
+
+        for of, m in zip(stage["of"], of_stage.matrices, strict=False):
+            if stage["parts"] > 1:
+                partial = tables[of["partial"]]
+                assert partial.numel() == len(m.codes) * stage["parts"] * case.rows * 32
+            arrived = tables[of["arrived"]]
+            assert arrived.tolist() == [0] * stage["ctas"]
+
+
+@every_case
+def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
+    case = case_named(name)
+    argument = case.plan.argument
+    x_bytes, words, scales = [], 0, 0
+    for index, of_stage, stage in stages(case):
+        assert (stage["share_at"], stage["scale_at"]) == (words, scales)
+        size, shares = of_stage.matrices[0].scale_bytes, list(shares_of(case, index))
+        assert {len(share) for *_, share in shares} == {stage["words"]}
+        words += stage["words"]
+        scales += max(size * len(list(brought_scales(w, s, size))) for _, w, _, s in shares)
+        stride = stage["length"] * 32 + (0 if stage["length"] % 2 else 32)  # so banks differ
+        x_bytes.append(2 * stride * (case.rows if case.rows <= 8 else 16))
+    sums = 4 * 32 * case.rows  # bytes of a tile's
+    assert (argument["words"], argument["scale_room"]) == (words, scales)
+    slots = argument["slots"]
+    assert 1 <= slots <= MOST_SLOTS
+    of_warp = slots * (STEP + 8) + scales + 4 * words
+    assert case.plan.shared == (
+        WARPS * of_warp + argument["tiles"] * sums + max(*x_bytes, WARPS * sums)
     )
+    assert case.plan.shared + FIXED_SHARED <= case.most_shared
 
 
-def rows_of(kinds: tuple[tuple[int, int], ...]) -> int:
-    return max(rows for _, rows in kinds)
+def pointed(plan: Plan, address: int) -> torch.Tensor:
+    return next(tensor for tensor in plan.kept if tensor.data_ptr() == address)
 
 
-CASES = [
-    ((4096, 4096, (4, 128)), 1, LARGE),
-    ((11008, 4096, (5, 128), (4, 128)), 1, SMALL),
-    ((11008, 4096, (5, 128), (4, 128)), 16, LARGE),
-    ((28672, 8192, (3, 64), (2, 64)), 4, SMALL),
-    ((28672, 8192, (8, 32), (6, 32)), 13, LARGE),
-    ((64, 96, (4, 32)), 3, LARGE),
-    ((4064, 32, (8, 128), (3, 96)), 3, SMALL),
-]
+def test_a_plan_says_what_matrices_are() -> None:
+    biased = matrix(64, 50, (4, 32)).cut(40, torch.randn(40).half())
+    plain = matrix(64, 96, (6, 64))
+    plan = case_of([product(biased, plain)], 1, H200).plan
+
+    first, second, none = plan.argument["stages"][0]["of"]
+    assert (first["codes"], first["scales"]) == (biased.codes.data_ptr(), biased.scales.data_ptr())
+    assert (first["bias"], second["bias"]) == (biased.bias.data_ptr(), 0)
+    assert (first["columns"], first["tiles"], second["columns"]) == (40, 2, 96)
+    assert (first["tile_bytes"], second["tile_bytes"]) == (64 * 4 * 4, 64 * 6 * 4)
+    assert (first["scale_bytes"], second["scale_bytes"]) == (2 * 32, 32)
+    assert (none["codes"], none["first_cta"]) == (0, NO_CTA)
+    assert plan.name == "exl2_8"
 
 
-def planned(case: tuple, rows: int, most_shared: int) -> tuple[PackedMatrix, Plan]:
-    found = matrix(case[0], case[1], *case[2:])
-    return found, plan_of([found], rows, processors=132, most_shared=most_shared)
+def test_a_norm_lies_in_the_order_of_the_rows() -> None:
+    normed = replace(product(matrix(64, 32, (4, 32))), norm=torch.randn(64).half(), eps=1e-3)
+    plan = case_of([normed], 9, H200).plan
+
+    stage = plan.argument["stages"][0]
+    assert torch.equal(pointed(plan, stage["norm"]), normed.norm[normed.order])
+    assert stage["eps"] == np.float32(1e-3)
+    assert plan.name == "exl2_16"
 
 
-@pytest.mark.parametrize(("case", "rows", "most_shared"), CASES)
-def test_each_panel_is_fetched_once_and_in_whole_or_one_group(
-    case: tuple, rows: int, most_shared: int
-) -> None:
-    packed, plan = planned(case, rows, most_shared)
-    table, bounds = (x.tolist() for x in plan.kept[0][:2])
-    panels, length = packed.panels(), int(plan.argument["of"][0]["length"])
+def test_results_go_where_the_next_product_reads_them() -> None:
+    products = chain(64, 96, 32)
+    plan = case_of(products, 1, H200).plan
 
-    met = []
-    for part, of_part in enumerate(bounds):
-        for first, stop in pairwise(of_part):
-            assert stop - first <= MOST_STEPS
-            for codes, scales, row, kind in table[first:stop]:
-                bits, count, group = kind & 15, kind >> 4 & 15, kind >> 8 & 15
-                begin = part * length + row // 32
-                own = panels[begin : begin + count]
-                assert 1 <= count <= MOST_PANELS
-                assert [p[0] for p in own] == [bits] * count
-                assert (codes, scales) == (4 * own[0][1], 32 * own[0][2])
-                assert kind >> 12 & 0xFF == 8 * bits * count <= STEP // 16
-                assert [p[2] - own[0][2] for p in own] == [i // group for i in range(count)]
-                assert kind >> 20 == 2 * (count // group)
-                met += range(begin, begin + count)
-
-    assert sorted(met) == list(range(len(panels)))
+    entries = plan.argument["stages"]
+    for stage, of_stage, following in zip(entries, products, products[1:], strict=False):
+        y = torch.randn(of_stage.matrices[-1].columns)
+        x = torch.empty_like(y)
+        x[pointed(plan, stage["to"]).long()] = y
+        assert torch.equal(x, y[following.order])
+    assert entries[3]["to"] == 0
+    assert entries["activation"].tolist() == [0, 1, 0, 0]
+    assert plan.argument["count"] == 4
+    assert pointed(plan, plan.argument["meetings"]).tolist() == [0]
 
 
-@pytest.mark.parametrize(("case", "rows", "most_shared"), CASES)
-def test_a_plan_stays_within_the_device(case: tuple, rows: int, most_shared: int) -> None:
-    packed, plan = planned(case, rows, most_shared)
+def test_a_plan_can_be_filled_in_more_than_once() -> None:
+    plan = case_named("one matrix").plan
 
-    assert plan.shared <= most_shared
-    ctas, parts = plan.grid
-    tiles = -(-len(packed.codes) // (1 if rows <= 8 else 4))
-    each = plan.argument["of"][0]["each"]
-    assert (ctas - 1) * each < tiles <= ctas * each
-    assert parts == 1 or plan.kept[0][2].numel() > 0
+    copied = plan.argument.copy()
+    copied["stages"][0]["of"][0]["y"] = 7
+
+    assert plan.argument["stages"][0]["of"][0]["y"] == 0
 
 
-def test_matrices_of_a_launch_have_ctas_by_their_size() -> None:
+def test_matrices_of_a_product_have_ctas_by_their_size() -> None:
     matrices = [matrix(4096, n, (4, 128)) for n in (4096, 1024, 1024)]
 
-    plan = plan_of(matrices, 1, processors=132, most_shared=LARGE)
+    plan = case_of([product(*matrices)], 1, H200).plan
 
-    entries = plan.argument["of"]
-    assert plan.grid == (96, 1)
-    assert entries["first_cta"].tolist() == [0, 64, 80]
-    assert entries["codes"].tolist() == [m.codes.data_ptr() for m in matrices]
-    copied = plan.argument.copy()
-    copied["of"][1]["x"] = 7
-    assert (copied["of"][1]["x"], entries[1]["x"]) == (7, 0)
+    assert plan.argument["stages"][0]["of"]["first_cta"].tolist() == [0, 64, 80]
+    assert plan.ctas == 96
 
 
 def test_a_small_matrix_is_divided_by_rows() -> None:
-    _, plan = planned((4096, 1024, (4, 128)), 1, LARGE)
+    plan = case_of([product(matrix(4096, 1024, (4, 128)))], 1, H200).plan
 
-    assert plan.grid == (32, 4)
+    stage = plan.argument["stages"][0]
+    assert (stage["parts"], stage["ctas"], plan.ctas) == (4, 32, 128)
 
 
-@pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("most_shared", [SMALL, LARGE])
-def test_as_many_rows_as_are_said_have_room(most_shared: int, has_zeros: bool) -> None:
-    packed = matrix(28672, 8192, (4, 128))
-    if has_zeros:
-        packed = replace(packed, scales=torch.zeros(256, 224, 8, 4, dtype=torch.int32))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("hidden", "mlp", "kv"), [(64, 96, 32), (4096, 14336, 1024)])
+def test_ctas_of_a_chain_are_there_together(
+    hidden: int, mlp: int, kv: int, zeros: bool, device: tuple[int, int]
+) -> None:
+    processors, most_shared = device
+    products = chain(hidden, mlp, kv, zeros=zeros)
+    for rows in range(1, most_rows(most_shared) + 1):
+        plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+        assert plan is None or plan.ctas <= processors
+        assert plan is not None or hidden > 64
 
-    for rows in range(1, most_rows(most_shared, has_zeros=has_zeros) + 1):
-        plan = plan_of([packed], rows, processors=132, most_shared=most_shared)
-        assert 0 < plan.shared <= most_shared
-        assert plan.argument["of"][0]["length"] > 0
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chain_without_room_has_no_plan(device: tuple[int, int]) -> None:
+    processors, most_shared = device
+    large = chain(8192, 28672, 1024)
+
+    rows = most_rows(most_shared)
+    assert plan_of(large, rows, processors=processors, most_shared=most_shared) is None
+    assert plan_of(chain(256, 512, 64), 1, processors=2, most_shared=most_shared) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("k", "columns"), [(28672, 8192), (8192, 28672), (4096, 128256), (64, 32)])
+def test_as_many_rows_as_are_said_have_room(
+    k: int, columns: int, zeros: bool, device: tuple[int, int]
+) -> None:
+    processors, most_shared = device
+    of_kind = matrix(k, columns, (4, 128), zeros=zeros)
+    for products in ([product(of_kind)], [product(of_kind, of_kind, activation="silu")]):
+        for rows in (1, 2, 7, 8, 9, 16):
+            if rows > most_rows(most_shared):
+                continue
+            plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+            assert plan is not None
+            assert plan.shared + FIXED_SHARED <= most_shared
+            assert plan.argument["slots"] >= (1 if device is RTX_4090 else LEAST_SLOTS)
+            assert plan.argument["stages"][0]["length"] >= min(WARPS, k // 32)  # a panel for each

@@ -2,11 +2,12 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
-from exl2flow.kernels import at_the_same_time
+from exl2flow.kernels import Threads, at_the_same_time
 from exl2flow.kernels.streams import kept, sent
 
 CPU = torch.device("cpu")
@@ -50,3 +51,51 @@ def test_an_error_of_the_work_is_raised() -> None:
 
     with pytest.raises(ValueError, match="it"):
         at_the_same_time([fail, fail], CPU)
+
+
+def test_threads_begin_works_in_order_and_do_them_side_by_side() -> None:
+    both = threading.Barrier(2, timeout=60)
+    order: list[int] = []
+
+    def work(number: int) -> int:
+        order.append(number)
+        both.wait()
+        return 10 * number
+
+    with Threads(2, CPU) as threads:
+        begun = [threads.begin(partial(work, number)) for number in range(4)]
+        results = [item.result() for item in begun]
+
+    assert results == [0, 10, 20, 30]
+    assert set(order[:2]) == {0, 1}
+
+
+def test_what_has_not_begun_is_dropped_when_the_block_ends() -> None:
+    done: list[int] = []
+    waits, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        waits.set()
+        may_end.wait(60)
+        done.append(0)
+
+    def fail() -> None:
+        with Threads(1, CPU) as threads:
+            threads.begin(first)
+            threads.begin(lambda: done.append(1))
+            waits.wait(60)
+            threading.Timer(0.1, may_end.set).start()
+            raise ValueError("it")
+
+    with pytest.raises(ValueError, match="it"):
+        fail()
+
+    assert done == [0]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_threads_have_the_caller_s_mode(inference: bool) -> None:
+    with torch.inference_mode(inference), Threads(1, CPU) as threads:
+        made = threads.begin(lambda: torch.zeros(1)).result()
+
+    assert made.is_inference() == inference

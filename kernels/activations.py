@@ -1,0 +1,16 @@
+"""Activation functions of gated products, in the order in which `cuda/product.cu` counts them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}

@@ -1,0 +1,51 @@
+// Copies from global to shared memory that a warp has under way: each slot has an mbarrier, which
+// tells that its bytes are there. From sm_90 on one lane asks for all bytes; before, each for 16.
+
+typedef unsigned long long Barrier;
+
+__device__ __forceinline__ u32 shared_address(const void* at) {
+    return (u32)__cvta_generic_to_shared(at);
+}
+
+__device__ __forceinline__ void begin_barrier(u32 barrier) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int COUNT = 1;
+#else
+    constexpr int COUNT = 32;
+#endif
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "n"(COUNT) : "memory");
+}
+// To be called once all barriers of a warp have begun, before the first copy.
+__device__ __forceinline__ void end_barriers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    __syncwarp();
+}
+
+// Copy a multiple of 16 bytes; a warp.
+__device__ __forceinline__ void copy_bytes(u32 barrier, u32 to, const byte* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{.reg .pred p; elect.sync _|p, 0xffffffff;"
+        "@p mbarrier.arrive.expect_tx.shared.b64 _, [%0], %3;"
+        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%1], [%2], %3, [%0];"
+        "}" ::"r"(barrier), "r"(to), "l"(from), "r"(bytes) : "memory");
+#else
+    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i));
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_bytes(u32 barrier, int parity) {
+    int there = 0;
+    while (!there)
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; "
+                     "selp.b32 %0, 1, 0, p;}" : "=r"(there) : "r"(barrier), "r"(parity) : "memory");
+#else
+        asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; "
+                     "selp.b32 %0, 1, 0, p;}" : "=r"(there) : "r"(barrier), "r"(parity) : "memory");
+#endif
+}

@@ -1,0 +1,164 @@
+"""Products with packed matrices on a GPU: few rows read the codes, many meet decoded matrices."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from exl2flow.core.config import tuning_file
+from exl2flow.core.files import digest_of
+from exl2flow.kernels import packed
+from exl2flow.kernels.compiler import OPTIONS, THREADS, launch, limits, source
+from exl2flow.kernels.cuda_packed import panel_table
+from exl2flow.kernels.cuda_steps import reordered, rms_norm
+from exl2flow.kernels.cuda_timing import ColdTimer
+from exl2flow.kernels.ops import FEW_ROWS
+from exl2flow.kernels.packed import PackedMatrix, Product
+from exl2flow.kernels.product import WARPS, Plan, filled, most_rows, plan_of
+from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
+
+
+def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
+    """See `Ops.decode_packed`."""
+    k, columns = matrix.shape
+    decoded = torch.empty(columns, k, dtype=torch.float16, device=matrix.codes.device)
+    table, _ = panel_table(matrix.groups, matrix.codes.device)
+    grid = (len(matrix.codes), -(-len(table) // (THREADS // 32)))
+    launch(
+        "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2", grid,
+        matrix.codes, matrix.scales, table, decoded, k, columns, 4 * matrix.codes.shape[1],
+        len(matrix.groups),
+    )  # fmt: skip
+    return decoded
+
+
+def multiply(
+    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """See `Ops.multiply`."""
+    is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
+    if len(x) > FEW_ROWS or not is_one_form:
+        return packed.multiply(x, products, hidden, rms_norm, _decoded_product)
+    most = most_rows(limits(x.device.index)[1])
+    if len(x) > most:
+        parts = [
+            multiply(x[i : i + most], products, None if hidden is None else hidden[i : i + most])
+            for i in range(0, len(x), most)
+        ]
+        results = [torch.cat(same) for same in zip(*(part[0] for part in parts), strict=True)]
+        return results, torch.cat([part[1] for part in parts])
+    plan = _plan(tuple(products), len(x))
+    if plan is not None:
+        return _launched(plan, x, products, hidden)
+    found: list[torch.Tensor] = []
+    for index, product in enumerate(products):
+        if index:
+            x = reordered(found[0], product.order)
+        found, after = multiply(x, [product], hidden)
+        hidden = after if product.adds else hidden
+    return found, found[0] if hidden is None else hidden
+
+
+def _launched(
+    plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    argument = plan.argument.copy()
+    found: list[torch.Tensor] = []
+    is_chain, used = len(products) > 1, [x]  # until it is launched: stages must not share memory
+    for stage, product in zip(argument["stages"], products, strict=False):
+        filled(stage, x=x)
+        first = 1 if product.activation else 0  # which gates has no result
+        results = [x.new_empty(len(x), matrix.columns) for matrix in product.matrices[first:]]
+        entries = list(zip(stage["of"][first:], results, strict=False))
+        used += results
+        if product.adds and hidden is not None:
+            filled(entries[0][0], residual=hidden)
+        if product.adds or product is products[-1]:
+            found = results
+            for entry, result in entries:
+                filled(entry, y=result)
+        if product.adds:
+            hidden = results[0]
+        if product is not products[-1]:
+            x = torch.empty_like(results[0])
+            used.append(x)
+            filled(entries[0][0], copy=x)
+    launch(
+        "product.cu", plan.name, (plan.ctas,), argument,
+        threads=32 * WARPS, shared=plan.shared, device=x.device, early=True,
+        together=is_chain,
+    )  # fmt: skip
+    return found, found[0] if hidden is None else hidden
+
+
+def _decoded_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+    return x @ decode_packed(matrix).T
+
+
+_PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionary()
+
+
+def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
+    """Return how products are divided; made once."""
+    plans = _PLANS.setdefault(products[0], {})
+    key = (rows, *products[1:])  # holds the others: no later one takes their place
+    if key not in plans:
+        processors, most_shared = limits(_device(products).index)
+        plans[key] = plan_of(
+            products, rows, processors=processors, most_shared=most_shared,
+            parts=_parts(products, rows),
+        )  # fmt: skip
+    return plans[key]
+
+
+def _parts(products: Sequence[Product], rows: int) -> Parts | None:
+    """Return into how many parts rows are divided, measured for the next power of two of `rows`.
+
+    None stands for the default.
+    """
+    file = tuning_file()
+    if file is None:
+        return None
+    rows, device = 1 << (rows - 1).bit_length(), _device(products)
+    key = key_of(
+        products, rows, gpu=torch.cuda.get_device_name(device),
+        kernel=[_kernel(), limits(device.index)],
+    )  # fmt: skip
+    return _tuning(file).choice(key, len(products), lambda: _measured(products, rows))
+
+
+@cache
+def _kernel() -> str:
+    return digest_of([source("product.cu"), OPTIONS])
+
+
+@cache
+def _tuning(file: Path) -> Tuning:
+    return Tuning(file)
+
+
+def _measured(products: Sequence[Product], rows: int) -> Parts | None:
+    """Return the fastest parts; None while a stream is captured or where memory is short."""
+    device = _device(products)
+    processors, most_shared = limits(device.index)
+    with torch.cuda.device(device), suppress(torch.OutOfMemoryError):
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        plans = candidates(products, rows, processors=processors, most_shared=most_shared)
+        if not plans:
+            return None
+        draws = torch.Generator(device).manual_seed(0)  # the user's draws stay what they are
+        x = torch.randn(rows, len(products[0].order), generator=draws, device=device).half()
+        sums = [x.new_zeros(rows, p.matrices[0].columns) for p in products if p.adds]
+        hidden, timer = sums[0] if sums else None, ColdTimer(device)
+        return fastest(
+            plans, lambda plan: timer(lambda: _launched(plan, x, products, hidden))
+        ).parts
+    return None
+
+
+def _device(products: Sequence[Product]) -> torch.device:
+    return products[0].matrices[0].codes.device

@@ -1,0 +1,26 @@
+"""The torch implementation of what lies between products, the specification of `cuda_steps.py`."""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `Ops.rms_norm`."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """See `Ops.reordered`."""
+    return x.index_select(-1, order)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See `Ops.rotate`."""
+    half = cos.shape[-1]
+    wide = x[..., : 2 * half].float()
+    first, second = wide[..., :half], wide[..., half:]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rest = x[..., 2 * half :]
+    found = rotated.to(x.dtype)
+    return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found

@@ -1,0 +1,176 @@
+"""Launches that are divided as was measured: once, kept in a file, with the same results."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl2flow.kernels import Group, PackedMatrix, Product, cuda_products, get_ops, tuning
+from exl2flow.kernels.compiler import limits
+from exl2flow.kernels.product import Plan, most_rows
+from exl2flow.kernels.torch_ops import TORCH_OPS
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+HIDDEN, MLP = 2048, 5632
+TOLERANCE = 2e-3  # of the norm: fp16 results of fp32 sums
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "cache" / "tuning.json"
+    monkeypatch.setenv("EXL2FLOW_TUNING", str(path))
+    return path
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What each measurement has found."""
+    found: list[tuple[int, ...]] = []
+
+    def watched(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
+        plan = tuning.fastest(plans, time)
+        found.append(plan.parts)
+        return plan
+
+    monkeypatch.setattr(cuda_products, "fastest", watched)
+    return found
+
+
+def packed(k: int, n: int, bits: int = 4) -> PackedMatrix:
+    groups = tuple(Group(bits=bits, start=start, rows=128) for start in range(0, k, 128))
+    shape = (n // 32, len(groups), 8)
+    unit = 0x0101 << 16  # fp16 1.5e-5, times squares up to 256
+    return PackedMatrix(
+        codes=torch.randint(-(2**31), 2**31, (n // 32, k * bits), dtype=torch.int32, device=DEVICE),
+        scales=torch.randint(0, 1 << 16, shape, dtype=torch.int32, device=DEVICE) | unit,
+        groups=groups,
+        order=torch.randperm(k, device=DEVICE),
+        columns=n,
+    )
+
+
+def chain() -> list[Product]:
+    norm = torch.rand(HIDDEN, device=DEVICE).half()
+    gate = packed(HIDDEN, MLP)
+    up = replace(packed(HIDDEN, MLP), order=gate.order)
+    return [
+        Product(matrices=(packed(HIDDEN, HIDDEN),), adds=True),
+        Product(matrices=(gate, up), norm=norm, eps=1e-5, activation="silu"),
+        Product(matrices=(packed(MLP, HIDDEN),), adds=True),
+        Product(matrices=(packed(HIDDEN, HIDDEN, 6),), norm=norm, eps=1e-5),
+    ]
+
+
+def again(products: Sequence[Product]) -> list[Product]:
+    """Return other objects with the same matrices, for which no plan has been made."""
+    return [replace(product) for product in products]
+
+
+def inputs(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, hidden = (torch.randn(rows, HIDDEN, device=DEVICE).half() / 8 for _ in range(2))
+    return x, hidden
+
+
+def test_a_shape_is_measured_once_and_kept(file: Path, measured: list[tuple[int, ...]]) -> None:
+    first, other = chain(), chain()
+    x, hidden = inputs(1)
+
+    [y], after = get_ops(DEVICE).multiply(x, first, hidden)
+    get_ops(DEVICE).multiply(x, other, hidden)
+    assert len(measured) == 1
+    assert list(json.loads(file.read_text()).values()) == [list(measured[0])]
+
+    cuda_products._tuning.cache_clear()  # as in the next process
+    [same], same_after = get_ops(DEVICE).multiply(x, again(first), hidden)
+    assert len(measured) == 1
+    assert torch.equal(same, y)
+    assert torch.equal(same_after, after)
+
+
+def test_numbers_of_rows_share_what_is_measured_for_the_next_power_of_two(
+    file: Path, measured: list[tuple[int, ...]]
+) -> None:
+    products = chain()
+
+    for rows in (5, 7, 8, 6):
+        get_ops(DEVICE).multiply(inputs(rows)[0], products)
+
+    assert len(measured) == 1
+    [key] = json.loads(file.read_text())
+    assert key.startswith(f"{torch.cuda.get_device_name()}, 8 rows, ")
+
+
+def test_a_choice_in_the_file_is_used(file: Path, measured: list[tuple[int, ...]]) -> None:
+    products, (x, hidden) = chain(), inputs(1)
+    processors, most_shared = limits(x.device.index)
+    plans = tuning.candidates(products, 1, processors=processors, most_shared=most_shared)
+    get_ops(DEVICE).multiply(x, products, hidden)
+    [key] = json.loads(file.read_text())
+
+    for plan in plans:
+        file.write_text(json.dumps({key: plan.parts}))
+        cuda_products._tuning.cache_clear()
+        used = cuda_products._plan(tuple(again(products)), 1)
+        assert used is not None
+        assert used.parts == plan.parts
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+@pytest.mark.parametrize("first", [0, 1, 2, 3, None])  # product alone, or the chain
+def test_every_candidate_computes_the_same(rows: int, first: int | None) -> None:
+    processors, most_shared = limits(torch.cuda.current_device())
+    rows = min(rows, most_rows(most_shared))
+    products = chain() if first is None else chain()[first : first + 1]
+    x = torch.randn(rows, len(products[0].order), device=DEVICE).half() / 8
+    hidden = torch.randn(rows, HIDDEN, device=DEVICE).half()
+    expected, grown = TORCH_OPS.multiply(x, products, hidden)
+
+    plans = tuning.candidates(products, rows, processors=processors, most_shared=most_shared)
+
+    assert len(plans) > 1 or first is None  # small devices have no room for a chain of many rows
+    for plan in plans:
+        found, after = cuda_products._launched(plan, x, products, hidden)
+        for y, z in zip([*found, after], [*expected, grown], strict=True):
+            assert (y.double() - z.double()).norm() <= TOLERANCE * z.double().norm(), plan.parts
+
+
+def test_nothing_is_measured_while_a_stream_is_captured(
+    file: Path, measured: list[tuple[int, ...]]
+) -> None:
+    products, counter = chain(), torch.zeros(1, device=DEVICE)
+
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        counter.add_(1)
+        parts = cuda_products._parts(products, 1)
+
+    assert parts is None
+    assert measured == []
+    assert not file.exists()
+    assert cuda_products._parts(again(products), 1) is None  # one choice in a process
+
+
+def test_measuring_takes_none_of_the_draws_of_others(file: Path) -> None:
+    products, (x, hidden) = chain(), inputs(1)
+
+    before = torch.cuda.get_rng_state()
+    get_ops(DEVICE).multiply(x, products, hidden)
+
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert file.exists()
+
+
+def test_nothing_is_measured_if_tuning_is_off(
+    measured: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL2FLOW_TUNING", "off")
+    products, (x, hidden) = chain(), inputs(1)
+
+    get_ops(DEVICE).multiply(x, products, hidden)
+
+    assert measured == []
