@@ -7,25 +7,37 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from exl2flow.kernels import Product
 from exl2flow.model.linear import Linear, maps, narrowed
 from exl2flow.model.norms import RmsNorm
+from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTable, rope_table
 from exl2flow.model.rope_spec import RopeSpec
 from exl2flow.model.spec import AttentionSpec, SublayerSpec
+
+INPUTS = ("q_proj", "k_proj", "v_proj")  # what reads the normalized hidden state
 
 
 class LayerCache(Protocol):
     """Keys and values of one layer; those handed in follow those held."""
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        table: RopeTable,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Take keys and values, and attend to all that are held then; see `attend`.
 
         Args:
-            q: queries (b, heads, t, head_dim).
-            k: keys of the same tokens (b, kv_heads, t, head_dim).
+            q: queries (b, heads, t, head_dim), before rotation.
+            k: keys of the same tokens (b, kv_heads, t, head_dim), before rotation.
             v: values, shaped as the keys.
+            table: how queries and keys are rotated.
             scale: multiplies the scores.
             window: how many positions, its own included, a query sees; None for all.
         """
@@ -84,7 +96,7 @@ class AttentionSublayer:
 
     def project(self, normed: torch.Tensor) -> Projected:
         """Apply the q, k and v projections."""
-        q, k, v = maps([self.linears[name] for name in ("q_proj", "k_proj", "v_proj")], normed)
+        q, k, v = maps([self.linears[name] for name in INPUTS], normed)
         return Projected(q=q, k=k, v=v)
 
     def attend(
@@ -98,13 +110,21 @@ class AttentionSublayer:
             table = start
         else:
             table = rope_table(self.rope, start, q.shape[-2], q.device)
-        q, k = table.rotate(q), table.rotate(k)
+        if cache is None:
+            q, k = table.rotate(q), table.rotate(k)
         if self.norm.weight.dtype == torch.float16:
             q, k, v = narrowed(q), narrowed(k), narrowed(v)
-        window = self.attention.windows[self.spec.layer_index]
-        attending = attend if cache is None else cache.attend
-        result = attending(q, k, v, scale=self.attention.scale, window=window)  # (b, h, t, d)
+        scale, window = self.attention.scale, self.attention.windows[self.spec.layer_index]
+        if cache is None:
+            result = attend(q, k, v, scale=scale, window=window)  # (b, h, t, d)
+        else:
+            result = cache.attend(q, k, v, table=table, scale=scale, window=window)
         return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
+
+    def products(self) -> tuple[Product | None, Product | None]:
+        """See `Sublayer.products`."""
+        inputs = [self.linears[name] for name in INPUTS]
+        return product_of(inputs, norm=self.norm), product_of([self.linears["o_proj"]], adds=True)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """Split (b, t, h · d) into (b, h, t, d)."""

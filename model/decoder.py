@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.kernels import FEW_ROWS, get_ops
 from exl2flow.model.attention import KvCache
+from exl2flow.model.chains import Chains
 from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved
 from exl2flow.model.norms import RmsNorm, load_norm
+from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTable
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
@@ -33,6 +36,7 @@ class Head:
     def __init__(self, *, final_norm: RmsNorm, linear: Linear) -> None:
         self.final_norm = final_norm
         self.linear = linear
+        self._product = product_of([linear], norm=final_norm)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the projection reads, (b, t, hidden)."""
@@ -40,7 +44,11 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits fp32 (b, t, v) of the last sublayer's output (b, t, hidden)."""
-        return self.linear(self.normed(hidden)).float()
+        if self._product is None or hidden.dtype != torch.float16:
+            return self.linear(self.normed(hidden)).float()
+        ops, flat = get_ops(hidden.device), hidden.reshape(-1, hidden.shape[-1])
+        [logits], _ = ops.multiply(ops.reordered(flat, self._product.order), [self._product])
+        return logits.view(*hidden.shape[:-1], -1).float()
 
 
 class Decoder:
@@ -54,6 +62,7 @@ class Decoder:
         self.embedding = embedding
         self.sublayers = sublayers
         self.head = head
+        self._chains = Chains.of(sublayers) if isinstance(sublayers, list) else None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (b, t, hidden) entering the first sublayer."""
@@ -71,6 +80,8 @@ class Decoder:
         """
         start = table or (0 if cache is None else cache.length)
         hidden = self.embed(ids)
+        if self._chains and ids.numel() <= FEW_ROWS and hidden.dtype == torch.float16:
+            return self._chains(hidden, start=start, cache=cache)
         for sublayer in self.sublayers:
             layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
             hidden = sublayer(hidden, start=start, cache=layer)

@@ -7,6 +7,7 @@ rows in act-order: packed row `r` holds in-feature `argsort(inverse_perm)[r]`.
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -17,9 +18,6 @@ from exl2flow.kernels import (
     Group,
     PackedMatrix,
     get_ops,
-    pack_codes,
-    pack_scales,
-    whole_tiles,
 )
 
 BIT_WIDTHS = (8, 6, 5, 4, 3, 2)
@@ -60,6 +58,11 @@ def column_parts(k: int, n: int) -> Iterator[slice]:
 def is_quantized(key: str, names: Container[str]) -> bool:
     """Tell whether the linear `key` is stored in EXL2 form among these tensor names."""
     return f"{key}.{_NAMES['packed']}" in names
+
+
+def host_names(key: str) -> tuple[str, ...]:
+    """Return the names of what main memory keeps: how rows are divided and ordered."""
+    return tuple(f"{key}.{_NAMES[field]}" for field in ("group_table", "inverse_perm"))
 
 
 def tensor_names(key: str) -> tuple[str, ...]:
@@ -245,14 +248,12 @@ class QuantizedMatrix:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups, recovered from the group table."""
-        table = self.group_table.view(-1, 2).tolist()
-        ends = [start for _, start in table[1:]] + [self.packed.shape[0]]
-        groups, row = [], 0
-        for (bits, start), end in zip(table, ends, strict=True):
-            rows = (end - start) * 32 // bits
-            groups.append(Group(bits=bits, start=row, rows=rows))
-            row += rows
-        return tuple(groups)
+        return _groups_of(tuple(self.group_table.tolist()), self.packed.shape[0])
+
+    @property
+    def order(self) -> torch.Tensor:
+        """The in-feature of each packed row, int64 (k,)."""
+        return torch.argsort(self.inverse_perm.long())
 
     @property
     def total_bits(self) -> int:
@@ -278,15 +279,14 @@ class QuantizedMatrix:
             codes = ops.unpack(self.packed[:, columns], groups)
             yield columns, ops.decode(codes, scales[:, columns], groups)[place]
 
-    def laid_out(self) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs."""
+    def laid_out(self, order: torch.Tensor) -> PackedMatrix:
+        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
         ops, groups = get_ops(self.packed.device), self.groups
-        scale_codes = ops.unpack_scales(self.scale_codes)
         return PackedMatrix(
-            codes=pack_codes(whole_tiles(ops.unpack(self.packed, groups)), groups),
-            scales=pack_scales(whole_tiles(scale_codes), self.max_scales),
+            codes=ops.lay_out(self.packed, groups),
+            scales=ops.lay_out_scales(self.scale_codes, self.max_scales),
             groups=groups,
-            order=torch.argsort(self.inverse_perm.long()),
+            order=order,
             columns=self.shape[1],
         )
 
@@ -352,6 +352,18 @@ def quantized_layout(
     return layout
 
 
+@lru_cache(maxsize=256)
+def _groups_of(table: tuple[int, ...], words: int) -> tuple[Group, ...]:
+    """Return the groups of a group table; matrices of a model have few different ones."""
+    starts = table[1::2]
+    groups, row = [], 0
+    for bits, start, end in zip(table[::2], starts, (*starts[1:], words), strict=True):
+        rows = (end - start) * 32 // bits
+        groups.append(Group(bits=bits, start=row, rows=rows))
+        row += rows
+    return tuple(groups)
+
+
 def _first_words(groups: Sequence[Group]) -> list[int]:
     """Return the first row of each group inside the packed words."""
     starts, word = [], 0
@@ -369,7 +381,7 @@ def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
         and matrix.packed.dim() == 2
         and matrix.inverse_perm.dim() == 1
         and matrix.group_table.shape == (2 * count,)
-        and matrix.scale_codes.shape == (count, matrix.packed.shape[1] // 8)
+        and matrix.scale_codes.shape == (count, matrix.packed.shape[1] / 8)
         and set(matrix.group_table[::2].tolist()) <= set(BIT_WIDTHS)
         and _covers(matrix)
     )
@@ -380,8 +392,7 @@ def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
 
 
 def _covers(matrix: QuantizedMatrix) -> bool:
-    """Tell whether the group table divides all words and all rows, in order."""
+    """Tell whether the group table divides all words and all rows, in order and by whole steps."""
     rows = [group.rows for group in matrix.groups]
-    return (
-        int(matrix.group_table[1]) == 0 and min(rows) > 0 and sum(rows) == len(matrix.inverse_perm)
-    )
+    are_whole = min(rows) > 0 and not any(count % ROW_MULTIPLE for count in rows)
+    return int(matrix.group_table[1]) == 0 and are_whole and sum(rows) == len(matrix.inverse_perm)

@@ -4,7 +4,7 @@ The only file that spells their tensor names (`docs/format.md` section 9).
 """
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
@@ -16,7 +16,6 @@ from exl2flow.kernels import (
     Group,
     PackedMatrix,
     get_ops,
-    pack_codes,
     pack_zeros,
     whole_tiles,
 )
@@ -35,6 +34,11 @@ def is_gptq(key: str, names: Container[str]) -> bool:
 def gptq_names(key: str) -> tuple[str, ...]:
     """Return the names that a linear in GPTQ form may have (a bias comes on top)."""
     return tuple(f"{key}.{suffix}" for suffix in (*SUFFIXES, "g_idx"))
+
+
+def gptq_host_names(key: str) -> tuple[str, ...]:
+    """Return the names of what main memory keeps: how rows are divided."""
+    return (f"{key}.g_idx",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,31 +118,24 @@ class GptqMatrix:
             codes -= zeros[:, columns][self.group_of]
             yield columns, codes * self.scales[:, columns][self.group_of]
 
-    def laid_out(self) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs: rows of a group together."""
-        order = torch.argsort(self.group_of, stable=True)
+    @property
+    def order(self) -> torch.Tensor:
+        """The in-features, those of a group together, int64 (k,)."""
+        return torch.argsort(self.group_of, stable=True)
+
+    def laid_out(self, order: torch.Tensor) -> PackedMatrix:
+        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
         rows = torch.bincount(self.group_of).tolist()
         groups = tuple(
             Group(bits=BITS, start=stop - count, rows=count)
             for count, stop in zip(rows, accumulate(rows), strict=True)
         )
         return PackedMatrix(
-            codes=pack_codes(whole_tiles(self.codes()[order]), groups),
+            codes=get_ops(self.packed.device).lay_out(self.packed, groups, order),
             scales=pack_zeros(whole_tiles(self.scales), whole_tiles(self.whole_zeros)),
             groups=groups,
             order=order,
             columns=self.shape[1],
-        )
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return the matrix on a device."""
-        return replace(
-            self,
-            packed=self.packed.to(device),
-            zeros=self.zeros.to(device),
-            scales=self.scales.to(device),
-            group_of=self.group_of.to(device),
-            bias=None if self.bias is None else self.bias.to(device),
         )
 
 

@@ -4,24 +4,26 @@ Padding is cut from the weight when a map is built, so outputs have exactly `out
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from exl2flow.core.background import on_its_way
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import (
-    CHUNK_ELEMENTS,
-    LARGEST_HALF,
-    PANEL_ROWS,
-    PackedMatrix,
-    get_ops,
+from exl2flow.kernels import LARGEST_HALF, PANEL_ROWS, PackedMatrix, Product, get_ops
+from exl2flow.model.exl2 import (
+    QuantizedMatrix,
+    host_names,
+    is_quantized,
+    padded_columns,
+    tensor_names,
 )
-from exl2flow.model.exl2 import QuantizedMatrix, is_quantized, padded_columns, tensor_names
-from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
+from exl2flow.model.gptq import GptqMatrix, gptq_host_names, gptq_names, is_gptq
 from exl2flow.model.spec import ProjectionSpec
 from exl2flow.model.weights import TensorFiles
+
+SENT_ELEMENTS = 8 << 20  # of a tensor that are sent together, and converted
 
 
 class Linear(Protocol):
@@ -70,12 +72,13 @@ class StoredMatrix(Protocol):
         """Yield columns, and what stands there, fp16 (k, c)."""
         ...
 
-    def laid_out(self) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs."""
+    @property
+    def order(self) -> torch.Tensor:
+        """The in-features, int64 (k,), in the order in which kernels read them."""
         ...
 
-    def to(self, device: torch.device | str) -> "StoredMatrix":
-        """Return the matrix on a device."""
+    def laid_out(self, order: torch.Tensor) -> PackedMatrix:
+        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
         ...
 
 
@@ -108,13 +111,16 @@ class QuantizedLinear:
 class PackedLinear:
     """A map that stays quantized in the memory of its device; it computes in fp16."""
 
-    def __init__(
-        self, matrix: StoredMatrix, *, out_features: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, matrix: StoredMatrix, *, out_features: int, orders: "RowOrders") -> None:
         """Lay out what a file holds; of the padded columns the first `out_features` are used."""
-        there = matrix.to(device)
-        self.matrix = there.laid_out().cut(out_features)
-        self.bias = None if there.bias is None else there.bias[:out_features].half()
+        bias = None if matrix.bias is None else matrix.bias[:out_features].half()
+        self.matrix = matrix.laid_out(orders.sent(matrix.order)).cut(out_features, bias)
+        self._product = Product(matrices=(self.matrix,))
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added, fp16 (n,)."""
+        return self.matrix.bias
 
     @property
     def weight(self) -> torch.Tensor:
@@ -126,29 +132,41 @@ class PackedLinear:
         """Map (…, k) to (…, n)."""
         return maps([self], x)[0]
 
+    def of_ordered(self, x: torch.Tensor) -> torch.Tensor:
+        """Map rows fp16 (r, k), in the order of the matrix's rows, to (r, n)."""
+        [y], _ = get_ops(x.device).multiply(x, [self._product])
+        return y
+
 
 def maps(linears: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
-    """Return what maps make of the same input; packed ones may be multiplied together."""
-    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
-    if len(packed) < len(linears):
-        return [linear(x) for linear in linears]
-    flat = narrowed(x).reshape(-1, x.shape[-1])
-    found = get_ops(x.device).multiply(flat, [linear.matrix for linear in packed])
-    return [
-        (y if linear.bias is None else y + linear.bias).view(*x.shape[:-1], -1).to(x.dtype)
-        for y, linear in zip(found, packed, strict=True)
-    ]
-
-
-def share_orders(linears: Iterable[Linear]) -> None:
-    """Let packed maps that have their rows in the same order know it."""
-    orders: list[torch.Tensor] = []
+    """Return what maps make of the same input, which is brought to an order of rows once."""
+    ordered: dict[int, torch.Tensor] = {}
+    found = []
     for linear in linears:
-        if isinstance(linear, PackedLinear):
-            order = linear.matrix.order
-            same = next((found for found in orders if torch.equal(found, order)), order)
-            linear.matrix = replace(linear.matrix, order=same)
-            orders.append(same)
+        if not isinstance(linear, PackedLinear):
+            found.append(linear(x))
+            continue
+        order = linear.matrix.order
+        if id(order) not in ordered:
+            flat = narrowed(x).reshape(-1, x.shape[-1])
+            ordered[id(order)] = get_ops(x.device).reordered(flat, order)
+        found.append(linear.of_ordered(ordered[id(order)]).view(*x.shape[:-1], -1).to(x.dtype))
+    return found
+
+
+class RowOrders:
+    """Orders of rows on a device, each once: maps that share one are multiplied together."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._sent: dict[bytes, torch.Tensor] = {}
+
+    def sent(self, order: torch.Tensor) -> torch.Tensor:
+        """Return an order of main memory, int64 (k,), on the device."""
+        key = order.numpy().tobytes()
+        if key not in self._sent:
+            self._sent[key] = on_its_way(order, self._device)
+        return self._sent[key]
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:
@@ -182,6 +200,7 @@ def load_linear(
     any_rows: bool = False,
     zero_offset: int = 1,
     packed: bool = False,
+    orders: RowOrders | None = None,
 ) -> Linear:
     """Load a projection in the form in which the files hold it: EXL2, GPTQ or plain.
 
@@ -193,6 +212,7 @@ def load_linear(
         any_rows: accept more or fewer out-features than the projection states; more are cut.
         zero_offset: of GPTQ matrices, as of `ModelSpec.zero_offset`.
         packed: leave quantized matrices quantized; then they compute in fp16.
+        orders: of maps with the same input, which may have their rows in the same order.
 
     Raises:
         MissingTensor: its weight, or a bias that the config implies, is absent.
@@ -203,11 +223,13 @@ def load_linear(
         raise MissingTensor(
             f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
         )
-    matrix = _read_matrix(tensors, projection, zero_offset)
+    packed = packed and projection.in_features % PANEL_ROWS == 0
+    matrix = _read_matrix(tensors, projection, zero_offset, device if packed else "cpu")
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
-        if packed and matrix.shape[0] % PANEL_ROWS == 0:
-            return PackedLinear(matrix, out_features=projection.out_features, device=device)
+        if packed:
+            orders = orders or RowOrders(device)
+            return PackedLinear(matrix, out_features=projection.out_features, orders=orders)
         return QuantizedLinear(
             matrix, out_features=projection.out_features, dtype=dtype, device=device
         )
@@ -223,27 +245,35 @@ def load_linear(
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of a file on a device, which converts what travels in the file's dtype."""
-    if tensor.dtype == dtype:
-        return tensor.to(device, non_blocking=tensor.is_pinned())
+    if torch.device(device).type == "cpu":
+        return tensor.to(dtype)
     found = torch.empty(tensor.shape, dtype=dtype, device=device)
-    rows = max(1, CHUNK_ELEMENTS * len(tensor) // tensor.numel())  # a head is large even once
+    rows = max(1, SENT_ELEMENTS * len(tensor) // tensor.numel())
     for part, source in zip(torch.split(found, rows), torch.split(tensor, rows), strict=True):
-        part.copy_(source.to(device, non_blocking=tensor.is_pinned()))
+        part.copy_(on_its_way(source, device))
     return found
 
 
 def _read_matrix(
-    tensors: TensorFiles, projection: ProjectionSpec, zero_offset: int
+    tensors: TensorFiles,
+    projection: ProjectionSpec,
+    zero_offset: int,
+    device: torch.device | str,
 ) -> StoredMatrix | None:
-    """Read a matrix that is stored in a quantized form, else None."""
+    """Read a matrix that is stored in a quantized form, what is large on the device, else None."""
     key = projection.key
 
-    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def read(names: Iterable[str], on_host: Container[str]) -> dict[str, torch.Tensor]:
         bias = [f"{key}.bias"] if projection.has_bias else []
-        return {name: tensors.read(name) for name in (*names, *bias) if name in tensors}
+        return {
+            name: tensors.read(name, "cpu" if name in on_host else device)
+            for name in (*names, *bias)
+            if name in tensors
+        }
 
     if is_quantized(key, tensors):
-        return QuantizedMatrix.from_tensors(key, read(tensor_names(key)))
+        found = read(tensor_names(key), host_names(key))
+        return QuantizedMatrix.from_tensors(key, found)
     if not is_gptq(key, tensors):
         return None
     bias = f"{key}.bias"  # some programs write zeros where there is none
@@ -251,7 +281,8 @@ def _read_matrix(
         raise TensorShapeError(
             f"`{bias}` is not zero, `config.json` implies none; check that both belong to one model"
         )
-    return GptqMatrix.from_tensors(key, read(gptq_names(key)), zero_offset=zero_offset)
+    found = read(gptq_names(key), gptq_host_names(key))
+    return GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
 
 
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:

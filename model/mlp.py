@@ -2,12 +2,15 @@
 
 import torch
 
-from exl2flow.model.activations import Activation
+from exl2flow.kernels import ACTIVATIONS, Product
 from exl2flow.model.attention import LayerCache
 from exl2flow.model.linear import Linear, maps
 from exl2flow.model.norms import RmsNorm
+from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTable
 from exl2flow.model.spec import SublayerSpec
+
+INPUTS = ("gate_proj", "up_proj")  # what reads the normalized hidden state
 
 
 class MlpSublayer:
@@ -19,7 +22,7 @@ class MlpSublayer:
         *,
         norm: RmsNorm,
         linears: dict[str, Linear],
-        activation: Activation,
+        activation: str,
     ) -> None:
         self.spec = spec
         self.norm = norm
@@ -34,11 +37,19 @@ class MlpSublayer:
         self, normed: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return the gated product, (b, t, intermediate)."""
-        return self.gated(*maps([self.linears["gate_proj"], self.linears["up_proj"]], normed))
+        return self.gated(*maps([self.linears[name] for name in INPUTS], normed))
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Combine the outputs of gate and up, (b, t, intermediate) each."""
-        return self.activation(gate) * up
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def products(self) -> tuple[Product | None, Product | None]:
+        """See `Sublayer.products`."""
+        inputs = [self.linears[name] for name in INPUTS]
+        return (
+            product_of(inputs, norm=self.norm, activation=self.activation),
+            product_of([self.linears["down_proj"]], adds=True),
+        )
 
     def output(self, hidden: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
         """Return the next hidden state, (b, t, hidden)."""

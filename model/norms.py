@@ -6,6 +6,7 @@ import torch
 
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import get_ops
+from exl2flow.model.linear import moved
 from exl2flow.model.weights import TensorFiles
 
 
@@ -45,4 +46,4 @@ def load_norm(
             f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies {(size,)}; "
             "check that both belong to one model"
         )
-    return RmsNorm(weight=weight.to(device=device, dtype=dtype), eps=eps)
+    return RmsNorm(weight=moved(weight, device, dtype), eps=eps)

@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 
+from exl2flow.kernels import Product
 from exl2flow.model.activations import ACTIVATIONS
 from exl2flow.model.attention import AttentionSublayer, LayerCache
-from exl2flow.model.linear import Linear, load_linear, share_orders
+from exl2flow.model.linear import Linear, RowOrders, load_linear
 from exl2flow.model.mlp import MlpSublayer
 from exl2flow.model.norms import load_norm
 from exl2flow.model.rope import RopeTable
@@ -44,6 +45,10 @@ class Sublayer(Protocol):
         """Return the next hidden state, (b, t, hidden)."""
         ...
 
+    def products(self) -> tuple[Product | None, Product | None]:
+        """Return the products before and after `inner`'s work; None: not all maps are packed."""
+        ...
+
     def __call__(
         self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
@@ -66,6 +71,7 @@ def build_sublayer(
         MissingTensor: one of its tensors is absent.
         TensorShapeError: a tensor contradicts the config.
     """
+    orders = RowOrders(device)
     linears = {
         projection.name: load_linear(
             tensors,
@@ -74,10 +80,10 @@ def build_sublayer(
             device=device,
             zero_offset=spec.zero_offset,
             packed=packed,
+            orders=orders,
         )
         for projection in sublayer.projections
     }
-    share_orders(linears.values())
     norm, *head_norms = (
         load_norm(tensors, key, size=size, eps=spec.norm_eps, dtype=dtype, device=device)
         for key, size in _norm_sizes(spec, sublayer)

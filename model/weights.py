@@ -1,19 +1,22 @@
 """Lazy reading of tensors from the safetensors files of a folder.
 
 Names and contents count; an index file does not. Tensors are read into memory of their own rather
-than mapped, so that the resident memory of a walk is that of the tensors still referred to.
+than mapped, so that the resident memory of a walk is that of the tensors still referred to. What
+goes to a GPU passes through a little pinned memory.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from exl2flow.core.background import helpers
+from exl2flow.core.background import helpers, on_its_way
 from exl2flow.core.errors import MissingTensor, SourceModelError
 
 DTYPES = {
@@ -23,6 +26,7 @@ DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
 }
+PIECE_BYTES = 16 << 20  # that are read together; so much pinned memory is used again and again
 _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
@@ -100,32 +104,35 @@ class TensorFiles:
             if name in self and name not in self._ahead:
                 self._ahead[name] = helpers().submit(self._read, name, pinned=True)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in CPU memory that it alone owns.
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return a tensor in memory that it alone owns; to a GPU its last bytes are on their way.
 
         Raises:
             MissingTensor: no file holds it.
             SourceModelError: the file cannot be read or is shorter than its header says.
         """
         ahead = self._ahead.pop(name, None)
-        return self._read(name) if ahead is None else ahead.result()
+        return self._read(name, device) if ahead is None else on_its_way(ahead.result(), device)
 
-    def _read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
-        entry = self._entry(name)
-        tensor = torch.empty(entry.shape, dtype=self.dtype(name), pin_memory=pinned)
+    def _read(
+        self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
+    ) -> torch.Tensor:
+        entry, dtype = self._entry(name), self.dtype(name)
+        tensor = torch.empty(entry.shape, dtype=dtype, device=device, pin_memory=pinned)
         if not entry.nbytes:
             return tensor
-        buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
-        try:
-            with entry.path.open("rb") as file:
-                file.seek(entry.offset)
-                count = file.readinto(buffer)
-        except OSError as error:
-            raise _unreadable(entry.path, error) from error
-        if count != entry.nbytes:
-            raise SourceModelError(
-                f"`{entry.path}` ends within `{name}`; it was cut short, fetch it again"
-            )
+        with _opened(entry) as file:
+            for part in torch.split(tensor.view(-1).view(torch.uint8), PIECE_BYTES):
+                # torch hands pinned memory out again when it is copied
+                piece = (
+                    torch.empty_like(part, device="cpu", pin_memory=True) if part.is_cuda else part
+                )
+                if file.readinto(memoryview(piece.numpy().data)) != len(part):
+                    raise SourceModelError(
+                        f"`{entry.path}` ends within `{name}`; it was cut short, fetch it again"
+                    )
+                if part.is_cuda:
+                    part.copy_(piece, non_blocking=True)
         return tensor
 
     def _entry(self, name: str) -> _Entry:
@@ -164,6 +171,17 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         )
         for name, value in header.items()
     }
+
+
+@contextmanager
+def _opened(entry: _Entry) -> Iterator[BufferedReader]:
+    """Open a file where a tensor begins."""
+    try:
+        with entry.path.open("rb") as file:
+            file.seek(entry.offset)
+            yield file
+    except OSError as error:
+        raise _unreadable(entry.path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> SourceModelError:

@@ -87,7 +87,8 @@ def test_rows_of_a_group_are_laid_out_together() -> None:
     g_idx = torch.randperm(K) % 3
     tensors = stored(codes, zeros, scales, g_idx=g_idx)
 
-    packed = GptqMatrix.from_tensors(KEY, tensors, zero_offset=1).laid_out()
+    matrix = GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
+    packed = matrix.laid_out(matrix.order)
 
     assert g_idx[packed.order].tolist() == sorted(g_idx.tolist())
     found = torch.empty(K, N, dtype=torch.float16)

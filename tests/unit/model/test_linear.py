@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from exl2flow.model import (
     TensorFiles,
     load_linear,
 )
+from exl2flow.model.linear import RowOrders
 
 K, N = 64, 40  # N is stored padded to 64 columns
 
@@ -90,6 +92,17 @@ def test_a_packed_linear_is_the_same_map(tmp_path: Path) -> None:
     assert isinstance(linear, PackedLinear)
     assert torch.equal(linear.weight.float(), decoded.weight)
     torch.testing.assert_close(linear(x), decoded(x), rtol=2e-3, atol=2e-3)
+
+
+def test_packed_linears_share_an_order_that_is_the_same(tmp_path: Path) -> None:
+    (first, other), orders = (quantized(), quantized()), RowOrders("cpu")
+    same = replace(other, inverse_perm=first.inverse_perm.clone())
+
+    found = [PackedLinear(m, out_features=N, orders=orders) for m in (first, other, same)]
+
+    assert found[2].matrix.order is found[0].matrix.order
+    assert found[1].matrix.order is not found[0].matrix.order
+    assert torch.equal(found[1].matrix.order[other.inverse_perm.long()], torch.arange(K))
 
 
 def test_stored_bias_is_ignored_where_the_config_has_none(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tiny import make_tiny
 
 from exl2flow.core.errors import MissingTensor, SourceModelError
-from exl2flow.model import TensorFiles
+from exl2flow.model import TensorFiles, weights
 
 MIB = 1 << 20
 WALK = """
@@ -44,6 +44,14 @@ def test_read_returns_what_was_stored(dtype: torch.dtype, tmp_path: Path) -> Non
         assert files.shape(name) == tuple(tensor.shape)
         assert files.dtype(name) == dtype
         assert files.nbytes(name) == tensor.nbytes
+
+
+def test_a_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = torch.arange(35, dtype=torch.int32).reshape(5, 7)
+    save_file({"before": torch.ones(3), "x": stored}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(weights, "PIECE_BYTES", 32)
+
+    assert torch.equal(TensorFiles(tmp_path).read("x"), stored)
 
 
 def test_names_come_from_all_files_whatever_the_index_says(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What lies between the attentions of a model, as chains of products: how few tokens pass through.
+
+From an attention's output to the next queries, keys and values each product reads what the one
+before it writes, so that a GPU has them in one launch (`Ops.multiply`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from exl2flow.kernels import Product, get_ops
+from exl2flow.model.attention import AttentionSublayer, KvCache, Projected
+from exl2flow.model.rope import RopeTable
+from exl2flow.model.sublayers import Sublayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chains:
+    """Attentions, and the products before, between and after them: one chain more."""
+
+    attentions: Sequence[AttentionSublayer]
+    products: Sequence[Sequence[Product]]
+
+    @classmethod
+    def of(cls, sublayers: Sequence[Sublayer]) -> Self | None:
+        """Return the chains of sublayers, or None unless all their maps are packed."""
+        attentions: list[AttentionSublayer] = []
+        chains: list[list[Product]] = [[]]
+        for sublayer in sublayers:
+            first, last = sublayer.products()
+            if first is None or last is None:
+                return None
+            chains[-1].append(first)
+            if isinstance(sublayer, AttentionSublayer):
+                attentions.append(sublayer)
+                chains.append([])
+            chains[-1].append(last)
+        return cls(attentions=attentions, products=chains) if attentions else None
+
+    def __call__(
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: KvCache | None = None
+    ) -> torch.Tensor:
+        """Map hidden states fp16 (b, t, hidden) to those that the head reads; see `Sublayer`."""
+        shape, ops = hidden.shape, get_ops(hidden.device)
+        states = hidden.reshape(-1, shape[-1])
+        x = ops.reordered(states, self.products[0][0].order)
+        for sublayer, chain, following in zip(
+            self.attentions, self.products, self.products[1:], strict=False
+        ):
+            found, states = ops.multiply(x, chain, states)
+            q, k, v = (y.view(*shape[:-1], -1) for y in found)
+            layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
+            inner = sublayer.attend(Projected(q=q, k=k, v=v), start=start, cache=layer)
+            x = ops.reordered(inner.reshape(-1, inner.shape[-1]), following[0].order)
+        _, states = ops.multiply(x, self.products[-1], states)
+        return states.view(shape)

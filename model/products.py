@@ -1,0 +1,27 @@
+"""Maps of one input as a product, where they are packed alike."""
+
+from collections.abc import Sequence
+
+from exl2flow.kernels import Product
+from exl2flow.model.linear import Linear, PackedLinear
+from exl2flow.model.norms import RmsNorm
+
+
+def product_of(
+    linears: Sequence[Linear],
+    *,
+    norm: RmsNorm | None = None,
+    activation: str | None = None,
+    adds: bool = False,
+) -> Product | None:
+    """Return what maps make of one x as a `Product`; None unless they are packed alike."""
+    matrices = tuple(linear.matrix for linear in linears if isinstance(linear, PackedLinear))
+    if len(matrices) < len(linears) or any(m.order is not matrices[0].order for m in matrices):
+        return None
+    return Product(
+        matrices=matrices,
+        norm=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        activation=activation,
+        adds=adds,
+    )

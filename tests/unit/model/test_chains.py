@@ -1,0 +1,202 @@
+"""Few tokens through the products between attentions: as sublayer after sublayer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB_SIZE, make_tiny
+
+from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.kernels import FEW_ROWS, Group
+from exl2flow.model import (
+    Decoder,
+    DenseLinear,
+    ModelSpec,
+    QuantizedMatrix,
+    Sublayer,
+    TensorFiles,
+    build_embedding,
+    build_head,
+    build_sublayer,
+    resolve,
+)
+from exl2flow.model.chains import Chains
+
+MODELS = ("llama", "qwen2", "qwen3")  # qwen2 has biases, qwen3 norms of heads
+
+
+def quantized(k: int, n: int, perm: torch.Tensor) -> QuantizedMatrix:
+    """Return a random matrix whose results are about as large as what it multiplies."""
+    half = k // 64 * 32
+    groups = (Group(bits=5, start=0, rows=half), Group(bits=3, start=half, rows=k - half))
+    codes = [torch.randint(0, 1 << group.bits, (group.rows, n)) for group in groups]
+    sizes = torch.tensor([2.0**-group.bits for group in groups])
+    return QuantizedMatrix.encode(
+        codes=torch.cat(codes).to(torch.uint8),
+        groups=groups,
+        scale_codes=torch.randint(8, 16, (2, n), dtype=torch.uint8),
+        max_scales=(4 * sizes * k**-0.5).half(),
+        perm=perm,
+        bias=None,
+    )
+
+
+def make_packed(family: str, folder: Path) -> ModelSpec:
+    """Write a tiny model whose maps are quantized; those of one input have one order of rows."""
+    spec, path = resolve(make_tiny(family, folder)), folder / "model.safetensors"
+    tensors = load_file(path)
+    for sublayer in spec.sublayers:
+        perms: dict[str, torch.Tensor] = {}
+        for p in sublayer.projections:
+            del tensors[f"{p.key}.weight"]
+            perm = perms.setdefault(p.capture, torch.randperm(p.in_features))
+            tensors |= quantized(p.in_features, p.out_features, perm).to_tensors(p.key)
+    save_file(tensors, path)
+    return spec
+
+
+def sublayers_of(spec: ModelSpec) -> list[Sublayer]:
+    files = TensorFiles(spec.source_dir)
+    return [
+        build_sublayer(spec, one, files, dtype=torch.float16, device="cpu", packed=True)
+        for one in spec.sublayers
+    ]
+
+
+def decoder_of(spec: ModelSpec, *, dtype: torch.dtype = torch.float16) -> Decoder:
+    files = TensorFiles(spec.source_dir)
+    return Decoder(
+        spec,
+        embedding=build_embedding(spec, files, dtype=dtype, device="cpu"),
+        sublayers=sublayers_of(spec),
+        head=build_head(spec, files, dtype=dtype, device="cpu"),
+    )
+
+
+def cache_of(spec: ModelSpec, *, batch: int = 1) -> ContiguousCache:
+    return ContiguousCache(spec, batch=batch, max_tokens=32, dtype=torch.float16, device="cpu")
+
+
+def one_by_one(
+    sublayers: list[Sublayer], hidden: torch.Tensor, cache: ContiguousCache | None = None
+) -> torch.Tensor:
+    start = 0 if cache is None else cache.length
+    for sublayer in sublayers:
+        layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
+        hidden = sublayer(hidden, start=start, cache=layer)
+    return hidden
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == torch.float16
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= 2e-3  # fp16 results of fp32 sums
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_chains_say_what_sublayers_say(family: str, tmp_path: Path) -> None:
+    sublayers, hidden = sublayers_of(make_packed(family, tmp_path)), torch.randn(2, 5, 64).half()
+
+    chains = Chains.of(sublayers)
+
+    assert chains is not None
+    assert [len(chain) for chain in chains.products] == [1, 4, 3]
+    close(chains(hidden), one_by_one(sublayers, hidden))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_chains_go_on_from_a_cache(family: str, tmp_path: Path) -> None:
+    spec = make_packed(family, tmp_path)
+    sublayers, caches = sublayers_of(spec), [cache_of(spec, batch=2) for _ in range(2)]
+    chains = Chains.of(sublayers)
+    assert chains is not None
+
+    for count in (4, 1, 3):
+        hidden = torch.randn(2, count, 64).half()
+        found = chains(hidden, start=caches[0].length, cache=caches[0])
+        close(found, one_by_one(sublayers, hidden, caches[1]))
+
+    assert caches[0].length == caches[1].length == 8
+
+
+def test_the_hidden_state_that_comes_in_is_kept(tmp_path: Path) -> None:
+    chains = Chains.of(sublayers_of(make_packed("llama", tmp_path)))
+    hidden = torch.randn(1, 3, 64).half()
+    before = hidden.clone()
+    assert chains is not None
+
+    chains(hidden)
+
+    assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "k_proj"), (2, "o_proj"), (3, "down_proj")])
+def test_a_dense_map_leaves_no_chains(index: int, name: str, tmp_path: Path) -> None:
+    sublayers = sublayers_of(make_packed("llama", tmp_path))
+    linears = sublayers[index].linears
+
+    linears[name] = DenseLinear(linears[name].weight)
+
+    assert Chains.of(sublayers) is None
+
+
+def test_maps_whose_rows_lie_in_different_orders_make_no_chains(tmp_path: Path) -> None:
+    spec = make_packed("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    projection = spec.sublayers[1].projections[1]
+    other = quantized(projection.in_features, projection.out_features, torch.randperm(64))
+    save_file(load_file(path) | other.to_tensors(projection.key), path)
+
+    assert Chains.of(sublayers_of(spec)) is None
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of what goes through chains from now on."""
+    shapes: list[tuple[int, ...]] = []
+    call = Chains.__call__
+
+    def spied(self: Chains, hidden: torch.Tensor, **options: object) -> torch.Tensor:
+        shapes.append(tuple(hidden.shape))
+        return call(self, hidden, **options)
+
+    monkeypatch.setattr(Chains, "__call__", spied)
+    return shapes
+
+
+def test_few_tokens_of_a_decoder_go_through_chains(
+    tmp_path: Path, seen: list[tuple[int, ...]]
+) -> None:
+    spec = make_packed("qwen2", tmp_path)
+    decoder, cache = decoder_of(spec), cache_of(spec)
+    ids = torch.randint(0, VOCAB_SIZE, (1, FEW_ROWS + 3))
+
+    many = decoder.hidden(ids)
+    assert seen == []
+    few = [decoder.hidden(part, cache) for part in ids.split([FEW_ROWS + 1, 1, 1], 1)]
+
+    assert seen == [(1, 1, 64), (1, 1, 64)]
+    assert cache.length == FEW_ROWS + 3
+    close(torch.cat(few, 1), many)
+
+
+def test_tokens_of_all_sequences_count(tmp_path: Path, seen: list[tuple[int, ...]]) -> None:
+    decoder = decoder_of(make_packed("llama", tmp_path))
+
+    decoder.hidden(torch.zeros(FEW_ROWS // 2, 3, dtype=torch.int64))
+    decoder.hidden(torch.zeros(FEW_ROWS // 2, 2, dtype=torch.int64))
+
+    assert seen == [(FEW_ROWS // 2, 2, 64)]
+
+
+def test_a_decoder_of_fp32_has_no_use_for_chains(
+    tmp_path: Path, seen: list[tuple[int, ...]]
+) -> None:
+    decoder = decoder_of(make_packed("llama", tmp_path), dtype=torch.float32)
+
+    assert decoder.embed(torch.zeros(1, 1, dtype=torch.int64)).dtype == torch.float32
+    decoder.hidden(torch.zeros(1, 1, dtype=torch.int64))
+
+    assert seen == []
