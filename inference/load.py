@@ -1,15 +1,22 @@
-"""Load a model folder for inference: EXL2, plain, or a mixture; tensor names decide."""
+"""Load a model folder for inference: EXL2, plain, or a mixture; tensor names decide.
 
-from collections.abc import Sequence
+For a GPU several threads read files and send what they hold.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import overload
 
 import torch
 
-from exl2flow.kernels import resolve_device
+from exl2flow.kernels import Threads, resolve_device
 from exl2flow.model import (
     Decoder,
+    Embedding,
+    Head,
     ModelSpec,
     Sublayer,
     TensorFiles,
@@ -19,6 +26,8 @@ from exl2flow.model import (
     build_sublayer,
     resolve,
 )
+
+THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU takes all of its cores anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,11 @@ class StreamedSublayers(Sequence[Sublayer]):
 
 
 def load_model(
-    model_dir: Path | str, *, device: str = "auto", streamed: bool = False
+    model_dir: Path | str,
+    *,
+    device: str = "auto",
+    streamed: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a model folder.
 
@@ -77,6 +90,8 @@ def load_model(
         model_dir: folder with config.json, a tokenizer and *.safetensors; index files are ignored.
         device: auto, cpu or cuda. fp32 is computed on the CPU, fp16 on CUDA.
         streamed: read sublayers from disk in every forward pass instead of keeping them.
+        progress: is told how many parts are there, in order, and how many there will be: the
+            embedding, the sublayers that are kept, the head.
 
     Raises:
         SourceModelError: the folder is not a model that can run.
@@ -88,16 +103,39 @@ def load_model(
     spec = resolve(folder)
     tensors = TensorFiles(folder)
     packed = place.type == "cuda" and not streamed  # what is used once is not laid out
-    sublayers: Sequence[Sublayer] = StreamedSublayers(
-        spec, tensors, dtype=dtype, device=place, packed=packed
-    )
-    embedding = build_embedding(spec, tensors, dtype=dtype, device=place)
-    decoder = Decoder(
+    sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
+    with Threads(THREADS[place.type], place) as threads:
+        tokenizer = threads.begin(partial(Tokenizer.load, folder))
+        decoder = _decoder(threads, sublayers, streamed=streamed, progress=progress)
+        return LoadedModel(spec=spec, decoder=decoder, tokenizer=tokenizer.result())
+
+
+def _decoder(
+    threads: Threads,
+    source: StreamedSublayers,
+    *,
+    streamed: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Decoder:
+    """Load the parts of a model side by side; the first error in their order is raised."""
+    spec, tensors, dtype, device = source.spec, source.tensors, source.dtype, source.device
+    embedding = threads.begin(partial(build_embedding, spec, tensors, dtype=dtype, device=device))
+    head = threads.begin(  # the second, for it is long
+        lambda: build_head(
+            spec, tensors, dtype=dtype, device=device, packed=source.packed,
+            embedding=embedding.result() if spec.tied_head else None,
+        )
+    )  # fmt: skip
+    count = 0 if streamed else len(source)
+    kept = [threads.begin(partial(source.__getitem__, index)) for index in range(count)]
+    parts: list[Future[Embedding] | Future[Sublayer] | Future[Head]] = [embedding, *kept, head]
+    for done, part in enumerate(parts, 1):
+        part.result()
+        if progress is not None:
+            progress(done, len(parts))
+    return Decoder(
         spec,
-        embedding=embedding,
-        sublayers=sublayers if streamed else list(sublayers),
-        head=build_head(
-            spec, tensors, dtype=dtype, device=place, embedding=embedding, packed=packed
-        ),
+        embedding=embedding.result(),
+        sublayers=source if streamed else [sublayer.result() for sublayer in kept],
+        head=head.result(),
     )
-    return LoadedModel(spec=spec, decoder=decoder, tokenizer=Tokenizer.load(folder))
