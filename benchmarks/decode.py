@@ -1,5 +1,7 @@
 """Time a quantized model that runs: loading, prompts, steps with and without a recording.
 
+Recorded steps end with a sampled id: the likeliest, or one drawn with the default settings.
+
     python benchmarks/decode.py [--shape 7b | --model DIR] [--layers 32] [--bpw 4] [--batch 1 4 16]
         [--context 512] [--cache fp16]
 
@@ -17,8 +19,9 @@ import torch
 from layers import SHAPES, linear_shapes, norms, write_config
 
 from exl2flow.core.files import write_tensors
-from exl2flow.inference import LoadedModel, load_model
+from exl2flow.inference import LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.inference.sampling import SamplerRows
 from exl2flow.inference.step import RecordedStep
 from exl2flow.model import QuantizedMatrix, QuantParams
 
@@ -65,8 +68,8 @@ def seconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 @torch.inference_mode()
-def measure(model: LoadedModel, batch: int, context: int, form: str) -> tuple[float, float, float]:
-    """Return seconds of a prompt, of a step, and of a recorded step."""
+def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[float]:
+    """Return seconds of a prompt, of a step, and of recorded steps, greedy and drawn."""
     decoder, spec = model.decoder, model.spec
     cache = PagedCache(
         spec, batch=batch, max_tokens=context + 1, form=cache_format(form), device="cuda"
@@ -81,15 +84,20 @@ def measure(model: LoadedModel, batch: int, context: int, form: str) -> tuple[fl
         cache.truncate(context)
         decoder.forward(ids[:, :1], cache)
 
-    of_prompt, of_step = seconds(prompt, 3), seconds(step, 5)
+    times = [seconds(prompt, 3), seconds(step, 5)]
     cache.truncate(context)
     recorded = RecordedStep(decoder, cache)
+    draws = torch.rand(batch, dtype=torch.float64, device="cuda")
 
     def replay() -> None:
         cache.truncate(context)
-        recorded(ids[:, :1])
+        recorded(draws)
 
-    return of_prompt, of_step, seconds(replay)
+    for settings in (SamplingSettings.greedy(), SamplingSettings()):
+        cache.truncate(context)
+        recorded.begin(ids[:, :1], SamplerRows.of([settings] * batch, "cuda"))
+        times.append(seconds(replay))
+    return times
 
 
 def main() -> None:
@@ -113,15 +121,19 @@ def main() -> None:
         held = torch.cuda.memory_allocated() / 1e9
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: loaded in {taken:.1f} s")
         print(f"{held:.2f} GB, at most {torch.cuda.max_memory_allocated() / 1e9:.2f}\n")
-        print("| batch | context | cache | prompt tokens/s | step ms | recorded ms | tokens/s |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| batch | context | cache | prompt tokens/s | step ms | recorded ms | tokens/s "
+            "| drawn ms |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         for form in arguments.cache:
             for context in arguments.context:
                 for batch in arguments.batch:
-                    prompt, step, recorded = measure(model, batch, context, form)
+                    prompt, step, recorded, drawn = measure(model, batch, context, form)
                     print(
                         f"| {batch} | {context} | {form} | {batch * context / prompt:.0f} "
-                        f"| {1e3 * step:.2f} | {1e3 * recorded:.3f} | {batch / recorded:.0f} |",
+                        f"| {1e3 * step:.2f} | {1e3 * recorded:.3f} | {batch / recorded:.0f} "
+                        f"| {1e3 * drawn:.3f} |",
                         flush=True,
                     )
 

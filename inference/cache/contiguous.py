@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.inference.cache.layered import CountedLayer, LayeredCache
-from exl2flow.model import ModelSpec, attend
+from exl2flow.model import ModelSpec, RopeTable, attend
 
 
 class ContiguousLayer(CountedLayer):
@@ -15,8 +15,15 @@ class ContiguousLayer(CountedLayer):
         self._v = v
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: RopeTable,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
+        q, k = table.rotate(q), table.rotate(k)
         end = self.length + k.shape[-2]
         self._k[..., self.length : end, :] = k
         self._v[..., self.length : end, :] = v

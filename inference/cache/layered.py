@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import torch
 
 from exl2flow.core.errors import ContextOverflow
+from exl2flow.model import RopeTable
 
 
 class CountedLayer(ABC):
@@ -17,7 +18,14 @@ class CountedLayer(ABC):
         self.length = 0
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        table: RopeTable,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         """See `LayerCache`.
 
@@ -26,13 +34,19 @@ class CountedLayer(ABC):
         """
         end = self.length + k.shape[-2]
         check_room(end, self.max_tokens)
-        result = self._attend(q, k, v, scale, window)
+        result = self._attend(q, k, v, table, scale, window)
         self.length = end
         return result
 
     @abstractmethod
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: RopeTable,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Take keys and values behind the first `length`, and attend."""
 

@@ -13,7 +13,7 @@ from exl2flow.kernels import (
     slots_at,
     slots_of,
 )
-from exl2flow.model import ModelSpec, attend
+from exl2flow.model import ModelSpec, RopeTable, attend
 
 
 class Places:
@@ -53,22 +53,23 @@ class PagedLayer(CountedLayer):
         self._ops = get_ops(places.tables.device)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: RopeTable,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
-        act = self._step if k.shape[-2] == 1 else self._prefill
-        return act(q, k, v, scale, window)
-
-    def _step(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """Attend with one token for each sequence."""
+        if k.shape[-2] > 1:
+            return self._prefill(table.rotate(q), table.rotate(k), v, scale, window)
         places = self.places
         places.stand_at(self.length)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        found = self._ops.paged_attention(
-            q, k, v, self.store, places.tables, places.lengths, scale=scale, window=window
-        )
-        self._ops.write_cache(self.store, places.slots, k[:, 0], v[:, 0])
+        found = self._ops.attend_step(
+            q, k, v, self.store, places.tables, places.lengths, places.slots, table.cos, table.sin,
+            scale=scale, window=window,
+        )  # fmt: skip
         return found.transpose(1, 2)
 
     def _prefill(

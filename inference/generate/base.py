@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,10 @@ import torch
 from exl2flow.core.errors import ContextOverflow, InferenceError
 from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.inference.generate.lane import Lane
 from exl2flow.inference.load import LoadedModel
-from exl2flow.inference.sampling import SamplingSettings, sample
-from exl2flow.inference.step import RecordedStep
+from exl2flow.inference.sampling import SamplerRows, SamplingSettings
+from exl2flow.kernels import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,10 @@ class Generation:
 
 
 class BaseGenerator:
-    """Generates from a loaded model, one sequence at a time."""
+    """Generates from a loaded model, one sequence at a time.
+
+    What a call needs is kept for the next one: the cache, and on a GPU the recordings of a step.
+    """
 
     def __init__(self, model: LoadedModel, *, cache: str | None = None) -> None:
         """Take a model and the name of a cache format.
@@ -40,25 +43,7 @@ class BaseGenerator:
         is_on_gpu = model.decoder.embedding.weight.is_cuda
         name = cache or ("fp16" if is_on_gpu else None)
         self.form = None if name is None else cache_format(name)
-
-    def _cache(self, max_tokens: int) -> PagedCache | ContiguousCache:
-        spec, embedding = self.model.spec, self.model.decoder.embedding.weight
-        if self.form is not None:
-            return PagedCache(
-                spec, batch=1, max_tokens=max_tokens, form=self.form, device=embedding.device
-            )
-        return ContiguousCache(
-            spec, batch=1, max_tokens=max_tokens, dtype=embedding.dtype, device=embedding.device
-        )
-
-    def _recorded(self, cache: PagedCache | ContiguousCache) -> RecordedStep | None:
-        """Return a recording of a step where there can be one."""
-        decoder = self.model.decoder
-        is_resident = isinstance(decoder.sublayers, list)
-        if isinstance(cache, PagedCache) and cache.places.lengths.is_cuda and is_resident:
-            with suppress(RuntimeError):  # what cannot be recorded is launched again and again
-                return RecordedStep(decoder, cache)
-        return None
+        self._lane: Lane | None = None
 
     @torch.inference_mode()
     def stream(
@@ -71,8 +56,10 @@ class BaseGenerator:
     ) -> Iterator[int]:
         """Yield token ids one by one, stop tokens included.
 
+        The cache is kept for the next call, which may begin before the end of this one.
+
         Raises:
-            InferenceError: the prompt is empty.
+            InferenceError: the prompt is empty, or the logits are not finite.
             ContextOverflow: prompt and new tokens exceed the model's positions.
         """
         spec = self.model.spec
@@ -84,20 +71,36 @@ class BaseGenerator:
                 f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's "
                 f"{spec.max_positions} positions; shorten the prompt or ask for fewer tokens"
             )
-        generator = random.Random(seed)
-        decoder = self.model.decoder
-        cache, device = self._cache(total), decoder.embedding.weight.device
+        device, generator = self.model.decoder.embedding.weight.device, random.Random(seed)
+        draws = [[generator.random()] for _ in range(max_new_tokens)]
+        lane = self._taken_lane(total)
+        try:
+            for (token,) in lane.run(
+                torch.tensor([ids], device=device),
+                SamplerRows.of([settings], device),
+                torch.tensor(draws, dtype=torch.float64, device=device),
+            ):
+                yield token
+        finally:
+            self._lane = lane
 
-        def launched(ids: torch.Tensor) -> torch.Tensor:
-            return decoder.head(decoder.hidden(ids, cache)[:, -1:])
+    def _taken_lane(self, tokens: int) -> Lane:
+        """Return the lane of the last call, if it is free and has room, or a new one."""
+        lane, self._lane = self._lane, None
+        if lane is not None and lane.cache.max_tokens >= tokens:
+            return lane
+        lane = None  # so that the memory of two is never taken
+        return Lane(self.model.decoder, self._cache(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS))
 
-        pending, step = torch.tensor([ids], device=device), launched
-        for made in range(max_new_tokens):
-            if made == 1:  # the prompt is in the cache
-                step = self._recorded(cache) or launched
-            token = sample(step(pending)[0, 0], settings, generator.random())
-            yield token
-            pending = torch.tensor([[token]], device=device)
+    def _cache(self, max_tokens: int) -> PagedCache | ContiguousCache:
+        spec, embedding = self.model.spec, self.model.decoder.embedding.weight
+        if self.form is not None:
+            return PagedCache(
+                spec, batch=1, max_tokens=max_tokens, form=self.form, device=embedding.device
+            )
+        return ContiguousCache(
+            spec, batch=1, max_tokens=max_tokens, dtype=embedding.dtype, device=embedding.device
+        )
 
     def generate(
         self,

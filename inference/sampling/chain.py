@@ -1,74 +1,104 @@
-"""The sampler chain: logits → probabilities → truncation steps → one draw.
+"""The sampler chain: logits → probabilities → truncation steps → one draw, for all rows of a batch.
 
 Candidates are ordered by falling probability, then rising id, so that equal draws give equal tokens
-on every device. Each step keeps a prefix of that order and renormalizes.
+on every device. Each step keeps a prefix of that order and renormalizes: it compares with shares of
+the prefix's mass. No operation waits for the device, so that all of it can be recorded.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from exl2flow.core.errors import InferenceError
-from exl2flow.inference.sampling.settings import GREEDY_BELOW, SamplingSettings
+from exl2flow.inference.sampling.rows import SamplerRows
 
-Step = Callable[[torch.Tensor, SamplingSettings], int]
+NOT_FINITE = -1  # in place of the id of a row with NaN or +infinity, or with nothing but -infinity
+RUN = 512  # numbers that one scan adds up
 
 
-def keep_top_k(probabilities: torch.Tensor, settings: SamplingSettings) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """The likeliest tokens of each row: ids int64, probabilities and their sums fp64, (b, c)."""
+
+    ids: torch.Tensor
+    probabilities: torch.Tensor
+    sums: torch.Tensor
+
+    def mass(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return the sum (b, 1) of the first `kept` (b,) probabilities."""
+        return self.sums.gather(1, kept[:, None] - 1)
+
+
+Step = Callable[[Ranked, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def keep_top_k(ranked: Ranked, kept: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Keep the k likeliest."""
-    return settings.top_k or len(probabilities)
+    return k.long()
 
 
-def keep_top_p(probabilities: torch.Tensor, settings: SamplingSettings) -> int:
-    """Keep the shortest prefix whose mass reaches p."""
-    if not 0 < settings.top_p < 1:
-        return len(probabilities)
-    return int((probabilities.cumsum(0) < settings.top_p).sum()) + 1
+def keep_top_p(ranked: Ranked, kept: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Keep the shortest prefix whose share of the mass reaches p."""
+    return (ranked.sums < p[:, None] * ranked.mass(kept)).sum(-1) + 1
 
 
-def keep_min_p(probabilities: torch.Tensor, settings: SamplingSettings) -> int:
-    """Keep what has at least `min_p` times the greatest probability."""
-    return int((probabilities >= settings.min_p * probabilities[0]).sum())
+def keep_min_p(ranked: Ranked, kept: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Keep what has at least p times the greatest probability."""
+    return (ranked.probabilities >= p[:, None] * ranked.probabilities[:, :1]).sum(-1)
 
 
-STEPS: tuple[Step, ...] = (keep_top_k, keep_top_p, keep_min_p)
+STEPS: tuple[Step, ...] = (keep_top_k, keep_top_p, keep_min_p)  # in the order of a table's columns
 
 
-def candidates(
-    logits: torch.Tensor, settings: SamplingSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids int64 (c,) and probabilities fp64 (c,) that remain after all steps.
+def rank(logits: torch.Tensor, rows: SamplerRows) -> Ranked:
+    """Return the likeliest `rows.most` tokens of logits (b, v) in order.
+
+    Positive temperatures do not change it, so logits are sorted as they are, in fewer bits.
+    """
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ordered, ids = ordered[:, : rows.most], ids[:, : rows.most]
+    probabilities = torch.softmax(ordered.double() / rows.table[:, :1], dim=-1)
+    probabilities = probabilities.nan_to_num(nan=1.0)  # such rows only need indices in range
+    return Ranked(ids=ids, probabilities=probabilities, sums=running_sums(probabilities))
+
+
+def count_kept(ranked: Ranked, rows: SamplerRows) -> torch.Tensor:
+    """Return how many of the first tokens remain after all steps, int64 (b,), 1 or more each."""
+    kept = (ranked.probabilities > 0).sum(-1)  # rounded sums must not reach impossible ones
+    for step, value in zip(STEPS, rows.table[:, 1:].unbind(1), strict=True):
+        kept = torch.minimum(kept, step(ranked, kept, value))
+    return kept
+
+
+def sample(logits: torch.Tensor, rows: SamplerRows, draws: torch.Tensor) -> torch.Tensor:
+    """Return token ids int64 (b,), `NOT_FINITE` where logits are not.
 
     Args:
-        logits: (v,) of one position; -infinity excludes a token.
-        settings: the settings.
-
-    Raises:
-        InferenceError: NaN or +infinity among the logits, or nothing but -infinity.
+        logits: (b, v), one position of each sequence; -infinity excludes a token.
+        rows: the settings of each sequence.
+        draws: fp64 (b,) in [0, 1), one for each position.
     """
-    if not logits.max().isfinite():
-        raise InferenceError("the logits are not finite; check the files of the model")
-    greedy = settings.temperature < GREEDY_BELOW
-    scaled = logits.detach().cpu().double() / (1.0 if greedy else settings.temperature)
-    ordered, ids = torch.sort(scaled, descending=True, stable=True)
-    if greedy:
-        return ids[:1], torch.ones(1, dtype=torch.float64)
-    probabilities = torch.softmax(ordered, dim=0)
-    probabilities = probabilities[probabilities > 0]  # rounded sums must not reach impossible ones
-    for step in STEPS:
-        kept = max(1, step(probabilities, settings))
-        probabilities = probabilities[:kept] / probabilities[:kept].sum()
-    return ids[: len(probabilities)], probabilities
+    if rows.most == 1:
+        best, ids = logits.max(dim=-1)  # the first of equals
+    else:
+        best, ranked = logits.amax(dim=-1), rank(logits, rows)
+        kept = count_kept(ranked, rows)
+        index = (ranked.sums <= draws[:, None] * ranked.mass(kept)).sum(-1)
+        ids = ranked.ids.gather(1, torch.minimum(index, kept - 1)[:, None])[:, 0]
+    return ids.masked_fill(~(best.abs() < math.inf), NOT_FINITE)
 
 
-def sample(logits: torch.Tensor, settings: SamplingSettings, draw: float) -> int:
-    """Return a token id.
+def running_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums of x (b, c) up to each place.
 
-    Args:
-        logits: (v,) of one position.
-        settings: the settings.
-        draw: a number in [0, 1), one per position.
+    Long rows are added up in runs: torch's scan of a single long row has no fixed order on a GPU,
+    and of several ones it uses a CTA each.
     """
-    ids, probabilities = candidates(logits, settings)
-    index = int((probabilities.cumsum(0) <= draw).sum())
-    return int(ids[min(index, len(ids) - 1)])
+    b, c = x.shape
+    if c <= RUN:
+        return x.cumsum(-1)
+    runs = pad(x, (0, -c % RUN)).view(b, -1, RUN).cumsum(-1)
+    before = pad(runs[:, :-1, -1].cumsum(-1), (1, 0))
+    return (runs + before[..., None]).view(b, -1)[:, :c]

@@ -5,9 +5,9 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampled import candidates, sample
 
-from exl2flow.inference.sampling import SamplingSettings, sample
-from exl2flow.inference.sampling.chain import candidates
+from exl2flow.inference.sampling import SamplingSettings
 
 ANY = st.builds(
     SamplingSettings,

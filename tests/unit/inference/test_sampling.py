@@ -7,12 +7,23 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from sampled import candidates, sample
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.inference.sampling import SamplingSettings, sample
-from exl2flow.inference.sampling.chain import candidates
+from exl2flow.inference.sampling import SamplerRows, SamplingSettings
+from exl2flow.inference.sampling import sample as sample_rows
+from exl2flow.inference.sampling.chain import NOT_FINITE, RUN, running_sums
 
+GREEDY = SamplingSettings.greedy()
 PLAIN = SamplingSettings(temperature=1.0, top_k=0, top_p=0.0, min_p=0.0)
+MIXED = (
+    PLAIN,
+    GREEDY,
+    SamplingSettings(),
+    SamplingSettings(temperature=2.5, top_k=0, top_p=0.9),
+    SamplingSettings(temperature=0.0),
+    SamplingSettings(top_k=7, min_p=0.1),
+)
 LAST_DRAW = 1 - 2**-53  # the greatest below 1
 
 
@@ -58,9 +69,10 @@ def naive(logits: np.ndarray, settings: SamplingSettings) -> dict[int, float]:
     ],
     ids=str,
 )
-def test_steps_are_those_of_naive_numpy(settings: SamplingSettings) -> None:
+@pytest.mark.parametrize("vocab", [200, 1500])
+def test_steps_are_those_of_naive_numpy(settings: SamplingSettings, vocab: int) -> None:
     for _ in range(20):
-        logits = torch.randn(200) * 3
+        logits = torch.randn(vocab) * 3
 
         ids, probabilities = candidates(logits, settings)
 
@@ -105,6 +117,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
         logits = torch.cat([logits, torch.full((5,), -math.inf)])
 
         assert sample(logits, PLAIN, LAST_DRAW) < 50
+        assert sorted(candidates(logits, PLAIN)[0].tolist()) == list(range(50))
 
 
 def test_half_precision_logits_are_sampled_in_double() -> None:
@@ -136,6 +149,72 @@ def test_logits_that_are_not_finite_are_refused(
 ) -> None:
     with pytest.raises(InferenceError, match="the logits are not finite"):
         sample(torch.tensor(logits), settings, 0.5)
+
+
+@pytest.mark.parametrize("vocab", [50, 3 * RUN + 1])
+def test_rows_of_a_batch_are_sampled_as_they_are_alone(vocab: int) -> None:
+    for _ in range(10):
+        logits = (torch.randn(len(MIXED), vocab) * 2).half().float()  # rounded: some are equal
+        draws = torch.rand(len(MIXED), dtype=torch.float64)
+
+        ids = sample_rows(logits, SamplerRows.of(MIXED), draws)
+
+        alone = [sample(*row) for row in zip(logits, MIXED, draws.tolist(), strict=True)]
+        assert ids.tolist() == alone
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
+    logits = torch.randn(len(MIXED), 50)
+    draws = torch.full((len(MIXED),), 0.5, dtype=torch.float64)
+    expected = sample_rows(logits, SamplerRows.of(MIXED), draws)
+    logits[1, 3], logits[3, 7], logits[5] = math.nan, math.inf, -math.inf
+
+    found = sample_rows(logits, SamplerRows.of(MIXED), draws)
+
+    expected[1::2] = NOT_FINITE
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("settings", [MIXED, [GREEDY] * len(MIXED)], ids=("mixed", "greedy"))
+def test_nothing_is_asked_of_the_device(settings: list[SamplingSettings]) -> None:
+    """Tensors without values cannot be read."""
+    logits = torch.empty(len(MIXED), 3 * RUN + 1, device="meta")
+    draws = torch.empty(len(MIXED), dtype=torch.float64, device="meta")
+
+    ids = sample_rows(logits, SamplerRows.of(settings, "meta"), draws)
+
+    assert (ids.shape, ids.dtype) == ((len(MIXED),), torch.int64)
+
+
+@pytest.mark.parametrize("count", [1, RUN, RUN + 1, 5 * RUN])
+def test_running_sums_add_up_to_each_place(count: int) -> None:
+    x = torch.rand(3, count, dtype=torch.float64)
+
+    torch.testing.assert_close(running_sums(x), x.cumsum(-1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ([GREEDY, SamplingSettings(temperature=0.0)], 1),
+        ([GREEDY, SamplingSettings(top_k=2)], 64),
+        ([SamplingSettings(top_k=64), SamplingSettings(top_k=65)], 128),
+        ([GREEDY, SamplingSettings(top_k=0)], None),
+        ([SamplingSettings(top_k=2**40)], None),
+    ],
+)
+def test_settings_tell_how_many_candidates_matter(
+    settings: list[SamplingSettings], most: int | None
+) -> None:
+    assert SamplerRows.of(settings).most == most
+
+
+def test_any_temperature_leaves_impossible_tokens_out() -> None:
+    logits = torch.tensor([-math.inf, 1.0, 2.0])
+    settings = SamplingSettings(temperature=math.inf, top_k=0, top_p=0.0)
+
+    assert sample(logits, settings, 0.0) == 2
+    assert sample(logits, settings, LAST_DRAW) == 1
 
 
 @pytest.mark.parametrize(

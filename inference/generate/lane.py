@@ -1,0 +1,61 @@
+"""What texts run on, one after the other: a cache, and the steps that fill it."""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.sampling import Drawn, SamplerRows
+from exl2flow.inference.step import Cache, LaunchedStep, RecordedStep, can_be_recorded
+from exl2flow.model import Decoder
+
+log = logging.getLogger(__name__)
+
+
+class Lane:
+    """A cache whose steps are recorded when there is a second token, where that can be."""
+
+    def __init__(self, decoder: Decoder, cache: Cache) -> None:
+        self.cache = cache
+        self._launched = LaunchedStep(decoder, cache)
+        self._recorded: RecordedStep | None = None
+        if isinstance(cache, PagedCache) and can_be_recorded(decoder, cache):
+            self._recorded = RecordedStep(decoder, cache)
+
+    def run(self, ids: torch.Tensor, rows: SamplerRows, draws: torch.Tensor) -> Iterator[list[int]]:
+        """Yield the ids that follow prompts, one of each sequence at a time.
+
+        Args:
+            ids: int64 (b, t), the prompts; whatever the cache holds is forgotten.
+            rows: how each sequence is sampled.
+            draws: fp64 (n, b), as many as ids are wanted.
+
+        Raises:
+            InferenceError: the logits of one sequence are not finite.
+            ContextOverflow: the cache has no room for t + n - 1 tokens.
+        """
+        self.cache.truncate(0)
+        step: LaunchedStep | RecordedStep = self._launched
+        step.begin(ids, rows)
+        waiting = deque[Drawn]()
+        for made, draw in enumerate(draws):
+            if made == 1:  # the prompts are in the cache
+                step = self._step(rows)
+            waiting.append(Drawn(step(draw)))
+            if len(waiting) > step.ahead:
+                yield waiting.popleft().read()
+        for drawn in waiting:
+            yield drawn.read()
+
+    def _step(self, rows: SamplerRows) -> LaunchedStep | RecordedStep:
+        """Return the step that goes on where the launched one stands."""
+        if self._recorded is None:
+            return self._launched
+        try:
+            self._recorded.begin(self._launched.ids, rows)
+        except RuntimeError as error:  # not tried again with this cache
+            log.info("step=launched reason=%s", error)
+            self._recorded = None
+        return self._recorded or self._launched
