@@ -5,12 +5,11 @@ the chip; launches are recorded as a CUDA graph. Prints a table for `docs/benchm
 """
 
 import argparse
-from dataclasses import replace
 
 import torch
 from timing import copy_rate, milliseconds
 
-from exl2flow.kernels import Group, PackedMatrix, get_ops
+from exl2flow.kernels import Group, PackedMatrix, Product, get_ops
 
 SHAPES = {  # hidden, MLP, keys and values, vocabulary, layers
     "7b": (4096, 11008, 4096, 32000, 32),
@@ -46,19 +45,25 @@ def random_matrix(k: int, n: int, bpw: float) -> PackedMatrix:
     )
 
 
-def random_matrices(k: int, ns: tuple[int, ...], bpw: float) -> list[PackedMatrix]:
-    """Return matrices that share the order of their rows."""
-    found = [random_matrix(k, n, bpw) for n in ns]
-    return [replace(matrix, order=found[0].order) for matrix in found]
-
-
-def matrices(shape: str, bpw: float) -> list[list[PackedMatrix]]:
-    """Return all matrices of a model that a token is multiplied with, those of one x together."""
+def chains(shape: str, bpw: float) -> list[list[Product]]:
+    """Return all products of a token: those between two attentions are a chain."""
     hidden, mlp, kv, vocabulary, layers = SHAPES[shape]
-    of_layer = [(hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (mlp, mlp))]
-    of_layer += [(mlp, (hidden,))]
-    found = [random_matrices(k, ns, bpw) for _ in range(layers) for k, ns in of_layer]
-    return [*found, random_matrices(hidden, (vocabulary,), max(bpw, HEAD_BITS))]
+    norm = torch.rand(hidden, device="cuda").half()
+
+    def product(k: int, *ns: int, adds: bool = False) -> Product:
+        matrices = tuple(random_matrix(k, n, bpw) for n in ns)
+        activation = "silu" if len(ns) == 2 else None
+        return Product(
+            matrices=matrices, norm=None if adds else norm, activation=activation, adds=adds
+        )
+
+    found: list[list[Product]] = [[]]
+    for _ in range(layers):
+        found[-1].append(product(hidden, hidden, kv, kv))
+        found.append([product(hidden, hidden, adds=True), product(hidden, mlp, mlp)])
+        found[-1].append(product(mlp, hidden, adds=True))
+    head = random_matrix(hidden, vocabulary, max(bpw, HEAD_BITS))
+    return [*found, [Product(matrices=(head,), norm=norm)]]
 
 
 def main() -> None:
@@ -72,17 +77,16 @@ def main() -> None:
     print("| bpw | GB | rows | ms | GB/s | of copies | tokens/s at most |")
     print("|---|---|---|---|---|---|---|")
     for bpw in arguments.bpw:
-        model = matrices(arguments.shape, bpw)
-        size = 4e-9 * sum(m.codes.numel() + m.scales.numel() for ms in model for m in ms)
+        model = chains(arguments.shape, bpw)
+        size = 4e-9 * sum(
+            m.codes.numel() + m.scales.numel() for chain in model for p in chain for m in p.matrices
+        )
         for rows in arguments.rows:
-            widths = {together[0].shape[0] for together in model}
-            inputs = {k: torch.randn(rows, k, device="cuda").half() for k in widths}
+            x = torch.randn(rows, SHAPES[arguments.shape][0], device="cuda").half()
 
-            def token(
-                model: list[list[PackedMatrix]] = model, inputs: dict[int, torch.Tensor] = inputs
-            ) -> None:
-                for together in model:
-                    ops.multiply(inputs[together[0].shape[0]], together)
+            def token(model: list[list[Product]] = model, x: torch.Tensor = x) -> None:
+                for chain in model:
+                    ops.multiply(x, chain, x)
 
             taken = milliseconds(token)
             speed = 1e3 * size / taken
