@@ -22,7 +22,6 @@ from exl2flow.kernels.product import filled
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 16  # query heads of a key head
 MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
-CTAS_TOGETHER = 1  # of a multiprocessor
 TILES_APART = 2  # a warp of a part has as many tiles of 16 positions, at full length
 CALL = np.dtype(
     [
@@ -127,7 +126,7 @@ def _attend(
     processors, _ = limits(q.device.index)
     splits = min(
         MOST_SPLITS,
-        max(1, CTAS_TOGETHER * processors // (b * kv_heads)),
+        max(1, processors // (b * kv_heads)),  # one CTA per multiprocessor
         max(1, pages * PAGE_TOKENS // (16 * ATTENTION_WARPS * TILES_APART)),
     )
     q, k, v = (x.contiguous() for x in (q, k, v))

@@ -71,21 +71,20 @@ def _launched(
     for stage, product in zip(argument["stages"], products, strict=False):
         filled(stage, x=x)
         first = 1 if product.activation else 0  # which gates has no result
-        results = [x.new_empty(len(x), matrix.columns) for matrix in product.matrices[first:]]
-        entries = list(zip(stage["of"][first:], results, strict=False))
-        used += results
+        matrices, entries = product.matrices[first:], stage["of"][first:]
         if product.adds and hidden is not None:
-            filled(entries[0][0], residual=hidden)
+            filled(entries[0], residual=hidden)
         if product.adds or product is products[-1]:
-            found = results
-            for entry, result in entries:
+            found = [x.new_empty(len(x), matrix.columns) for matrix in matrices]
+            for entry, result in zip(entries, found, strict=False):
                 filled(entry, y=result)
+            used += found
         if product.adds:
-            hidden = results[0]
+            hidden = found[0]
         if product is not products[-1]:
-            x = torch.empty_like(results[0])
+            x = x.new_empty(len(x), matrices[0].columns)
             used.append(x)
-            filled(entries[0][0], copy=x)
+            filled(entries[0], copy=x)
     launch(
         "product.cu", plan.name, (plan.ctas,), argument,
         threads=32 * WARPS, shared=plan.shared, device=x.device, early=True,

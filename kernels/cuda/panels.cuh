@@ -8,7 +8,8 @@ template <int COUNT> __device__ __forceinline__ void clear(float (*sum)[4]) {
 }
 
 // Add panels of a step, times x of their rows, to `total`: m-tile i and 8 rows n at 2 n + i. Codes
-// are multiplied with their base; base and zero times x are taken off the sums of a group.
+// are multiplied with their base; base and zero times x are taken off the sums of a group. GROUP:
+// panels of a group that are unrolled, 0 for none.
 template <int B, int NT, bool GPTQ, int GROUP>
 __device__ __forceinline__ void multiply_groups(const byte* codes, const byte* scales,
                                                 const half_bits* x, int stride, int panels,
@@ -19,7 +20,7 @@ __device__ __forceinline__ void multiply_groups(const byte* codes, const byte* s
         clear<2 * NT>(sum), clear<NT>(below), clear<NT>(ones);
         const Scales own = scales_of<GPTQ>(scales, lane / 4);
 #pragma unroll (NT == 1 && GROUP ? GROUP : 1)
-        for (int p = 0; p < (GROUP ? GROUP : group); ++p, codes += B * 128, x += PANEL_ROWS) {
+        for (int p = 0; p < group; ++p, codes += B * 128, x += PANEL_ROWS) {
             u32 w[B], zero[4], one[4];
             read_words<B>(codes, lane, w);
 #pragma unroll

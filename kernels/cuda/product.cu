@@ -70,6 +70,14 @@ __device__ __forceinline__ float activated(int activation, float x) {
     }
 }
 
+// Whose tiles a CTA has: the first of two matrices whose tiles alternate, or one of those beside.
+__device__ __forceinline__ const Matrix* matrices_of(const Stage& stage) {
+    const int cta = blockIdx.x % stage.ctas;
+    int which = 0;
+    while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
+    return stage.of + which;
+}
+
 // What a CTA, and its warp, has of a stage.
 struct Work {
     const Matrix* of;  // tiles of one matrix, or of two that alternate
@@ -77,11 +85,8 @@ struct Work {
     int together, part, first, tiles, segments;
 
     __device__ __forceinline__ Work(const Stage& stage, const int* own) {
-        const int cta = blockIdx.x % stage.ctas;
         together = stage.activation ? 2 : 1, part = blockIdx.x / stage.ctas;
-        int which = 0;
-        while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
-        of = stage.of + which, first = (cta - of->first_cta) * of->each;
+        of = matrices_of(stage), first = (blockIdx.x % stage.ctas - of->first_cta) * of->each;
         tiles = part < stage.parts ? min(of->each, of->tiles - first) * together : 0;
         share = (const Share*)(own + stage.share_at);
         segments = min(share->segments, tiles - share->tile);
@@ -162,7 +167,6 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
 struct Parts {
     u32 last;
     bool goes_on;
-
     __device__ __forceinline__ Parts(const Stage& stage, const Work& work, int i)
         : last(0), goes_on(false) {
         const int held = min(stage.length, stage.k / PANEL_ROWS - work.part * stage.length);
@@ -226,10 +230,11 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         if (stage.parts == 1) {
             value = summed(i + together - 1, row);
             if (together == 2) gate = summed(i, row);
-        }
-        for (int q = 0; q < stage.parts && stage.parts > 1; ++q) {
-            value += __ldcg(m.partial + place_of(unit, q));
-            if (together == 2) gate += __ldcg(gating.partial + place_of(unit, q));
+        } else {
+            for (int q = 0; q < stage.parts; ++q) {
+                value += __ldcg(m.partial + place_of(unit, q));
+                if (together == 2) gate += __ldcg(gating.partial + place_of(unit, q));
+            }
         }
         if (!is_there) continue;
         if (m.bias) value += from_half(m.bias[column]);
@@ -263,11 +268,8 @@ template <int NT, bool GPTQ> __device__ __forceinline__ void product(const Chain
     int* own = all_shares + warp * c.words;
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
-        const int cta = blockIdx.x % stage.ctas, part = blockIdx.x / stage.ctas;
-        int which = 0;
-        while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
-        const int* from = stage.of[which].shares +
-                          (min(part, stage.parts - 1) * CTA_WARPS + warp) * stage.words;
+        const int part = min(blockIdx.x / stage.ctas, stage.parts - 1);
+        const int* from = matrices_of(stage)->shares + (part * CTA_WARPS + warp) * stage.words;
         for (int i = lane; i < stage.words; i += 32)
             asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
                              shared_address(own + stage.share_at + i)), "l"(from + i));
