@@ -43,7 +43,8 @@ MATRIX = np.dtype(
     align=True,
 )
 STAGE = np.dtype(
-    [("of", MATRIX, MOST_MATRICES), ("x", np.uint64), ("norm", np.uint64), ("to", np.uint64)]
+    [("of", MATRIX, MOST_MATRICES)]
+    + [(name, np.uint64) for name in ("x", "norm", "place", "to")]
     + [
         (name, np.int32)
         for name in (
@@ -138,6 +139,9 @@ def plan_of(
         kept += _fill(entry, product, division, following, rows, device)
         filled(entry, share_at=share_at, scale_at=scale_at)
         share_at, scale_at = share_at + division.words, scale_at + division.scales
+    place = torch.argsort(products[0].order).int()
+    filled(argument["stages"][0], place=place)
+    kept.append(place)
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(division.parts for division in divisions),

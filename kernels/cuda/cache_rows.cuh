@@ -8,12 +8,6 @@ template <int E> __device__ __forceinline__ constexpr int bits_of() {
 }
 template <int E> __device__ __forceinline__ constexpr bool is_rotated() { return E >= ROTATED_8; }
 
-__device__ __forceinline__ u32 halves(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
 template <int N> __device__ __forceinline__ void load(u32* w, const byte* from) {
     if constexpr (N >= 4) {
 #pragma unroll

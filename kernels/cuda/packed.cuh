@@ -20,6 +20,11 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+__device__ __forceinline__ u32 halves(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
 __device__ __forceinline__ u32 turned(u32 a, int by) { return __funnelshift_r(a, a, by); }
 __device__ __forceinline__ constexpr u32 twice(u32 a) { return a | a << 16; }
 

@@ -1,6 +1,7 @@
 // y = x Q for 1 to 16 rows, one product or several one after the other: a CTA has whole tiles, its
 // warps have equal shares of their panels. docs/concepts/decoding.md tells who computes what.
 #include "panels.cuh"
+#include "input.cuh"
 #include "ring.cuh"
 #include "early.cuh"
 
@@ -33,6 +34,7 @@ struct Stage {  // a product with matrices that share x
     Matrix of[MOST_MATRICES];
     const half_bits* x;     // (rows, k), in the order of the matrices' rows
     const half_bits* norm;  // weights (k) in this order, if x is to be normalized; or null
+    const int* place;       // (k), if x is not in this order: where each in-feature goes; or null
     const int* to;          // (columns), for `copy`
     int k, length, ctas, parts;         // length: panels of a part
     int words, share_at, scale_at;      // ints of a share, where it and its scales lie in a warp's
@@ -106,62 +108,6 @@ struct Work {
         return m.codes + tile(i) * m.tile_bytes + (segment ? begin(i)[0] : share->codes);
     }
 };
-
-// Bring x of a part of the rows to shared memory, as RN16(RN16(x · size) · weight) with a norm.
-template <int NT>
-__device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, half_bits* xs,
-                                        int stride, float (*squares)[CTA_WARPS]) {
-    constexpr int TOGETHER = NT > 1 ? 4 : 1;  // rows whose reads are under way
-    const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;
-    const int end = min(all, first + stage.length * PANEL_ROWS / 8);
-    for (int r = 0; r < rows; r += TOGETHER) {
-        float square[TOGETHER] = {};
-        for (int c = threadIdx.x + (stage.norm ? 0 : first); c < (stage.norm ? all : end);
-             c += 32 * CTA_WARPS) {
-            uint4 v[TOGETHER];
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i)
-                v[i] = __ldcg(
-                    (const uint4*)(stage.x + (integer)min(r + i, rows - 1) * stage.k) + c);
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) {
-                if (r + i < rows && c >= first && c < end)
-                    *(uint4*)(xs + (r + i) * stride + (c - first) * 8) = v[i];
-                if (!stage.norm) continue;
-                float x[8];
-                pairs_of(v[i], x);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) square[i] += x[e] * x[e];
-            }
-        }
-        if (!stage.norm) continue;
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) {
-            for (int o = 16; o; o >>= 1) square[i] += __shfl_xor_sync(~0u, square[i], o);
-            if (threadIdx.x % 32 == 0) squares[r + i][threadIdx.x / 32] = square[i];
-        }
-    }
-    __syncthreads();
-    if (!stage.norm) return;
-    for (int r = 0; r < rows; ++r) {
-        float square = 0.0f;
-        for (int w = 0; w < CTA_WARPS; ++w) square += squares[r][w];
-        const float size = rsqrtf(square / stage.k + stage.eps);
-        for (int c = first + threadIdx.x; c < end; c += 32 * CTA_WARPS) {
-            uint4* at = (uint4*)(xs + r * stride + (c - first) * 8);
-            float x[8], weight[8];
-            pairs_of(*at, x), pairs_of(__ldg((const uint4*)stage.norm + c), weight);
-            u32 w[4];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const u32 y = to_half(from_half(to_half(x[i] * size)) * weight[i]);
-                w[i / 2] = i % 2 ? w[i / 2] | y << 16 : y;
-            }
-            *at = {w[0], w[1], w[2], w[3]};
-        }
-    }
-    __syncthreads();
-}
 
 // The warps whose last segment is in tile i of a CTA, as bits; and whether another one has its end.
 struct Parts {
@@ -321,9 +267,11 @@ template <int NT, bool GPTQ> __device__ __forceinline__ void product(const Chain
                              "l"(from + b));
             to += bytes;
         }
-        const int line = threadIdx.x * 64;  // halves
-        if (stage.norm && line < stage.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + line));
+        const int line = threadIdx.x * 32;  // of 128 bytes
+        if (stage.norm && 2 * line < stage.k)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + 2 * line));
+        if (stage.place && line < stage.k)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.place + line));
         if (stage.to && warp == 0 && lane < work.tiles && lane * 32 < work.of->columns)
             asm volatile("prefetch.global.L2 [%0];" ::"l"(
                 stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS));
@@ -338,7 +286,10 @@ template <int NT, bool GPTQ> __device__ __forceinline__ void product(const Chain
         const Work work(stage, own);
         const int stride = stage.length * PANEL_ROWS + (stage.length % 2 ? 0 : 32);
         if (s) meet(c.meetings);
-        if (work.tiles) stage_x<NT>(stage, work.part, c.rows, xs, stride, squares);
+        if (work.tiles && NT == 1 && c.rows == 1)
+            stage_x<1, 1>(stage, work.part, 1, xs, stride, squares);
+        else if (work.tiles)
+            stage_x<8 * NT, 4>(stage, work.part, c.rows, xs, stride, squares);
         asm volatile("cp.async.wait_all;" ::: "memory");  // scales
         __syncwarp();
         const half_bits* own_x = xs + (NT > 1 ? g : min(g, c.rows - 1)) * stride + t * 8;

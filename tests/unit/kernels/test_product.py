@@ -219,6 +219,16 @@ def test_a_plan_says_what_matrices_are() -> None:
     assert plan.name == "exl2_8"
 
 
+def test_the_first_input_is_brought_to_the_order_of_the_rows() -> None:
+    products = chain(64, 96, 32)
+    plan = case_of(products, 1, H200).plan
+
+    first, second, *_ = plan.argument["stages"]
+    order = products[0].order
+    assert torch.equal(pointed(plan, first["place"])[order], torch.arange(len(order)).int())
+    assert second["place"] == 0
+
+
 def test_a_norm_lies_in_the_order_of_the_rows() -> None:
     normed = replace(product(matrix(64, 32, (4, 32))), norm=torch.randn(64).half(), eps=1e-3)
     plan = case_of([normed], 9, H200).plan

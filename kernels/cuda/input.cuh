@@ -1,0 +1,85 @@
+// x of a part of the rows in shared memory, in the order of the matrices' rows; with a norm it is
+// RN16(RN16(x · size) · weight).
+
+// Numbers of x that are not yet in order, to where they go: a piece of 8 of a row.
+__device__ __forceinline__ void scatter(const uint4& v, const int4* places, int first, int count,
+                                        half_bits* row) {
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+    const int to[8] = {places[0].x, places[0].y, places[0].z, places[0].w,
+                       places[1].x, places[1].y, places[1].z, places[1].w};
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+        if (to[e] >= first && to[e] < first + count)
+            row[to[e] - first] = (half_bits)(pairs[e / 2] >> (16 * (e % 2)));
+}
+
+// squares: of each row, the sums of warps. ROWS: at most so many; TOGETHER: whose reads are under way.
+// More than 8 rows must be in order: bringing them there costs more than a launch that does it.
+template <int ROWS, int TOGETHER, class Stage>
+__device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, half_bits* xs,
+                                        int stride, float (*squares)[CTA_WARPS]) {
+    __shared__ float sizes[ROWS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;  // pieces of 8
+    const int end = min(all, first + stage.length * PANEL_ROWS / 8);
+    const int* place = ROWS > 8 ? nullptr : stage.place;
+    const bool needs_all = stage.norm || place;
+    for (int r = 0; r < rows; r += TOGETHER) {
+        float square[TOGETHER] = {};
+        for (int c = threadIdx.x + (needs_all ? 0 : first); c < (needs_all ? all : end);
+             c += 32 * CTA_WARPS) {
+            uint4 v[TOGETHER];
+            int4 places[2];
+            if (place)
+                for (int i = 0; i < 2; ++i) places[i] = __ldg((const int4*)place + 2 * c + i);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                if (r + i < rows)
+                    v[i] = __ldcg((const uint4*)(stage.x + (integer)(r + i) * stage.k) + c);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                if (r + i >= rows) break;
+                half_bits* row = xs + (r + i) * stride;
+                if (place) scatter(v[i], places, first * 8, (end - first) * 8, row);
+                else if (c >= first && c < end) *(uint4*)(row + (c - first) * 8) = v[i];
+                if (!stage.norm) continue;
+                float x[8];
+                pairs_of(v[i], x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) square[i] += x[e] * x[e];
+            }
+        }
+        if (!stage.norm) continue;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            if (r + i >= rows) break;
+            for (int o = 16; o; o >>= 1) square[i] += __shfl_xor_sync(~0u, square[i], o);
+            if (lane == 0) squares[r + i][warp] = square[i];
+        }
+    }
+    __syncthreads();
+    if (!stage.norm) return;
+    if (warp < rows) {
+        float square = squares[warp][lane % CTA_WARPS];
+        for (int o = CTA_WARPS / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+        if (lane == 0) sizes[warp] = rsqrtf(square / stage.k + stage.eps);
+    }
+    __syncthreads();
+    for (int c = first + threadIdx.x; c < end; c += 32 * CTA_WARPS) {
+        const uint4 weights = __ldg((const uint4*)stage.norm + c);
+        const u32 weight[4] = {weights.x, weights.y, weights.z, weights.w};
+#pragma unroll 1
+        for (int r = 0; r < rows; ++r) {
+            uint4* at = (uint4*)(xs + r * stride + (c - first) * 8);
+            const float size = sizes[r];
+            float x[8];
+            pairs_of(*at, x);
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                w[i] = times(halves(x[2 * i] * size, x[2 * i + 1] * size), weight[i]);
+            *at = {w[0], w[1], w[2], w[3]};
+        }
+    }
+    __syncthreads();
+}
