@@ -1,5 +1,5 @@
-// What lies between products: norms, rotation, gates, rows put where they are kept. W: numbers that a
-// thread reads and writes at once, 8 where all that it has lies at multiples of 16 bytes, or 1.
+// What lies between products: norms, rotation, gates, rows put where they are kept. W: numbers that
+// a thread reads and writes at once, 8 where all of it lies at multiples of 16 bytes, or 1.
 #include "exl2.cuh"
 #include "activations.cuh"
 #include "early.cuh"
@@ -84,8 +84,8 @@ struct Heads {  // x and y (b, heads, t, head_dim); steps are from one to the ne
     integer table_row_step, table_place_step;  // of cosines and sines fp32 (b or 1, t, half)
 };
 
-// Heads x fp16, of any strides but the last, → y with the same ones; the first 2 · half dimensions are
-// rotated. A CTA has heads of one place, a thread W pairs, or W numbers that stay as they are:
+// Heads x fp16, of any strides but the last, → y with the same ones; the first 2 · half dimensions
+// are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that stay as they are:
 // blockIdx is the place, the piece of the heads, the row.
 template <int W>
 __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines, const float* sines,
