@@ -20,6 +20,7 @@ from exl2flow.kernels.compiler import ATTENTION_WARPS, THREADS, launch, limits
 from exl2flow.kernels.product import filled
 
 HEAD_DIMS = (64, 128)
+PUT_THREADS = 256  # of a CTA that copies 16 bytes with each
 MOST_HEADS = 16  # query heads of a key head
 MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
 TILES_APART = 2  # a warp of a part has as many tiles of 16 positions, at full length
@@ -47,6 +48,13 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
 
 
 def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
+    if rows.element is Element.HALF and rows.width % UNIT == 0 and x.data_ptr() % 16 == 0:
+        pieces = rows.width // 8
+        launch(
+            "elementwise.cu", "put_rows", (len(slots), -(-pieces // PUT_THREADS)),
+            x, slots, rows.data, pieces, threads=PUT_THREADS, early=True,
+        )  # fmt: skip
+        return
     units = padded_width(rows.width) // UNIT
     grid = (len(slots), -(-units // (THREADS // 32)))
     element = list(Element).index(rows.element)

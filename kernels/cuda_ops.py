@@ -50,7 +50,7 @@ class CudaOps(TorchOps):
 
     rms_norm = staticmethod(cuda_steps.rms_norm)
     rotate = staticmethod(cuda_steps.rotate)
-    reordered = staticmethod(cuda_steps.reordered)
+    gated = staticmethod(cuda_steps.gated)
     lay_out = staticmethod(cuda_packed.lay_out)
     lay_out_scales = staticmethod(cuda_packed.lay_out_scales)
     write_cache = staticmethod(cuda_cache.write_cache)

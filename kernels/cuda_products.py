@@ -11,28 +11,30 @@ import torch
 from exl2flow.core.config import tuning_file
 from exl2flow.core.files import digest_of
 from exl2flow.kernels import packed
-from exl2flow.kernels.compiler import OPTIONS, THREADS, launch, limits, source
+from exl2flow.kernels.compiler import OPTIONS, launch, limits, source
 from exl2flow.kernels.cuda_packed import panel_table
-from exl2flow.kernels.cuda_steps import reordered, rms_norm
+from exl2flow.kernels.cuda_steps import gated, reordered, rms_norm
 from exl2flow.kernels.cuda_timing import ColdTimer
 from exl2flow.kernels.ops import FEW_ROWS
-from exl2flow.kernels.packed import PackedMatrix, Product
+from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 from exl2flow.kernels.product import WARPS, Plan, filled, most_rows, plan_of
 from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
+
+DECODE_WARPS = 8  # of a CTA that decodes, each with a tile of one panel
 
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     """See `Ops.decode_packed`."""
-    k, columns = matrix.shape
-    decoded = torch.empty(columns, k, dtype=torch.float16, device=matrix.codes.device)
-    table, _ = panel_table(matrix.groups, matrix.codes.device)
-    grid = (len(matrix.codes), -(-len(table) // (THREADS // 32)))
+    (k, columns), tiles, device = matrix.shape, len(matrix.codes), matrix.codes.device
+    decoded = torch.empty(k, TILE * tiles, dtype=torch.float16, device=device)
+    table, _ = panel_table(matrix.groups, device)
     launch(
-        "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2", grid,
-        matrix.codes, matrix.scales, table, decoded, k, columns, 4 * matrix.codes.shape[1],
-        len(matrix.groups),
+        "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2",
+        (-(-tiles // DECODE_WARPS), len(table)),
+        matrix.codes, matrix.scales, table, matrix.order, decoded, len(table), tiles,
+        4 * matrix.codes.shape[1], len(matrix.groups), threads=32 * DECODE_WARPS,
     )  # fmt: skip
-    return decoded
+    return decoded[:, :columns]
 
 
 def multiply(
@@ -41,7 +43,9 @@ def multiply(
     """See `Ops.multiply`."""
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     if len(x) > FEW_ROWS or not is_one_form:
-        return packed.multiply(x, products, hidden, rms_norm, _decoded_product)
+        return packed.multiply(
+            x, products, hidden, rms_norm=rms_norm, gated=gated, product=_decoded_product
+        )
     most = most_rows(limits(x.device.index)[1])
     if len(x) > most:
         parts = [
@@ -56,7 +60,7 @@ def multiply(
     found: list[torch.Tensor] = []
     for index, product in enumerate(products):
         if index:
-            x = reordered(found[0], product.order)
+            x = found[0]
         found, after = multiply(x, [product], hidden)
         hidden = after if product.adds else hidden
     return found, found[0] if hidden is None else hidden
@@ -65,6 +69,7 @@ def multiply(
 def _launched(
     plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    x = reordered(x.contiguous(), products[0].order)
     argument = plan.argument.copy()
     found: list[torch.Tensor] = []
     is_chain, used = len(products) > 1, [x]  # until it is launched: stages must not share memory
@@ -94,7 +99,7 @@ def _launched(
 
 
 def _decoded_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    return x @ decode_packed(matrix).T
+    return x @ decode_packed(matrix)
 
 
 _PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionary()

@@ -1,62 +1,77 @@
-"""Between the products of a decoding step, on a GPU: kernels for fp16 without gradients."""
+"""Between products, on a GPU: kernels for fp16 without gradients."""
 
 import numpy as np
 import torch
 
 from exl2flow.kernels import torch_steps
-from exl2flow.kernels.compiler import THREADS, launch
-from exl2flow.kernels.ops import FEW_ROWS
+from exl2flow.kernels.compiler import NORM_PIECES, THREADS, launch
 
-NORM_THREADS = 512
-ROTATE_THREADS = 64
-MOST_ROW = 48 << 10  # bytes that a CTA has in shared memory on any device
+STEP_THREADS, NORM_THREADS = 256, 512
+MOST_THREADS = 1024  # of a CTA
+WIDE = 8  # numbers of 16 bytes
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Ops.rms_norm`."""
     if not _is_plain(x, weight):
         return torch_steps.rms_norm(x, weight, eps)
-    x = x.contiguous()
-    y, d = torch.empty_like(x), x.shape[-1]
-    threads = min(NORM_THREADS, -(-d // 32) * 32)
-    launch(
-        "elementwise.cu", "rms_norm", (x.numel() // d,), x, weight, y, d, np.float32(eps),
-        threads=threads, early=True,
-    )  # fmt: skip
+    y = _room_like(x)
+    if y is None:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+    d, where = x.shape[-1], (x.data_ptr(), weight, y.data_ptr())
+    rows, of_row = x.numel() // d, _whole_warps(-(-d // (WIDE * NORM_PIECES)))
+    if _is_wide(d, x, weight) and of_row <= MOST_THREADS:
+        threads = THREADS if of_row == 32 else of_row
+        launch(
+            "elementwise.cu", "rms_norm_8", (-(-rows * of_row // threads),),
+            *where, rows, d // WIDE, np.float32(eps), of_row, threads=threads, early=True,
+        )  # fmt: skip
+    else:
+        launch(
+            "elementwise.cu", "rms_norm", (rows,), *where, d, np.float32(eps),
+            threads=min(NORM_THREADS, _whole_warps(d)), early=True,
+        )  # fmt: skip
     return y
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See `Ops.rotate`."""
-    if not _is_plain(x) or x.stride(-1) != 1:
+    y = _room_like(x) if _is_plain(x) else None
+    if y is None:
         return torch_steps.rotate(x, cos, sin)
-    y = torch.empty_like(x)
-    b, heads, t, head_dim = x.shape
-    if y.stride() != x.stride():  # x has gaps
-        return torch_steps.rotate(x, cos, sin)
-    of_row = cos.stride(0) if cos.dim() == 4 else 0
+    (b, heads, t, head_dim), half = x.shape, cos.shape[-1]
+    of_row, steps = cos.stride(0) if cos.dim() == 4 else 0, x.stride()[:3]
+    is_wide = _is_wide(half, x, cos, sin) and all(n % WIDE == 0 for n in (head_dim, *steps))
+    width = WIDE if is_wide else 1
+    units = heads * (head_dim - half) // width  # pairs, and what is not rotated
+    threads = min(STEP_THREADS, _whole_warps(units))
     launch(
-        "elementwise.cu", "rotate", (b * heads * t,),
-        x.data_ptr(), cos, sin, y.data_ptr(), heads, t, head_dim, cos.shape[-1], *x.stride()[:3],
-        of_row, cos.stride(-2), threads=ROTATE_THREADS, early=True,
+        "elementwise.cu", f"rotate_{width}", (t, -(-units // threads), b),
+        x.data_ptr(), cos, sin, y.data_ptr(), heads, head_dim, half, *steps, of_row,
+        cos.stride(-2), threads=threads, early=True,
+    )  # fmt: skip
+    return y
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `Ops.gated`."""
+    if not _is_plain(gate, up) or gate.shape != up.shape:
+        return torch_steps.gated(gate, up, activation)
+    gate, up = gate.contiguous(), up.contiguous()
+    y, width = torch.empty_like(gate), WIDE if _is_wide(gate.numel(), gate, up) else 1
+    count = gate.numel() // width
+    launch(
+        "elementwise.cu", f"gated_{activation}_{width}", (-(-count // STEP_THREADS),),
+        gate, up, y, count, threads=STEP_THREADS, early=True,
     )  # fmt: skip
     return y
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """See `Ops.reordered`."""
-    if not _is_plain(x) or not x.is_contiguous():
-        return torch_steps.reordered(x, order)
+    """Return x[:, order] of few rows fp16 (r, d), and int64 (d,)."""
     y, d = torch.empty_like(x), x.shape[-1]
-    rows = x.numel() // d
-    if rows <= FEW_ROWS or d % 8 or 2 * d > MOST_ROW:
-        grid = (rows, -(-d // THREADS))
-        launch("elementwise.cu", "reorder", grid, x, order, y, d, early=True)
-    else:
-        launch(
-            "elementwise.cu", "reorder_rows", (-(-rows // FEW_ROWS),),
-            x, order, y, rows, d, FEW_ROWS, threads=NORM_THREADS, shared=2 * d, early=True,
-        )  # fmt: skip
+    launch("elementwise.cu", "reorder", (len(x), -(-d // THREADS)), x, order, y, d, early=True)
     return y
 
 
@@ -64,3 +79,18 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     is_half = all(x.dtype == torch.float16 and x.numel() > 0 for x in tensors)
     return is_half and not needs_gradient
+
+
+def _room_like(x: torch.Tensor) -> torch.Tensor | None:
+    """Return room for a result that lies as x does; None unless rows of x fill its memory."""
+    y = torch.empty_like(x)
+    return y if x.stride(-1) == 1 and y.stride() == x.stride() else None
+
+
+def _is_wide(d: int, *tensors: torch.Tensor) -> bool:
+    """Tell whether so many numbers, and where tensors begin, are of whole pieces of 16 bytes."""
+    return d % WIDE == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def _whole_warps(threads: int) -> int:
+    return -(-threads // 32) * 32

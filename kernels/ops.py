@@ -229,7 +229,7 @@ class Ops(CacheOps, Protocol):
         ...
 
     def decode_packed(self, matrix: PackedMatrix) -> torch.Tensor:
-        """Return a packed matrix as fp16 (columns, k), in the order of its rows."""
+        """Return a packed matrix as fp16 (k, columns), its rows in the order of the in-features."""
         ...
 
     def multiply(
@@ -241,7 +241,7 @@ class Ops(CacheOps, Protocol):
         """Return x Q + bias of packed matrices, sums in fp32, and so on with what comes out.
 
         Args:
-            x: fp16 (rows, k), in the order of the rows of the first product's matrices.
+            x: fp16 (rows, k).
             products: each reads the result of the one before; up to three matrices each, one
                 result but for the last.
             hidden: fp16 (rows, columns), to which results are added; None: zeros.
@@ -256,8 +256,8 @@ class Ops(CacheOps, Protocol):
         """Return x / sqrt(mean(x²) + eps) · weight over the last axis, the division in fp32."""
         ...
 
-    def reordered(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Return x[..., order] of x fp16 (…, d) and int64 (d,)."""
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return activation(gate) · up, each rounded to the dtype of both; of `ACTIVATIONS`."""
         ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

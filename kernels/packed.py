@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
-from exl2flow.kernels.activations import ACTIVATIONS
 from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS, Group
 
 TILE = 32  # columns
@@ -208,29 +207,31 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     halves = torch.tensor([group.half_range for group in matrix.groups], device=scales.device)
     lower = halves.half()[:, None].expand_as(scales) if zeros is None else zeros
     values = (unpack_codes(matrix).half() - lower[of_row]) * scales[of_row]
-    return values.T[: matrix.columns].contiguous()
+    return torch.empty_like(values).index_copy_(0, matrix.order, values)[:, : matrix.columns]
 
 
 def multiply(
     x: torch.Tensor,
     products: Sequence[Product],
     hidden: torch.Tensor | None,
+    *,
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+    gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
     product: Callable[[torch.Tensor, PackedMatrix], torch.Tensor],
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Do what `Ops.multiply` says, with a norm and a product as they are on a device."""
+    """Do what `Ops.multiply` says, with norm, gate and product as they are on a device."""
     found: list[torch.Tensor] = []
     for index, p in enumerate(products):
         if index:
-            x = found[0].index_select(1, p.order)
+            x = found[0]
         if p.norm is not None:
-            x = rms_norm(x, p.norm[p.order], p.eps)
+            x = rms_norm(x, p.norm, p.eps)
         found = [product(x, matrix) for matrix in p.matrices]
         found = [
             y if m.bias is None else y + m.bias for y, m in zip(found, p.matrices, strict=True)
         ]
         if p.activation:
-            found = [ACTIVATIONS[p.activation](found[0]) * found[1]]
+            found = [gated(found[0], found[1], p.activation)]
         if p.adds:
             found = [found[0] if hidden is None else found[0] + hidden]
             hidden = found[0]
@@ -238,8 +239,8 @@ def multiply(
 
 
 def exact_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """Return x Q, fp16 (r, columns), of x in the order of its rows; sums in fp32."""
-    return (x.float() @ decode_packed(matrix).float().T).half()
+    """Return x Q, fp16 (r, columns); sums in fp32."""
+    return (x.float() @ decode_packed(matrix).float()).half()
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:

@@ -45,14 +45,17 @@ class TorchOps:
     attend_step = staticmethod(torch_cache.attend_step)
     decode_packed = staticmethod(packed.decode_packed)
     rms_norm = staticmethod(torch_steps.rms_norm)
-    reordered = staticmethod(torch_steps.reordered)
+    gated = staticmethod(torch_steps.gated)
     rotate = staticmethod(torch_steps.rotate)
 
     def multiply(
         self, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """See `Ops.multiply`."""
-        return packed.multiply(x, products, hidden, self.rms_norm, packed.exact_product)
+        return packed.multiply(
+            x, products, hidden,
+            rms_norm=self.rms_norm, gated=self.gated, product=packed.exact_product,
+        )  # fmt: skip
 
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]

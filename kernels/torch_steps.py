@@ -2,6 +2,8 @@
 
 import torch
 
+from exl2flow.kernels.activations import ACTIVATIONS
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Ops.rms_norm`."""
@@ -10,9 +12,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed.to(x.dtype) * weight
 
 
-def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """See `Ops.reordered`."""
-    return x.index_select(-1, order)
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `Ops.gated`."""
+    return ACTIVATIONS[activation](gate) * up
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

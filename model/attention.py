@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl2flow.kernels import Product
-from exl2flow.model.linear import Linear, maps, narrowed
+from exl2flow.model.linear import Linear, narrowed
 from exl2flow.model.norms import RmsNorm
 from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTable, rope_table
@@ -96,7 +96,7 @@ class AttentionSublayer:
 
     def project(self, normed: torch.Tensor) -> Projected:
         """Apply the q, k and v projections."""
-        q, k, v = maps([self.linears[name] for name in INPUTS], normed)
+        q, k, v = (self.linears[name](normed) for name in INPUTS)
         return Projected(q=q, k=k, v=v)
 
     def attend(

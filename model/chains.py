@@ -44,15 +44,12 @@ class Chains:
     ) -> torch.Tensor:
         """Map hidden states fp16 (b, t, hidden) to those that the head reads; see `Sublayer`."""
         shape, ops = hidden.shape, get_ops(hidden.device)
-        states = hidden.reshape(-1, shape[-1])
-        x = ops.reordered(states, self.products[0][0].order)
-        for sublayer, chain, following in zip(
-            self.attentions, self.products, self.products[1:], strict=False
-        ):
+        x = states = hidden.reshape(-1, shape[-1])
+        for sublayer, chain in zip(self.attentions, self.products, strict=False):
             found, states = ops.multiply(x, chain, states)
             q, k, v = (y.view(*shape[:-1], -1) for y in found)
             layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
             inner = sublayer.attend(Projected(q=q, k=k, v=v), start=start, cache=layer)
-            x = ops.reordered(inner.reshape(-1, inner.shape[-1]), following[0].order)
+            x = inner.reshape(-1, inner.shape[-1])
         _, states = ops.multiply(x, self.products[-1], states)
         return states.view(shape)

@@ -46,8 +46,8 @@ class Head:
         """Return logits fp32 (b, t, v) of the last sublayer's output (b, t, hidden)."""
         if self._product is None or hidden.dtype != torch.float16:
             return self.linear(self.normed(hidden)).float()
-        ops, flat = get_ops(hidden.device), hidden.reshape(-1, hidden.shape[-1])
-        [logits], _ = ops.multiply(ops.reordered(flat, self._product.order), [self._product])
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        [logits], _ = get_ops(hidden.device).multiply(flat, [self._product])
         return logits.view(*hidden.shape[:-1], -1).float()
 
 

@@ -3,7 +3,7 @@
 Padding is cut from the weight when a map is built, so outputs have exactly `out_features` columns.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -125,33 +125,13 @@ class PackedLinear:
     @property
     def weight(self) -> torch.Tensor:
         """The decoded matrix fp16 (n, k), made anew."""
-        decoded = get_ops(self.matrix.codes.device).decode_packed(self.matrix)
-        return torch.empty_like(decoded).index_copy_(1, self.matrix.order, decoded)
+        return get_ops(self.matrix.codes.device).decode_packed(self.matrix).T
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
-        return maps([self], x)[0]
-
-    def of_ordered(self, x: torch.Tensor) -> torch.Tensor:
-        """Map rows fp16 (r, k), in the order of the matrix's rows, to (r, n)."""
-        [y], _ = get_ops(x.device).multiply(x, [self._product])
-        return y
-
-
-def maps(linears: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
-    """Return what maps make of the same input, which is brought to an order of rows once."""
-    ordered: dict[int, torch.Tensor] = {}
-    found = []
-    for linear in linears:
-        if not isinstance(linear, PackedLinear):
-            found.append(linear(x))
-            continue
-        order = linear.matrix.order
-        if id(order) not in ordered:
-            flat = narrowed(x).reshape(-1, x.shape[-1])
-            ordered[id(order)] = get_ops(x.device).reordered(flat, order)
-        found.append(linear.of_ordered(ordered[id(order)]).view(*x.shape[:-1], -1).to(x.dtype))
-    return found
+        flat = narrowed(x).reshape(-1, x.shape[-1])
+        [y], _ = get_ops(x.device).multiply(flat, [self._product])
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
 class RowOrders:

@@ -2,9 +2,9 @@
 
 import torch
 
-from exl2flow.kernels import ACTIVATIONS, Product
+from exl2flow.kernels import Product, get_ops
 from exl2flow.model.attention import LayerCache
-from exl2flow.model.linear import Linear, maps
+from exl2flow.model.linear import Linear
 from exl2flow.model.norms import RmsNorm
 from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTable
@@ -37,11 +37,12 @@ class MlpSublayer:
         self, normed: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return the gated product, (b, t, intermediate)."""
-        return self.gated(*maps([self.linears[name] for name in INPUTS], normed))
+        gate, up = (self.linears[name](normed) for name in INPUTS)
+        return self.gated(gate, up)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Combine the outputs of gate and up, (b, t, intermediate) each."""
-        return ACTIVATIONS[self.activation](gate) * up
+        return get_ops(gate.device).gated(gate, up, self.activation)
 
     def products(self) -> tuple[Product | None, Product | None]:
         """See `Sublayer.products`."""

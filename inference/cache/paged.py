@@ -1,5 +1,7 @@
 """Keys and values in pages of 256 tokens, in any format of `CACHE_FORMATS`."""
 
+from collections.abc import Iterator
+
 import torch
 
 from exl2flow.core.errors import ConfigError
@@ -11,7 +13,6 @@ from exl2flow.kernels import (
     LayerStore,
     get_ops,
     slots_at,
-    slots_of,
 )
 from exl2flow.model import ModelSpec, RopeTable, attend
 
@@ -24,6 +25,7 @@ class Places:
         self.lengths = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
         self.slots = self.next_slots()
         self._stands_at = 0
+        self._between: dict[tuple[int, int], torch.Tensor] = {}
 
     def stand_at(self, length: int) -> None:
         """Set lengths and slots for the next token of every sequence, once for all layers."""
@@ -34,6 +36,16 @@ class Places:
     def forget(self) -> None:
         """Note that lengths and slots are those of a recording."""
         self._stands_at = -1
+
+    def slots_between(self, begin: int, end: int) -> torch.Tensor:
+        """Return the slots of positions `begin` to `end` of each sequence, int64 (b, t)."""
+        if (begin, end) not in self._between:
+            if len(self._between) > 1:  # all layers ask for those held and for those that come
+                self._between.clear()
+            positions = torch.arange(begin, end, device=self.tables.device)
+            positions = positions.expand(len(self.tables), -1)
+            self._between[begin, end] = slots_at(self.tables, positions)
+        return self._between[begin, end]
 
     def next_slots(self) -> torch.Tensor:
         """Return the slot of the next position of each sequence, int64 (b,)."""
@@ -76,17 +88,19 @@ class PagedLayer(CountedLayer):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """Attend with many tokens: to a copy of what is stored, and to themselves."""
-        tables, end = self.places.tables, self.length + k.shape[-2]
-        held = [
-            self._ops.read_cache(self.store, slots_of(table, 0, self.length)) for table in tables
-        ]
-        keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*held, strict=True))
-        for row, table in enumerate(tables):
-            slots = slots_of(table, self.length, end)
-            self._ops.write_cache(self.store, slots, *(x[row].transpose(0, 1) for x in (k, v)))
-        k = torch.cat((keys.to(k.dtype), k), dim=2)
-        v = torch.cat((values.to(v.dtype), v), dim=2)
+        end = self.length + k.shape[-2]
+        slots = self.places.slots_between(self.length, end)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]  # (b · t, kv_heads, head_dim)
+        if self.length:
+            k, v = (torch.cat(both, dim=2) for both in zip(self._held(k), (k, v), strict=True))
+        self._ops.write_cache(self.store, slots.flatten(), *rows)
         return attend(q, k, v, scale=scale, window=window)
+
+    def _held(self, k: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield keys and values that are stored, (b, kv_heads, length, head_dim), of k's dtype."""
+        slots = self.places.slots_between(0, self.length)
+        for x in self._ops.read_cache(self.store, slots.flatten()):
+            yield x.view(*slots.shape, *x.shape[1:]).transpose(1, 2).to(k.dtype)
 
 
 class PagedCache(LayeredCache[PagedLayer]):

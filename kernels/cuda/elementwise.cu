@@ -1,11 +1,31 @@
-// What lies between the products of a decoding step: norms and rotation.
+// What lies between products: norms, rotation, gates, rows put where they are kept. W: numbers that
+// a thread reads and writes at once, 8 where all of it lies at multiples of 16 bytes, or 1.
 #include "exl2.cuh"
+#include "activations.cuh"
 #include "early.cuh"
+
+template <int W> struct __align__(2 * W) Halves { half_bits of[W]; };
+template <int W> struct __align__(W < 4 ? 4 * W : 16) Floats { float of[W]; };
+
+// The sum over the threads of a row: a warp, or the CTA, which has room for 32 numbers.
+__device__ __forceinline__ float sum_of_row(float value, int threads, float* room) {
+    for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
+    if (threads == 32) return value;
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0.0f;
+    for (int w = 0; w < threads / 32; ++w) value += room[w];
+    return value;
+}
+
+__device__ __forceinline__ half_bits normed(half_bits x, float size, half_bits weight) {
+    return to_half(from_half(to_half(from_half(x) * size)) * from_half(weight));
+}
 
 // x fp16 (rows, d) → RN16(RN16(x · size) · weight): a CTA has a row.
 extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight, half_bits* y,
                                     integer d, float eps) {
-    __shared__ float sums[32];
+    __shared__ float room[32];
     let_the_next_begin();
     wait_for_input();
     x += blockIdx.x * d;
@@ -15,40 +35,140 @@ extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight,
         const float value = from_half(x[i]);
         square += value * value;
     }
-    for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = square;
-    __syncthreads();
-    square = 0.0f;
-    for (int w = 0; w < (int)blockDim.x / 32; ++w) square += sums[w];
-    const float size = rsqrtf(square / d + eps);
-    for (int i = threadIdx.x; i < d; i += blockDim.x)
-        y[i] = to_half(from_half(to_half(from_half(x[i]) * size)) * from_half(weight[i]));
+    const float size = rsqrtf(sum_of_row(square, blockDim.x, room) / d + eps);
+    for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = normed(x[i], size, weight[i]);
 }
 
-// Heads x fp16 (b, h, t, head_dim), of any strides but the last, → y with the same ones. The first
-// 2 · half dimensions are rotated by cosines and sines fp32 (b or 1, t, half). Steps are from one to
-// the next of b, h and t in x, and of b and t in the table.
-extern "C" __global__ void rotate(const half_bits* x, const float* cosines, const float* sines,
-                                  half_bits* y, integer heads, integer t, integer head_dim,
-                                  integer half, integer row_step, integer head_step,
-                                  integer place_step, integer table_row_step,
-                                  integer table_place_step) {
+// The same, read once: a row of `pieces` of 8 numbers has 32 threads or those of the CTA, each of
+// which keeps its own.
+extern "C" __global__ void rms_norm_8(const Halves<8>* x, const Halves<8>* weight, Halves<8>* y,
+                                      integer rows, integer pieces, float eps, integer threads) {
+    __shared__ float room[32];
     let_the_next_begin();
     wait_for_input();
-    const integer place = blockIdx.x % t, head = blockIdx.x / t % heads;
-    const integer row = blockIdx.x / t / heads;
-    const integer at = row * row_step + head * head_step + place * place_step;
-    const integer angle = row * table_row_step + place * table_place_step;
-    for (int i = threadIdx.x; i < head_dim; i += blockDim.x) {
-        if (i >= 2 * half) {
-            y[at + i] = x[at + i];
-        } else if (i < half) {
-            const float first = from_half(x[at + i]), second = from_half(x[at + half + i]);
-            const float c = cosines[angle + i], s = sines[angle + i];
-            y[at + i] = to_half(__fsub_rn(__fmul_rn(first, c), __fmul_rn(second, s)));
-            y[at + half + i] = to_half(__fadd_rn(__fmul_rn(second, c), __fmul_rn(first, s)));
+    const int together = blockDim.x / (int)threads, first = threadIdx.x % (int)threads;
+    const integer row = (integer)blockIdx.x * together + threadIdx.x / (int)threads;
+    if (row >= rows) return;
+    x += row * pieces;
+    y += row * pieces;
+    Halves<8> kept[NORM_PIECES];
+    float square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < NORM_PIECES; ++j) {
+        const int i = first + j * (int)threads;
+        if (i < pieces) kept[j] = x[i];
+    }
+#pragma unroll
+    for (int j = 0; j < NORM_PIECES; ++j) {
+        if (first + j * (int)threads >= pieces) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float value = from_half(kept[j].of[i]);
+            square += value * value;
         }
     }
+    const float size = rsqrtf(sum_of_row(square, threads, room) / (8 * pieces) + eps);
+#pragma unroll
+    for (int j = 0; j < NORM_PIECES; ++j) {
+        const int i = first + j * (int)threads;
+        if (i >= pieces) continue;
+        const Halves<8> w = weight[i];
+#pragma unroll
+        for (int n = 0; n < 8; ++n) kept[j].of[n] = normed(kept[j].of[n], size, w.of[n]);
+        y[i] = kept[j];
+    }
+}
+
+struct Heads {  // x and y (b, heads, t, head_dim); steps are from one to the next of b, h and t
+    integer heads, head_dim, half, row_step, head_step, place_step;
+    integer table_row_step, table_place_step;  // of cosines and sines fp32 (b or 1, t, half)
+};
+
+// Heads x fp16, of any strides but the last, → y with the same ones; the first 2 · half dimensions
+// are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that stay as they are:
+// blockIdx is the place, the piece of the heads, the row.
+template <int W>
+__device__ __forceinline__ void rotate(const half_bits* x, const float* cosines, const float* sines,
+                                       half_bits* y, const Heads& h) {
+    let_the_next_begin();
+    wait_for_input();
+    const int pairs = (int)h.half / W, units = ((int)h.head_dim - (int)h.half) / W;
+    const int unit = blockIdx.y * blockDim.x + threadIdx.x, head = unit / units, i = unit % units;
+    if (head >= h.heads) return;
+    const integer at = blockIdx.z * h.row_step + head * h.head_step + blockIdx.x * h.place_step;
+    if (i >= pairs) {
+        const integer from = at + h.half + (integer)i * W;
+        *(Halves<W>*)(y + from) = *(const Halves<W>*)(x + from);
+        return;
+    }
+    const integer low = at + i * W, high = low + h.half;
+    const integer angle = blockIdx.z * h.table_row_step + blockIdx.x * h.table_place_step + i * W;
+    Halves<W> first = *(const Halves<W>*)(x + low), second = *(const Halves<W>*)(x + high);
+    constexpr int F = W < 4 ? W : 4;
+#pragma unroll
+    for (int part = 0; part < W; part += F) {
+        const Floats<F> c = *(const Floats<F>*)(cosines + angle + part);
+        const Floats<F> s = *(const Floats<F>*)(sines + angle + part);
+#pragma unroll
+        for (int n = 0; n < F; ++n) {
+            const float a = from_half(first.of[part + n]), b = from_half(second.of[part + n]);
+            first.of[part + n] = to_half(__fsub_rn(__fmul_rn(a, c.of[n]), __fmul_rn(b, s.of[n])));
+            second.of[part + n] = to_half(__fadd_rn(__fmul_rn(b, c.of[n]), __fmul_rn(a, s.of[n])));
+        }
+    }
+    *(Halves<W>*)(y + low) = first;
+    *(Halves<W>*)(y + high) = second;
+}
+
+#define ROTATE(W)                                                                                 \
+    extern "C" __global__ void rotate_##W(const half_bits* x, const float* cosines,               \
+                                          const float* sines, half_bits* y, integer heads,        \
+                                          integer head_dim, integer half, integer row_step,       \
+                                          integer head_step, integer place_step,                  \
+                                          integer table_row_step, integer table_place_step) {     \
+        rotate<W>(x, cosines, sines, y,                                                           \
+                  {heads, head_dim, half, row_step, head_step, place_step, table_row_step,        \
+                   table_place_step});                                                            \
+    }
+ROTATE(1)
+ROTATE(8)
+
+// gate and up fp16 → RN16(RN16(activation(gate)) · up), `count` of W numbers.
+template <int W, int ACTIVATION>
+__device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up, Halves<W>* y,
+                                      integer count) {
+    let_the_next_begin();
+    wait_for_input();
+    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    Halves<W> value = gate[i];
+    const Halves<W> other = up[i];
+#pragma unroll
+    for (int n = 0; n < W; ++n) {
+        const float open = from_half(to_half(activated(ACTIVATION, from_half(value.of[n]))));
+        value.of[n] = to_half(open * from_half(other.of[n]));
+    }
+    y[i] = value;
+}
+
+#define GATED_BY(NAME, ACTIVATION, W)                                                             \
+    extern "C" __global__ void gated_##NAME##_##W(const Halves<W>* gate, const Halves<W>* up,     \
+                                                  Halves<W>* y, integer count) {                  \
+        gated<W, ACTIVATION>(gate, up, y, count);                                                 \
+    }
+#define GATED(NAME, ACTIVATION) GATED_BY(NAME, ACTIVATION, 1) GATED_BY(NAME, ACTIVATION, 8)
+GATED(silu, 1)
+GATED(gelu, 2)
+GATED(gelu_tanh, 3)
+GATED(relu, 4)
+
+// x (t, pieces) → rows `slots` int64 (t,) of `data`, in pieces of 16 bytes: blockIdx.x is a row.
+extern "C" __global__ void put_rows(const uint4* x, const integer* slots, uint4* data,
+                                    integer pieces) {
+    let_the_next_begin();
+    wait_for_input();
+    const integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < pieces) data[slots[blockIdx.x] * pieces + i] = x[blockIdx.x * pieces + i];
 }
 
 // x fp16 (rows, d) → y[i] = x[order[i]]: blockIdx.x is a row, blockIdx.y a piece of it.
@@ -58,26 +178,4 @@ extern "C" __global__ void reorder(const half_bits* x, const integer* order, hal
     let_the_next_begin();
     wait_for_input();
     if (i < d) y[blockIdx.x * d + i] = x[blockIdx.x * d + from];
-}
-
-// The same for many rows: a CTA has `together` of them, each of which lies in its shared memory while
-// it is put in order; a thread has the same places of all, eight side by side. d: a multiple of 8.
-extern "C" __global__ void reorder_rows(const half_bits* x, const integer* order, half_bits* y,
-                                        integer rows, integer d, integer together) {
-    extern __shared__ __align__(16) half_bits row[];
-    let_the_next_begin();
-    wait_for_input();
-    const integer first = blockIdx.x * together;
-    for (integer r = first; r < min(rows, first + together); ++r) {
-        for (integer c = threadIdx.x; c < d / 8; c += blockDim.x)
-            ((uint4*)row)[c] = ((const uint4*)(x + r * d))[c];
-        __syncthreads();
-        for (integer c = threadIdx.x; c < d / 8; c += blockDim.x) {
-            unsigned pairs[4];
-            for (int i = 0; i < 4; ++i)
-                pairs[i] = row[order[8 * c + 2 * i]] | (unsigned)row[order[8 * c + 2 * i + 1]] << 16;
-            ((uint4*)(y + r * d))[c] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-        }
-        __syncthreads();
-    }
 }

@@ -1,9 +1,9 @@
-"""Norms and rotation of a decoding step on the GPU against the torch twins."""
+"""What lies between products on the GPU against the torch twins."""
 
 import pytest
 import torch
 
-from exl2flow.kernels import get_ops
+from exl2flow.kernels import ACTIVATIONS, cuda_steps, get_ops
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -11,45 +11,88 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 
-@pytest.mark.parametrize("d", [8, 64, 100, 4096, 28672])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (0, 4)])
-def test_rows_are_normed(shape: tuple[int, int], d: int) -> None:
-    x, weight = torch.randn(*shape, d, device=DEVICE).half(), torch.rand(d, device=DEVICE).half()
+def layouts(*shape: int) -> list[torch.Tensor]:
+    """Return fp16 tensors of a shape: dense, with axes exchanged, with gaps, at odd addresses."""
+    b, t, heads, d = shape
+    dense = torch.randn(*shape, device=DEVICE).half()
+    odd = torch.randn(dense.numel() + 1, device=DEVICE).half()[1:].view(shape)
+    gaps = torch.randn(b, t + 1, heads, d + 8, device=DEVICE).half()[:, 1:, :, 8:]
+    return [dense, dense.view(b, heads, t, d).transpose(1, 2), odd, gaps]
 
-    found = get_ops(DEVICE).rms_norm(x, weight, 1e-5)
 
-    torch.testing.assert_close(found, TORCH_OPS.rms_norm(x, weight, 1e-5), rtol=2e-3, atol=1e-6)
+@pytest.mark.parametrize("d", [1, 8, 64, 100, 128, 1024, 1032, 4096, 28672, 32776])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (0, 4, 1)])
+def test_rows_are_normed(shape: tuple[int, int, int], d: int) -> None:
+    weight = torch.rand(d, device=DEVICE).half()
+
+    for x in layouts(*shape, d):
+        found = get_ops(DEVICE).rms_norm(x, weight, 1e-5)
+
+        torch.testing.assert_close(found, TORCH_OPS.rms_norm(x, weight, 1e-5), rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (128, 64), (96, 16), (256, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "half"),
+    [(64, 32), (128, 64), (96, 16), (256, 128), (80, 20), (104, 24), (100, 32), (6, 2)],
+)
 @pytest.mark.parametrize("per_row", [False, True])
 def test_heads_are_rotated(head_dim: int, half: int, per_row: bool) -> None:
-    b, heads, t = 3, 5, 1 if per_row else 9
-    x = torch.randn(b, t, heads, head_dim, device=DEVICE).half().transpose(1, 2)
+    b, heads, t = 3, 40, 1 if per_row else 9
     angles = torch.rand(*((b, 1, t, half) if per_row else (t, half)), device=DEVICE) * 6
     cos, sin = angles.cos(), angles.sin()
 
-    for heads_of in (x, x.contiguous(), x[..., :4, :, :]):
-        found = get_ops(DEVICE).rotate(heads_of, cos, sin)
+    for x in layouts(b, heads, t, head_dim):
+        for heads_of in (x, x[:, :4]):
+            found = get_ops(DEVICE).rotate(heads_of, cos, sin)
 
-        assert torch.equal(found, TORCH_OPS.rotate(heads_of, cos, sin))
+            assert torch.equal(found, TORCH_OPS.rotate(heads_of, cos, sin))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("d", [1, 100, 11008])
+def test_gates_open(d: int, activation: str) -> None:
+    for gate, up in zip(layouts(2, 3, 5, d), reversed(layouts(2, 3, 5, d)), strict=True):
+        gate.mul_(4)
+        found = get_ops(DEVICE).gated(gate, up, activation)
+
+        # two fp16 steps; 1 + erf(x) keeps nothing below a step of fp32
+        expected = TORCH_OPS.gated(gate, up, activation)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
+
+
+def test_silu_is_as_exact_as_torch_s() -> None:
+    every = torch.arange(-(2**15), 2**15, device=DEVICE).short().view(torch.float16)
+    gate = every[every.isfinite()]
+    up = torch.ones_like(gate)
+
+    found = get_ops(DEVICE).gated(gate, up, "silu")
+
+    expected = TORCH_OPS.gated(gate, up, "silu")
+    steps = found.view(torch.int16).int() - expected.view(torch.int16).int()
+    assert steps.abs().max() <= 1
+
+
+def test_what_is_not_a_number_stays_none() -> None:
+    gate = torch.full((8,), float("nan"), device=DEVICE).half()
+    for activation in ACTIVATIONS:
+        assert get_ops(DEVICE).gated(gate, torch.ones_like(gate), activation).isnan().all()
 
 
 def test_what_needs_gradients_is_left_to_torch() -> None:
     ops, x = get_ops(DEVICE), torch.randn(1, 2, 3, 64, device=DEVICE).half().requires_grad_()
     weight, angles = torch.ones(64, device=DEVICE).half(), torch.rand(3, 32, device=DEVICE)
 
-    normed = ops.rms_norm(x, weight, 1e-5)
+    normed = ops.gated(ops.rms_norm(x, weight, 1e-5), x, "silu")
     ops.rotate(normed, angles.cos(), angles.sin()).float().sum().backward()
 
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 100])
+@pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("d", [96, 4096, 11008, 100, 28672])
 def test_places_are_put_in_another_order(rows: int, d: int) -> None:
-    x, order = torch.randn(rows, d, device="cuda").half(), torch.randperm(d, device="cuda")
+    x, order = torch.randn(rows, d, device=DEVICE).half(), torch.randperm(d, device=DEVICE)
 
-    found = get_ops("cuda").reordered(x, order)
+    found = cuda_steps.reordered(x, order)
 
     assert torch.equal(found, x[:, order])

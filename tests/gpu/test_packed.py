@@ -72,7 +72,7 @@ def check(matrix: PackedMatrix, rows: int) -> None:
 
     [y], _ = ops.multiply(x, [product])
 
-    expected = x.double() @ decode_packed(matrix).double().T
+    expected = x.double() @ decode_packed(matrix).double()
     error = (y.double() - expected).norm() / expected.norm()
     assert error <= TOLERANCE, (matrix.shape, rows, float(error))
     assert torch.equal(ops.multiply(x, [product])[0][0], y)
@@ -102,6 +102,7 @@ def test_gptq_matrices_are_multiplied(rows: int) -> None:
 def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None:
     kinds = [(4096, (4, 128)), (1024, (6, 32)), (100, (3, 64)), (64, (8, 128)), (352, (5, 32))]
     matrices = [packed(4096, n, kind) for n, kind in kinds]
+    matrices = [replace(matrix, order=matrices[0].order) for matrix in matrices]
     x = torch.randn(rows, 4096, device=DEVICE).half()
 
     found = [
@@ -111,7 +112,7 @@ def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None
     ]
 
     for matrix, y in zip(matrices, found, strict=True):
-        expected = x.double() @ decode_packed(matrix).double().T
+        expected = x.double() @ decode_packed(matrix).double()
         assert (y.double() - expected).norm() <= TOLERANCE * expected.norm()
 
 
@@ -123,7 +124,10 @@ def test_a_product_gates_another_and_is_added(
 ) -> None:
     k, n = shape
     gate, up = (packed(k, n, kind, (5, 64)) for kind in ((4, 128), (3, 32)))
-    gate, up = (m.cut(n, torch.randn(n, device=DEVICE).half()) for m in (gate, up))
+    gate, up = (
+        replace(m.cut(n, torch.randn(n, device=DEVICE).half()), order=gate.order)
+        for m in (gate, up)
+    )
     x, residual = torch.randn(rows, k, device=DEVICE).half() / 8, torch.randn(rows, n).half()
     residual = residual.to(DEVICE)
     ops = get_ops(DEVICE)
@@ -132,14 +136,14 @@ def test_a_product_gates_another_and_is_added(
     [gated], _ = ops.multiply(x, [product])
     [added], _ = ops.multiply(x, [Product(matrices=(up,), adds=True)], residual)
 
-    low, high = (x.double() @ decode_packed(m).double().T + m.bias.double() for m in (gate, up))
+    low, high = (x.double() @ decode_packed(m).double() + m.bias.double() for m in (gate, up))
     expected = ACTIVATIONS[activation](low) * high
     assert (gated.double() - expected).norm() <= TOLERANCE * expected.norm()
     assert (added.double() - high - residual).norm() <= TOLERANCE * (high + residual).norm()
     assert torch.equal(ops.multiply(x, [product])[0][0], gated)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 40])
 @pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
 def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> None:
     def norm() -> torch.Tensor:
@@ -147,6 +151,7 @@ def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> N
 
     gate, up = (packed(hidden, mlp, kind, (5, 64)) for kind in ((4, 128), (3, 32)))
     inputs = [packed(hidden, n, (bits, 128)) for n, bits in ((hidden, 4), (64, 6), (32, 2))]
+    inputs = [replace(matrix, order=inputs[0].order) for matrix in inputs]
     chain = [
         Product(matrices=(packed(hidden, hidden, (4, 128), (3, 32)),), adds=True),
         Product(

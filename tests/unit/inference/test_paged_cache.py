@@ -10,7 +10,9 @@ from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.cache.paged import PagedCache
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, slots_of
+from exl2flow.kernels.torch_cache import read_cache
+from exl2flow.kernels.torch_ops import TorchOps
 from exl2flow.model import step_table
 
 TOKENS = PAGE_TOKENS + 20
@@ -80,6 +82,39 @@ def test_what_is_forgotten_is_written_again(model: LoadedModel) -> None:
     found, expected = (model.decoder.forward(ids[:, 40:], c) for c in (cache, again))
 
     assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_a_prompt_reads_no_empty_cache(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+
+    def seen(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        read.append(slots.tolist())
+        return read_cache(store, slots)
+
+    monkeypatch.setattr(TorchOps, "read_cache", staticmethod(seen))
+    ids, cache = torch.randint(0, model.spec.vocab_size, (2, 9)), cache_of(model, "q8", batch=2)
+
+    model.decoder.forward(ids, cache)
+    assert read == []
+    model.decoder.forward(ids[:, :3], cache)
+
+    second = 2 * PAGE_TOKENS  # the first slot of the second sequence
+    held = [*range(9), *range(second, second + 9)]
+    assert read == [held] * model.spec.num_layers
+
+
+def test_slots_are_found_once_for_all_layers(model: LoadedModel) -> None:
+    places = cache_of(model, "q8", batch=2).places
+
+    held, new = places.slots_between(0, 300), places.slots_between(300, 310)
+
+    assert places.slots_between(0, 300) is held
+    assert places.slots_between(300, 310) is new
+    for table, *rows in zip(places.tables, held, new, strict=True):
+        assert torch.equal(torch.cat(rows), slots_of(table, 0, 310))
+    places.slots_between(310, 311)
+    assert len(places._between) == 1
 
 
 def test_a_full_cache_says_so(model: LoadedModel) -> None:

@@ -116,14 +116,13 @@ def test_decoded_columns_are_those_of_the_file() -> None:
     found = OPS.decode_packed(matrix.cut(50))
 
     expected = OPS.decode(codes, OPS.decode_scales(scale_codes, maxima), matrix.groups)
-    assert torch.equal(found, expected.T[:50])
+    assert found.shape == (512, 50)
+    assert torch.equal(found[matrix.order], expected[:, :50])
 
 
 def plain(matrix: PackedMatrix) -> torch.Tensor:
-    """Return the map fp32 (columns, k) of in-features in their own order."""
-    weight = torch.empty(matrix.columns, len(matrix.order))
-    weight[:, matrix.order] = OPS.decode_packed(matrix).float()
-    return weight
+    """Return the matrix fp32 (k, columns) of in-features in their own order."""
+    return OPS.decode_packed(matrix).float()
 
 
 def of_order(order: torch.Tensor, *, n: int = 64, bias: bool = False) -> PackedMatrix:
@@ -135,13 +134,14 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=4e-3, atol=4e-3)
 
 
-def test_rows_are_multiplied_in_the_order_of_the_matrix() -> None:
-    matrix, *_ = exl2()
+def test_in_features_meet_the_rows_that_are_theirs() -> None:
+    matrix, codes, scale_codes, maxima = exl2()
     x = torch.randn(3, len(matrix.order)).half()
 
-    [y], last = OPS.multiply(OPS.reordered(x, matrix.order), [Product(matrices=(matrix,))])
+    [y], last = OPS.multiply(x, [Product(matrices=(matrix,))])
 
-    close(y, x.float() @ plain(matrix).T)
+    by_row = OPS.decode(codes, OPS.decode_scales(scale_codes, maxima), matrix.groups)
+    close(y, x[:, matrix.order].float() @ by_row.float())
     assert last is y
 
 
@@ -151,11 +151,11 @@ def test_matrices_of_a_product_share_what_is_normalized() -> None:
     x, weight = torch.randn(3, 512).half(), torch.rand(512).half()
     product = Product(matrices=matrices, norm=weight, eps=1e-2)
 
-    found, _ = OPS.multiply(OPS.reordered(x, order), [product])
+    found, _ = OPS.multiply(x, [product])
 
     normed = OPS.rms_norm(x, weight, 1e-2).float()
     for y, matrix in zip(found, matrices, strict=True):
-        close(y, normed @ plain(matrix).T + (0 if matrix.bias is None else matrix.bias))
+        close(y, normed @ plain(matrix) + (0 if matrix.bias is None else matrix.bias))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -165,10 +165,10 @@ def test_the_first_matrix_gates_the_second(activation: str) -> None:
     x = torch.randn(3, 512).half() / 8
     product = Product(matrices=(gate, up), activation=activation)
 
-    [y], _ = OPS.multiply(OPS.reordered(x, order), [product])
+    [y], _ = OPS.multiply(x, [product])
 
-    low = x.float() @ plain(gate).T + gate.bias.float()
-    close(y, ACTIVATIONS[activation](low) * (x.float() @ plain(up).T))
+    low = x.float() @ plain(gate) + gate.bias.float()
+    close(y, ACTIVATIONS[activation](low) * (x.float() @ plain(up)))
 
 
 @pytest.mark.parametrize("has_hidden", [False, True])
@@ -181,13 +181,11 @@ def test_a_chain_goes_on_with_what_comes_out(has_hidden: bool) -> None:
         Product(matrices=(third,), adds=True),
     ]
 
-    [y], last = OPS.multiply(
-        OPS.reordered(x, first.order), chain, hidden.half() if has_hidden else None
-    )
+    [y], last = OPS.multiply(x, chain, hidden.half() if has_hidden else None)
 
-    states = x.float() @ plain(first).T + (hidden if has_hidden else 0)
-    between = OPS.rms_norm(states.half(), weight, 1e-5).float() @ plain(second).T
-    expected = states + between @ plain(third).T
+    states = x.float() @ plain(first) + (hidden if has_hidden else 0)
+    between = OPS.rms_norm(states.half(), weight, 1e-5).float() @ plain(second)
+    expected = states + between @ plain(third)
     assert last is y
     assert (y.float() - expected).norm() <= 2e-3 * expected.norm()
 
@@ -202,14 +200,14 @@ def test_a_product_that_adds_nothing_leaves_the_hidden_state() -> None:
 
 
 def test_gptq_scales_and_zeros_come_back() -> None:
-    groups, n = groups_of((4, 128), (4, 64)), 96
+    groups, n, order = groups_of((4, 128), (4, 64)), 96, torch.randperm(192)
     scales, zeros = torch.rand(2, n).half(), torch.randint(0, 17, (2, n)).half()
     codes = random_codes(groups, n)
     matrix = PackedMatrix(
         codes=pack_codes(codes, groups),
         scales=pack_zeros(scales, zeros),
         groups=groups,
-        order=torch.arange(192),
+        order=order,
         columns=n,
     )
 
@@ -221,4 +219,4 @@ def test_gptq_scales_and_zeros_come_back() -> None:
     assert torch.equal(found[1], zeros)
     of_row = torch.arange(192) // 128
     expected = (codes.half() - zeros[of_row]) * scales[of_row]
-    assert torch.equal(OPS.decode_packed(matrix), expected.T)
+    assert torch.equal(OPS.decode_packed(matrix)[order], expected)
