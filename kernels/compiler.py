@@ -21,6 +21,7 @@ from exl2flow.kernels.packed import TILE
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # of a CTA where each thread has a column
 ATTENTION_WARPS = 8  # of a CTA that attends
+DECODE_WARPS = 8  # of a CTA that decodes, each with a tile of one panel
 NORM_PIECES = 4  # of 8 numbers, that a thread keeps of a row
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
@@ -38,6 +39,7 @@ DEFINITIONS = {
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_TILES": product.MOST_TILES,
     "ATTENTION_WARPS": ATTENTION_WARPS,
+    "DECODE_WARPS": DECODE_WARPS,
     "PAGE_TOKENS": PAGE_TOKENS,
     "NORM_PIECES": NORM_PIECES,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,

@@ -11,7 +11,7 @@ import torch
 from exl2flow.core.config import tuning_file
 from exl2flow.core.files import digest_of
 from exl2flow.kernels import packed
-from exl2flow.kernels.compiler import OPTIONS, launch, limits, source
+from exl2flow.kernels.compiler import DECODE_WARPS, OPTIONS, launch, limits, source
 from exl2flow.kernels.cuda_packed import panel_table
 from exl2flow.kernels.cuda_steps import gated, reordered, rms_norm
 from exl2flow.kernels.cuda_timing import ColdTimer
@@ -19,8 +19,6 @@ from exl2flow.kernels.ops import FEW_ROWS
 from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 from exl2flow.kernels.product import WARPS, Plan, filled, most_rows, plan_of
 from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
-
-DECODE_WARPS = 8  # of a CTA that decodes, each with a tile of one panel
 
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
@@ -69,8 +67,9 @@ def multiply(
 def _launched(
     plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    x = reordered(x.contiguous(), products[0].order)
-    argument = plan.argument.copy()
+    argument, x = plan.argument.copy(), x.contiguous()
+    if not argument["stages"][0]["place"]:
+        x = reordered(x, products[0].order)
     found: list[torch.Tensor] = []
     is_chain, used = len(products) > 1, [x]  # until it is launched: stages must not share memory
     for stage, product in zip(argument["stages"], products, strict=False):

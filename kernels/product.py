@@ -139,9 +139,10 @@ def plan_of(
         kept += _fill(entry, product, division, following, rows, device)
         filled(entry, share_at=share_at, scale_at=scale_at)
         share_at, scale_at = share_at + division.words, scale_at + division.scales
-    place = torch.argsort(products[0].order).int()
-    filled(argument["stages"][0], place=place)
-    kept.append(place)
+    if rows <= ROWS:  # more are brought to this order before
+        place = torch.argsort(products[0].order).int()
+        filled(argument["stages"][0], place=place)
+        kept.append(place)
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(division.parts for division in divisions),

@@ -1,8 +1,6 @@
 // Matrices as they lie on the card, decoded: what is multiplied where rows are many.
 #include "packed.cuh"
 
-#define WARPS 8  // of a CTA: as many tiles, beside each other, of one panel
-
 // A warp decodes a panel of a tile to shared memory, [row][32 columns]. Pieces of 8 columns change
 // places with the row, so that lanes do not meet in a bank.
 template <int B, bool GPTQ>
@@ -32,9 +30,9 @@ template <bool GPTQ>
 __device__ __forceinline__ void decode(const byte* codes, const byte* scales, const integer* table,
                                        const integer* order, half_bits* y, int panels, int tiles,
                                        integer tile_bytes, int groups) {
-    __shared__ __align__(16) half_bits shared[WARPS][PANEL_ROWS][TILE_COLUMNS];
+    __shared__ __align__(16) half_bits shared[DECODE_WARPS][PANEL_ROWS][TILE_COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, panel = blockIdx.y;
-    const int tile = blockIdx.x * WARPS + warp;
+    const int tile = blockIdx.x * DECODE_WARPS + warp;
     if (tile >= tiles) return;
     table += panel * 3, order += panel * PANEL_ROWS;
     codes += tile * tile_bytes + table[1] * 128;
@@ -61,9 +59,9 @@ __device__ __forceinline__ void decode(const byte* codes, const byte* scales, co
 }
 
 // y (panels · 32, tiles · 32), rows where `order` puts them; table int64 (panels, 3): bits, place of
-// the codes in 128 bytes, group. Grid (tiles / WARPS, panels).
+// the codes in 128 bytes, group. Grid (tiles / warps, panels): a CTA has tiles beside each other.
 #define DECODE(NAME, GPTQ)                                                                         \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                       \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)                                \
         NAME(const byte* codes, const byte* scales, const integer* table, const integer* order,    \
              half_bits* y, integer panels, integer tiles, integer tile_bytes, integer groups) {    \
         decode<GPTQ>(codes, scales, table, order, y, panels, tiles, tile_bytes, groups);           \

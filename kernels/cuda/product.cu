@@ -2,6 +2,7 @@
 // warps have equal shares of their panels. docs/concepts/decoding.md tells who computes what.
 #include "panels.cuh"
 #include "input.cuh"
+#include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
 
@@ -61,15 +62,6 @@ __device__ __forceinline__ bool is_last(int* arrived, int parts) {
     }
     __syncthreads();
     return before == parts - 1;
-}
-
-__device__ __forceinline__ float activated(int activation, float x) {
-    switch (activation) {
-        case 1: return x / (1.0f + __expf(-x));
-        case 2: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-        case 3: return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-        default: return fmaxf(x, 0.0f);
-    }
 }
 
 // Whose tiles a CTA has: the first of two matrices whose tiles alternate, or one of those beside.

@@ -227,6 +227,7 @@ def test_the_first_input_is_brought_to_the_order_of_the_rows() -> None:
     order = products[0].order
     assert torch.equal(pointed(plan, first["place"])[order], torch.arange(len(order)).int())
     assert second["place"] == 0
+    assert case_of(products, 9, H200).plan.argument["stages"][0]["place"] == 0
 
 
 def test_a_norm_lies_in_the_order_of_the_rows() -> None:
