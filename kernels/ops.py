@@ -15,7 +15,7 @@ from exl2flow.kernels.streams import kept, sent
 
 MOST_COLUMNS = 1024  # of a block of the output factor; torch's code for wider ones waits for a GPU
 CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
-FEW_ROWS = 16  # up to these a product reads the codes of a packed matrix themselves
+FEW_ROWS = 32  # up to these a product reads the codes of a packed matrix themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,16 +168,21 @@ def test_a_plan_is_made_once_for_so_many_rows(
     assert len(launches) == 4
 
 
-def test_a_device_of_little_memory_has_fewer_rows_at_once(
-    launches: list, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limits", "most"), [(H200, 16), ((128, 99 << 10), 8)])
+def test_a_launch_has_as_many_rows_as_there_is_memory_for(
+    launches: list, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], most: int
 ) -> None:
-    monkeypatch.setattr(cuda_products, "limits", lambda device: (128, 99 << 10))
-    x, hidden = inputs(FEW_ROWS, 64), inputs(FEW_ROWS, 32)
+    monkeypatch.setattr(cuda_products, "limits", lambda device: limits)
+    x, hidden = inputs(FEW_ROWS - 1, 64), inputs(FEW_ROWS - 1, 32)
 
     [y], last = multiply(x, [product(matrix(64, 32, (4, 32)), adds=True)], hidden)
 
-    stages = [argument["stages"][0] for argument, _ in launches]
-    assert [argument["rows"] for argument, _ in launches] == [8, 8]
-    assert [stage["x"] for stage in stages] == where(x, x[8:])
-    assert [stage["of"][0]["residual"] for stage in stages] == where(hidden, hidden[8:])
-    assert y.shape == last.shape == (FEW_ROWS, 32)
+    firsts, stages = range(0, len(x), most), [argument["stages"][0] for argument, _ in launches]
+    assert [argument["rows"] for argument, _ in launches] == [
+        min(most, len(x) - first) for first in firsts
+    ]
+    assert [stage["x"] for stage in stages] == where(*(x[first:] for first in firsts))
+    assert [stage["of"][0]["residual"] for stage in stages] == where(
+        *(hidden[first:] for first in firsts)
+    )
+    assert y.shape == last.shape == (FEW_ROWS - 1, 32)

@@ -75,7 +75,7 @@ def decoder_of(spec: ModelSpec, *, dtype: torch.dtype = torch.float16) -> Decode
 
 
 def cache_of(spec: ModelSpec, *, batch: int = 1) -> ContiguousCache:
-    return ContiguousCache(spec, batch=batch, max_tokens=32, dtype=torch.float16, device="cpu")
+    return ContiguousCache(spec, batch=batch, max_tokens=64, dtype=torch.float16, device="cpu")
 
 
 def one_by_one(
