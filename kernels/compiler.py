@@ -20,7 +20,8 @@ from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # of a CTA where each thread has a column
-ATTENTION_WARPS = 8  # of a CTA that attends
+ATTENTION_WARPS = 8  # of a CTA that attends, at most
+ATTENTION_STEP = 12 << 10  # bytes of 32 positions that a warp takes together; of more it takes 16
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
 
 DEFINITIONS = {
@@ -37,6 +38,7 @@ DEFINITIONS = {
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_TILES": product.MOST_TILES,
     "ATTENTION_WARPS": ATTENTION_WARPS,
+    "ATTENTION_STEP": ATTENTION_STEP,
     "PAGE_TOKENS": PAGE_TOKENS,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
     "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,
