@@ -18,16 +18,23 @@ from exl2flow.kernels.cache_formats import (
     LayerStore,
     padded_width,
 )
-from exl2flow.kernels.compiler import ATTENTION_STEP, ATTENTION_WARPS, THREADS, launch, limits
+from exl2flow.kernels.compiler import (
+    ATTENTION_HEADS,
+    ATTENTION_STEP,
+    ATTENTION_WARPS,
+    THREADS,
+    launch,
+    limits,
+)
 from exl2flow.kernels.product import filled
 
 WIDTHS = (64, 128, 256)  # elements of a position that a kernel reads: units that hold a head
 HEAD_STEP = 16  # head dims are multiples of it, for copies have 16 bytes
-HEADS = 8  # query heads of a CTA
 MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
 APART = 256  # positions of a part, at least, at full length
 MOST_STAGES = 4  # steps that a warp has under way
-SHARED_BESIDE = 18 << 10  # bytes of shared memory that are not for stages, at most
+CTAS = 1  # of a multiprocessor, at full length
+SHARED_BESIDE = 18 << 10  # bytes of a CTA's shared memory that are not for stages, at most
 CALL = np.dtype(
     [
         (name, np.uint64)
@@ -160,19 +167,19 @@ def _attend(
     (b, _, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
     width = _width(head_dim)
     assert width is not None
-    parts = -(-heads // (kv_heads * HEADS))
+    parts = -(-heads // (kv_heads * ATTENTION_HEADS))
     processors, most_shared = limits(q.device.index)
     splits = min(
         MOST_SPLITS,
-        max(1, processors // (b * kv_heads * parts)),  # one CTA per multiprocessor
+        max(1, CTAS * processors // (b * kv_heads * parts)),
         max(1, pages * PAGE_TOKENS // APART),
     )
     warps, stages, shared = _stages(
-        store, width, -(-pages * PAGE_TOKENS // splits), most_shared - SHARED_BESIDE
+        store, width, -(-pages * PAGE_TOKENS // splits), most_shared // CTAS - SHARED_BESIDE
     )
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
-    partial = torch.empty(b, kv_heads, parts, splits, HEADS, width + 2, device=q.device)
+    partial = torch.empty(b, kv_heads, parts, splits, ATTENTION_HEADS, width + 2, device=q.device)
     filled(
         call,
         q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,

@@ -1,55 +1,17 @@
-// Attention of one new token per sequence to a paged cache, which is read as it is stored. A CTA has
-// a part of the positions of a sequence, a head of keys and up to 8 of its query heads; its warps
-// take a step of 16 or 32 positions at a time. Positions are the rows of tensor cores' first operand,
-// then elements of values are, heads the columns of the second: 16 codes of each are decoded for one
-// mma. Bases of codes and scales of keys leave with the scores, scales of values are in the weights.
-// Rotated elements are never rotated back: the queries are rotated once, and the sum of the values.
-// With angles it rotates the positions of queries and of the new key, and stores key and value.
+// Attention of one new token per sequence to a paged cache, which is read as it is stored. A CTA
+// has a part of the positions of a sequence, a head of keys and up to 8 of its query heads; its
+// warps take 16 or 32 positions at a time. Positions are the rows of tensor cores' first operand,
+// then elements of values are; heads are the columns of the second. Bases of codes and scales of
+// keys leave with the scores, scales of values are in the weights. Rotated elements are never
+// rotated back: the queries are rotated once, and the sum of the values. With angles it rotates the
+// positions of queries and of the new key, and stores key and value.
 #include "packed.cuh"
 #include "cache_tiles.cuh"
 #include "early.cuh"
+#include "attention_parts.cuh"
 
-#define HEADS 8  // query heads of a CTA
-#define NOTHING -1e28f
-#define HIDDEN -1e30f  // less, so that its weight is 0 even where nothing was seen
+#define HIDDEN -1e30f  // less than NOTHING, so that its weight is 0 even where nothing was seen
 #define LOG2_E 1.44269504f
-
-// Multiply the even and the odd places of 64 numbers by H₃₂; a lane has two neighbours.
-__device__ __forceinline__ void rotate(float* two, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int s = 1; s < 32; s <<= 1) {
-            const float other = __shfl_xor_sync(~0u, two[i], s);
-            two[i] = lane & s ? other - two[i] : two[i] + other;
-        }
-}
-
-struct Call {  // fp16: q, out (b, heads, head_dim); k, v (b, kv_heads, head_dim) of the new token
-    const half_bits *q, *k, *v;
-    Rows keys, values;
-    const int *tables, *lengths;  // (b, pages); (b,)
-    float* partial;               // (b, kv_heads, parts, splits, HEADS, WIDTH + 2)
-    int* arrived;                 // (b, kv_heads, parts), zero before and after
-    half_bits* out;
-    const float *cosines, *sines;  // (b or 1, half), of the new positions; or null
-    const integer* slots;          // (b), where key and value of the new tokens go
-    int heads, kv_heads, parts;    // parts: CTAs that share the query heads of a key head
-    int head_dim, pages, splits, stages;  // stages: steps that a warp has under way
-    int window;                           // 0: none
-    int half, angle_step;                 // angle_step: from a sequence to the next
-    float scale, softcap;                 // softcap 0: none
-
-    // Element i of a head, whose position is rotated if there are angles.
-    __device__ __forceinline__ float rotated(const half_bits* x, int i, int row) const {
-        const float value = from_half(x[i]);
-        if (!cosines || i >= 2 * half) return value;
-        const float other = from_half(x[i < half ? i + half : i - half]);
-        const int angle = row * angle_step + i % half;
-        const float c = __fmul_rn(value, cosines[angle]), s = __fmul_rn(other, sines[angle]);
-        return from_half(to_half(i < half ? __fsub_rn(c, s) : __fadd_rn(c, s)));
-    }
-};
 
 // Scores as powers of 2, softcap · tanh(s / softcap) of them.
 struct Cap {
@@ -62,26 +24,28 @@ struct Cap {
     }
 };
 
-// A unit of WIDTH elements of a slot, of which the head has those from `offset` on.
+// WIDTH elements of a slot are read, of which the head has those from `offset` on.
 template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(const Call& call) {
     using Keys = Tiles<WIDTH, KE>;
     using Values = Tiles<WIDTH, VE>;
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
-    constexpr int STAGE = POSITIONS * (Keys::ROW + Values::ROW), BLOCKS = WIDTH / 16, PAIRS = WIDTH / 8;
-    constexpr int RUNS = WIDTH / 32, PART = HEADS * (WIDTH + 2);
+    constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
+    constexpr int BLOCKS = WIDTH / 16, PAIRS = WIDTH / 8, RUNS = WIDTH / 32;
+    constexpr int PART = HEADS * (WIDTH + 2);
     static_assert(STAGE >= HEADS * WIDTH * 4, "a warp's sums are where its stages were");
     extern __shared__ __align__(16) byte ring[];
     __shared__ float window[HEADS + 2][WIDTH];  // queries, new key, new value
     __shared__ __align__(16) u32 queries[HEADS][WIDTH / 2 + 4];  // pairs as a lane has them
     __shared__ float maxima[ATTENTION_WARPS][HEADS], totals[ATTENTION_WARPS][HEADS];
-    __shared__ float selves[HEADS], weights[HEADS][33];
+    __shared__ float selves[HEADS];  // scores of the new key
     __shared__ int before;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int warps = blockDim.x / 32, dim = call.head_dim;
     const int split = blockIdx.x, kv = blockIdx.y / call.parts, part = blockIdx.y % call.parts;
     const int row = blockIdx.z, group = call.heads / call.kv_heads;
     const int heads = min(HEADS, group - part * HEADS);
-    const int width = call.kv_heads * dim, offset = kv * dim % 64, first_element = kv * dim - offset;
+    const int width = call.kv_heads * dim, offset = kv * dim % 64;
+    const int first_element = kv * dim - offset;
     const u32 padded = (width + 63) / 64 * 64;
     const Keys keys(call.keys, padded, first_element, offset, offset + dim, lane);
     const Values values(call.values, padded, first_element, offset, offset + dim, lane);
@@ -102,9 +66,10 @@ template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(cons
                 pages = of_lane < end ? table[of_lane * POSITIONS / PAGE_TOKENS] : 0;
             }
             const u32 page = __shfl_sync(~0u, pages, i % 32);
-            const u32 slot = page * PAGE_TOKENS + step * POSITIONS % PAGE_TOKENS, at = shared_address(to);
-            keys.template begin<POSITIONS>(at, slot, length - step * POSITIONS, lane);
-            values.template begin<POSITIONS>(at + POSITIONS * Keys::ROW, slot, length - step * POSITIONS, lane);
+            const u32 slot = page * PAGE_TOKENS + step * POSITIONS % PAGE_TOKENS;
+            const int left = length - step * POSITIONS;
+            keys.template begin<POSITIONS>(shared_address(to), slot, left, lane);
+            values.template begin<POSITIONS>(shared_address(to) + VALUES_AT, slot, left, lane);
         }
         end_step();
     };
@@ -245,7 +210,7 @@ template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(cons
                 for (int block = 0; block < BLOCKS; ++block)
                     o[block][h] *= shrink, o[block][2 + h] *= shrink;
             }
-        stage += POSITIONS * Keys::ROW;
+        stage += VALUES_AT;
         const u32 value_at = shared_address(stage) + Values::place(lane);
 #pragma unroll
         for (int tile = 0; tile < POSITIONS / 16; ++tile) {
@@ -350,53 +315,12 @@ template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(cons
     } else {
         __syncthreads();
     }
-    float early[4];  // of the first parts, which are all where sequences are short
-    auto begin_sum = [&](int i) {
-#pragma unroll
-        for (int from = 0; from < 4; ++from)
-            early[from] = from < call.splits ? __ldcg(parts + from * PART + i) : 0.0f;
-    };
-    begin_sum(threadIdx.x);
-    for (int head = warp; head < heads; head += warps) {  // lane i knows part i
-        const float* of_lane = parts + lane * PART + HEADS * WIDTH + head;
-        const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
-        const float part_total = lane < call.splits ? __ldcg(of_lane + HEADS) : 0.0f;
-        float m = fmaxf(selves[head], part_most);
-        for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
-        const float weight = power(part_most - m), self = power(selves[head] - m);
-        float l = weight * part_total;
-        for (int other = 16; other; other >>= 1) l += __shfl_xor_sync(~0u, l, other);
-        const float share = (is_rotated<VE>() ? 1.0f / 32.0f : 1.0f) / (l + self);
-        weights[head][lane] = weight * share;
-        if (lane == 0) weights[head][32] = self / (l + self);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < heads * WIDTH; i += blockDim.x) {
-        const float* of_head = weights[i / WIDTH];
-        float sum = 0.0f;
-#pragma unroll
-        for (int from = 0; from < 4; ++from) sum += of_head[from] * early[from];
-#pragma unroll 4
-        for (int from = 4; from < call.splits; ++from)
-            sum += of_head[from] * __ldcg(parts + from * PART + i);
-        window[i / WIDTH][i % WIDTH] = sum;
-        if (i + blockDim.x < heads * WIDTH) begin_sum(i + blockDim.x);
-    }
-    __syncthreads();
-    for (int i = warp; i < heads * (WIDTH / 64); i += warps) {
-        const int head = i / (WIDTH / 64), at = i % (WIDTH / 64) * 64 + 2 * lane, e = at - offset;
-        float two[2] = {window[head][at], window[head][at + 1]};
-        if constexpr (is_rotated<VE>()) rotate(two, lane);
-        const float self = weights[head][32];
-        if (e >= 0 && e < dim)
-            *(u32*)(call.out + own_q + head * dim + e) =
-                halves(two[0] + self * new_value[at], two[1] + self * new_value[at + 1]);
-    }
+    add_parts<WIDTH, is_rotated<VE>()>(call, parts, heads, selves, window, own_q, offset);
 }
 
 #define ATTEND(NAME, WIDTH, KE, VE)                                                               \
-    extern "C" __global__ void __launch_bounds__(32 * ATTENTION_WARPS) NAME##_##WIDTH(            \
-        const __grid_constant__ Call call) {                                                      \
+    extern "C" __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)       \
+        NAME##_##WIDTH(const __grid_constant__ Call call) {                                       \
         attend<WIDTH, KE, VE>(call);                                                              \
     }
 #define FORMATS(WIDTH)                                                                            \

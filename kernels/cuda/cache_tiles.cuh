@@ -15,7 +15,8 @@ __device__ __forceinline__ float power(float x) {  // of 2; 0 below the normal n
     return r;
 }
 // Copy B bytes, or as many zeros.
-template <int B> __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_there) {
+template <int B>
+__device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_there) {
     if constexpr (B == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
@@ -82,7 +83,8 @@ template <int WIDTH, int E> struct Tiles {
         row = padded / 8 * bits_of<E>(), scale_row = padded / 16;
         const int chunk = lane % CHUNKS, elements = 128 / bits_of<E>();
         data = rows.data + first / 8 * bits_of<E>() + lane / CHUNKS * row + chunk * 16;
-        scales = (const byte*)rows.scales + first / 16 + lane / UNITS * scale_row + lane % UNITS * 4;
+        scales = (const byte*)rows.scales + first / 16 + lane % UNITS * 4;
+        scales += lane / UNITS * scale_row;
         if (is_rotated<E>()) low = 0, high = (high + 63) / 64 * 64;
         is_used = chunk * elements >= low && chunk * elements < high;
         has_scales = lane % UNITS * 64 < high;
