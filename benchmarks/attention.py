@@ -31,9 +31,9 @@ def layers_of(name: str, *, pages: int, kv_heads: int) -> list[LayerStore]:
 
 
 def measured(heads: tuple[int, int], batch: int, context: int, name: str) -> tuple[float, float]:
-    """Return megabytes of a layer, and microseconds of its attention."""
+    """Return megabytes that a layer's attention reads, and its microseconds."""
     queries, kv_heads = heads
-    pages = context // PAGE_TOKENS
+    pages = -(-context // PAGE_TOKENS)
     layers = layers_of(name, pages=batch * pages, kv_heads=kv_heads)
     tables = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
     lengths = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
@@ -45,7 +45,8 @@ def measured(heads: tuple[int, int], batch: int, context: int, name: str) -> tup
         for layer in layers:
             ops.paged_attention(q, k, v, layer, tables, lengths, scale=HEAD_DIM**-0.5)
 
-    return 1e-6 * layers[0].nbytes, 1e3 * milliseconds(step) / LAYERS
+    share = context / (pages * PAGE_TOKENS)
+    return 1e-6 * layers[0].nbytes * share, 1e3 * milliseconds(step) / LAYERS
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def main() -> None:
         size, taken = measured((queries, kv_heads), batch, context, name)
         speed = 1e3 * size / taken
         print(
-            f"| {heads} | {batch} | {context} | `{name}` | {size:.0f} | {taken:.1f} "
+            f"| {heads} | {batch} | {context} | `{name}` | {size:.1f} | {taken:.1f} "
             f"| {speed:.0f} | {speed / peak:.0%} |",
             flush=True,
         )

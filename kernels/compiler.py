@@ -20,7 +20,9 @@ from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # of a CTA where each thread has a column
-ATTENTION_WARPS = 8  # of a CTA that attends
+ATTENTION_WARPS = 8  # of a CTA that attends, at most
+ATTENTION_HEADS = 8  # query heads of it, the columns of an mma
+ATTENTION_STEP = 12 << 10  # bytes of 32 positions that a warp takes together; of more it takes 16
 DECODE_WARPS = 8  # of a CTA that decodes, each with a tile of one panel
 NORM_PIECES = 4  # of 8 numbers, that a thread keeps of a row
 GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
@@ -39,6 +41,8 @@ DEFINITIONS = {
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_TILES": product.MOST_TILES,
     "ATTENTION_WARPS": ATTENTION_WARPS,
+    "ATTENTION_HEADS": ATTENTION_HEADS,
+    "ATTENTION_STEP": ATTENTION_STEP,
     "DECODE_WARPS": DECODE_WARPS,
     "PAGE_TOKENS": PAGE_TOKENS,
     "NORM_PIECES": NORM_PIECES,

@@ -3,6 +3,8 @@
 The rest is torch on the device.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,14 +18,24 @@ from exl2flow.kernels.cache_formats import (
     LayerStore,
     padded_width,
 )
-from exl2flow.kernels.compiler import ATTENTION_WARPS, THREADS, launch, limits
+from exl2flow.kernels.compiler import (
+    ATTENTION_HEADS,
+    ATTENTION_STEP,
+    ATTENTION_WARPS,
+    THREADS,
+    launch,
+    limits,
+)
 from exl2flow.kernels.product import filled
 
-HEAD_DIMS = (64, 128)
 PUT_THREADS = 256  # of a CTA that copies 16 bytes with each
-MOST_HEADS = 16  # query heads of a key head
+WIDTHS = (64, 128, 256)  # elements of a position that a kernel reads: units that hold a head
+HEAD_STEP = 16  # head dims are multiples of it, for copies have 16 bytes
 MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
-TILES_APART = 2  # a warp of a part has as many tiles of 16 positions, at full length
+APART = 256  # positions of a part, at least, at full length
+MOST_STAGES = 4  # steps that a warp has under way
+CTAS = 1  # of a multiprocessor, at full length
+SHARED_BESIDE = 18 << 10  # bytes of a CTA's shared memory that are not for stages, at most
 CALL = np.dtype(
     [
         (name, np.uint64)
@@ -34,7 +46,10 @@ CALL = np.dtype(
     ]
     + [
         (name, np.int32)
-        for name in ("heads", "kv_heads", "pages", "splits", "window", "half", "angle_step")
+        for name in (
+            *("heads", "kv_heads", "parts", "head_dim", "pages", "splits", "stages"),
+            *("window", "half", "angle_step"),
+        )
     ]
     + [("scale", np.float32), ("softcap", np.float32)],
     align=True,
@@ -113,9 +128,36 @@ def attend_step(
 
 
 def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
-    _, tokens, heads, head_dim = q.shape
-    few = tokens == 1 and heads <= MOST_HEADS * store.kv_heads
-    return few and head_dim in HEAD_DIMS and q.dtype == torch.float16
+    _, tokens, _, head_dim = q.shape
+    return tokens == 1 and _width(head_dim) is not None and q.dtype == torch.float16
+
+
+def _width(head_dim: int) -> int | None:
+    """Return how many elements of a position a kernel reads; None if there is none."""
+    if head_dim % HEAD_STEP:
+        return None
+    reach = head_dim + UNIT - math.gcd(head_dim, UNIT)  # heads begin anywhere in a unit
+    return next((width for width in WIDTHS if width >= reach), None)
+
+
+def _stages(store: LayerStore, width: int, positions: int, room: int) -> tuple[int, int, int]:
+    """Return warps of a CTA, how many steps each has under way, and bytes of them all.
+
+    Args:
+        store: what is read.
+        width: elements of a position that are read.
+        positions: of a CTA, at most.
+        room: bytes of shared memory.
+    """
+    bits = store.keys.element.bits + store.values.element.bits
+    row = width * bits // 8
+    step = 32 if 32 * row <= ATTENTION_STEP else 16
+    stage, warps = step * (row + 32), ATTENTION_WARPS  # 16 bytes behind each key, each value
+    while warps > 1 and 2 * warps * stage > room:
+        warps //= 2
+    most = max(1, room // (warps * stage))
+    stages = min(MOST_STAGES, most, -(-positions // (warps * step)))
+    return warps, stages, warps * stages * stage
 
 
 def _attend(
@@ -131,27 +173,33 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     (b, _, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
-    processors, _ = limits(q.device.index)
+    width = _width(head_dim)
+    assert width is not None
+    parts = -(-heads // (kv_heads * ATTENTION_HEADS))
+    processors, most_shared = limits(q.device.index)
     splits = min(
         MOST_SPLITS,
-        max(1, processors // (b * kv_heads)),  # one CTA per multiprocessor
-        max(1, pages * PAGE_TOKENS // (16 * ATTENTION_WARPS * TILES_APART)),
+        max(1, CTAS * processors // (b * kv_heads * parts)),
+        max(1, pages * PAGE_TOKENS // APART),
+    )
+    warps, stages, shared = _stages(
+        store, width, -(-pages * PAGE_TOKENS // splits), most_shared // CTAS - SHARED_BESIDE
     )
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
-    partial = torch.empty(b, kv_heads, splits, MOST_HEADS, head_dim + 2, device=q.device)
+    partial = torch.empty(b, kv_heads, parts, splits, ATTENTION_HEADS, width + 2, device=q.device)
     filled(
         call,
         q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,
         values=store.values.data, value_scales=store.values.scales, tables=tables,
-        lengths=lengths, partial=partial, arrived=_counters(tables, kv_heads), out=out,
-        heads=heads, kv_heads=kv_heads, pages=pages, splits=splits, window=window or 0,
-        scale=scale, softcap=softcap or 0.0,
+        lengths=lengths, partial=partial, arrived=_counters(tables, kv_heads * parts), out=out,
+        heads=heads, kv_heads=kv_heads, parts=parts, head_dim=head_dim, pages=pages,
+        splits=splits, stages=stages, window=window or 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     kind = f"{store.keys.element.name}_{store.values.element.name}".lower()
     launch(
-        "attention.cu", f"{kind}_{head_dim}", (splits, kv_heads, b), call,
-        threads=32 * ATTENTION_WARPS, device=q.device, early=True,
+        "attention.cu", f"{kind}_{width}", (splits, kv_heads * parts, b), call,
+        threads=32 * warps, shared=shared, device=q.device, early=True,
     )  # fmt: skip
     return out
 
@@ -159,11 +207,9 @@ def _attend(
 _COUNTERS = WeakIdKeyDictionary()  # by page tables: sequences of a cache attend in one stream
 
 
-def _counters(tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return zeros int32 (b, kv_heads), which each launch leaves as zeros."""
+def _counters(tables: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return zeros int32 (b, heads), which each launch leaves as zeros."""
     if tables not in _COUNTERS:
-        _COUNTERS[tables] = torch.zeros(
-            len(tables), kv_heads, dtype=torch.int32, device=tables.device
-        )
+        _COUNTERS[tables] = torch.zeros(len(tables), heads, dtype=torch.int32, device=tables.device)
     found: torch.Tensor = _COUNTERS[tables]
     return found

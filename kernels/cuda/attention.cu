@@ -1,346 +1,337 @@
-// Attention of one new token per sequence to a paged cache, which is read as it is stored. A CTA has
-// a part of the positions of a sequence and a head of keys; its warps take 16 positions at a time,
-// whose scores and values are products of tensor cores with all query heads of that head as rows.
-// Rotated elements are never rotated back: the queries are rotated once, and the sum of the values.
-// With angles it rotates the positions of queries and of the new key, and stores key and value.
+// Attention of one new token per sequence to a paged cache, which is read as it is stored. A CTA
+// has a part of the positions of a sequence, a head of keys and up to 8 of its query heads; its
+// warps take 16 or 32 positions at a time. Positions are the rows of tensor cores' first operand,
+// then elements of values are; heads are the columns of the second. Bases of codes and scales of
+// keys leave with the scores, scales of values are in the weights. Rotated elements are never
+// rotated back: the queries are rotated once, and the sum of the values. With angles it rotates the
+// positions of queries and of the new key, and stores key and value.
 #include "packed.cuh"
-#include "cache_rows.cuh"
+#include "cache_tiles.cuh"
 #include "early.cuh"
+#include "attention_parts.cuh"
 
-#define HEADS 16  // query heads of a key head, the rows of an mma
-#define NOTHING -1e30f
+#define HIDDEN -1e30f  // less than NOTHING, so that its weight is 0 even where nothing was seen
+#define LOG2_E 1.44269504f
 
-// Multiply the even and the odd places of every 64 numbers by H₃₂; a warp.
-__device__ __forceinline__ void rotate(float* x, int count, int lane) {
-    for (int unit = 0; unit < count; unit += 64)
-        for (int odd = 0; odd < 2; ++odd) {
-            float v = x[unit + 2 * lane + odd];
-            for (int s = 1; s < 32; s <<= 1) {
-                const float other = __shfl_xor_sync(~0u, v, s);
-                v = lane & s ? other - v : v + other;
-            }
-            x[unit + 2 * lane + odd] = v;
-        }
-    __syncwarp();
-}
+// Scores as powers of 2, softcap · tanh(s / softcap) of them.
+struct Cap {
+    float most, slope;
 
-struct Call {  // fp16: q, out (b, heads, HD); k, v (b, kv_heads, HD) of the new token
-    const half_bits *q, *k, *v;
-    Rows keys, values;
-    const int *tables, *lengths;  // (b, pages); (b,)
-    float* partial;               // (b, kv_heads, splits, HEADS, HD + 2)
-    int* arrived;                 // (b, kv_heads), zero before and after
-    half_bits* out;
-    const float *cosines, *sines;  // (b or 1, half), of the new positions; or null
-    const integer* slots;          // (b), where key and value of the new tokens go
-    int heads, kv_heads, pages, splits, window;  // window 0: none
-    int half, angle_step;                        // angle_step: from a sequence to the next
-    float scale, softcap;                        // softcap 0: none
-
-    // Element i of a head, whose position is rotated if there are angles.
-    __device__ __forceinline__ float rotated(const half_bits* x, int i, int row) const {
-        const float value = from_half(x[i]);
-        if (!cosines || i >= 2 * half) return value;
-        const float other = from_half(x[i < half ? i + half : i - half]);
-        const int angle = row * angle_step + i % half;
-        const float c = __fmul_rn(value, cosines[angle]), s = __fmul_rn(other, sines[angle]);
-        return from_half(to_half(i < half ? __fsub_rn(c, s) : __fadd_rn(c, s)));
+    __device__ __forceinline__ Cap(float softcap)
+        : most(softcap * LOG2_E), slope(__fdividef(2.0f, softcap)) {}
+    __device__ __forceinline__ float operator()(float s) const {
+        return most - __fdividef(2.0f * most, 1.0f + power(s * slope));
     }
 };
 
-// What a lane reads of 16 positions, from a slot on: its quarter of the keys of positions g and
-// 8 + g, its eighth of the values of 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Those not `left` count as zero.
-template <int HD, int KE, int VE> struct Positions {
-    static constexpr int KEYS = HD / 4 * bits_of<KE>() / 32, VALUES = HD / 8 * bits_of<VE>() / 32;
-    u32 keys[2][KEYS], values[4][VALUES];
-    half_bits key_scales[2], value_scales[4];  // as they are: nothing waits for them here
-
-    __device__ __forceinline__ void read(const Call& call, integer slot, int left, int kv,
-                                         int lane) {
-        const int g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const integer at = (slot + g + 8 * i) * call.kv_heads + kv;
-            load<KEYS>(keys[i], call.keys.data + (at * 4 + t) * (KEYS * 4));
-            if constexpr (is_rotated<KE>())
-                key_scales[i] = __ldg(call.keys.scales + (at * 4 + t) * HD / 128);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int position = 2 * t + i % 2 + 8 * (i / 2);
-            const integer at = (slot + position) * call.kv_heads + kv;
-            if (position < left) {
-                load<VALUES>(values[i], call.values.data + (at * 8 + g) * (VALUES * 4));
-                if constexpr (is_rotated<VE>())
-                    value_scales[i] = __ldg(call.values.scales + (at * 8 + g) * HD / 256);
-            } else {
-                value_scales[i] = 0;
-#pragma unroll
-                for (int w = 0; w < VALUES; ++w) values[i][w] = 0;
-            }
-        }
-    }
-};
-
-template <int HD, int KE, int VE> __device__ __forceinline__ void attend(const Call& call) {
-    constexpr int QUARTER = HD / 4, EIGHTH = HD / 8;
-    using Held = Positions<HD, KE, VE>;
-    constexpr int APART = 2 * ATTENTION_WARPS;  // rows in which warps do not meet, of few heads
-    __shared__ float sums[HEADS > APART ? HEADS : APART][HD];
+// WIDTH elements of a slot are read, of which the head has those from `offset` on.
+template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(const Call& call) {
+    using Keys = Tiles<WIDTH, KE>;
+    using Values = Tiles<WIDTH, VE>;
+    constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
+    constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
+    constexpr int BLOCKS = WIDTH / 16, PAIRS = WIDTH / 8, RUNS = WIDTH / 32;
+    constexpr int PART = HEADS * (WIDTH + 2);
+    static_assert(STAGE >= HEADS * WIDTH * 4, "a warp's sums are where its stages were");
+    extern __shared__ __align__(16) byte ring[];
+    __shared__ float window[HEADS + 2][WIDTH];  // queries, new key, new value
+    __shared__ __align__(16) u32 queries[HEADS][WIDTH / 2 + 4];  // pairs as a lane has them
     __shared__ float maxima[ATTENTION_WARPS][HEADS], totals[ATTENTION_WARPS][HEADS];
-    __shared__ float new_key[HD], new_value[HD], selves[HEADS];
-    __shared__ __align__(16) u32 queries[HEADS][HD / 2 + 4];  // pairs as a lane has them
+    __shared__ float selves[HEADS];  // scores of the new key
     __shared__ int before;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int split = blockIdx.x, kv = blockIdx.y, row = blockIdx.z;
-    const int group = call.heads / call.kv_heads;
+    const int warps = blockDim.x / 32, dim = call.head_dim;
+    const int split = blockIdx.x, kv = blockIdx.y / call.parts, part = blockIdx.y % call.parts;
+    const int row = blockIdx.z, group = call.heads / call.kv_heads;
+    const int heads = min(HEADS, group - part * HEADS);
+    const int width = call.kv_heads * dim, offset = kv * dim % 64;
+    const int first_element = kv * dim - offset;
+    const u32 padded = (width + 63) / 64 * 64;
+    const Keys keys(call.keys, padded, first_element, offset, offset + dim, lane);
+    const Values values(call.values, padded, first_element, offset, offset + dim, lane);
     let_the_next_begin();
     wait_for_input();
     const int length = call.lengths[row], from = call.window ? max(0, length + 1 - call.window) : 0;
-    const int tiles = (length + 15) / 16, first = from / 16;
-    const int each = (tiles - first + call.splits - 1) / call.splits;
-    const int begin = first + split * each, end = min(tiles, begin + each);
+    const int steps = (length + POSITIONS - 1) / POSITIONS, first = from / POSITIONS;
+    const int each = (steps - first + call.splits - 1) / call.splits;
+    const int begin = first + split * each, end = min(steps, begin + each);
     const int* table = call.tables + (integer)row * call.pages;
-    auto read = [&](Held& held, int tile) {
-        if (tile >= end) return;
-        const integer page = table[tile * 16 / PAGE_TOKENS];
-        const integer slot = page * PAGE_TOKENS + tile * 16 % PAGE_TOKENS;
-        held.read(call, slot, length - tile * 16, kv, lane);
+    byte* const own = ring + warp * call.stages * STAGE;
+    int pages = 0;  // of step `lane` of 32
+    auto fetch = [&](int i, const byte* to) {
+        const int step = begin + warp + i * warps;
+        if (step < end) {
+            if (i % 32 == 0) {
+                const int of_lane = step + lane * warps;
+                pages = of_lane < end ? table[of_lane * POSITIONS / PAGE_TOKENS] : 0;
+            }
+            const u32 page = __shfl_sync(~0u, pages, i % 32);
+            const u32 slot = page * PAGE_TOKENS + step * POSITIONS % PAGE_TOKENS;
+            const int left = length - step * POSITIONS;
+            keys.template begin<POSITIONS>(shared_address(to), slot, left, lane);
+            values.template begin<POSITIONS>(shared_address(to) + VALUES_AT, slot, left, lane);
+        }
+        end_step();
     };
-    Held held, next;
-    read(held, begin + warp);
-    const integer own_q = ((integer)row * call.heads + kv * group) * HD;
-    const integer own_k = ((integer)row * call.kv_heads + kv) * HD;
-    for (int i = threadIdx.x; i < (group + 2) * HD; i += blockDim.x) {
-        const int head = i / HD, e = i % HD;
-        if (head < group) sums[head][e] = call.rotated(call.q + own_q + head * HD, e, row);
-        else if (head == group) new_key[e] = call.rotated(call.k + own_k, e, row);
-        else new_value[e] = from_half(call.v[own_k + e]);
+    for (int i = 0; i < call.stages; ++i) fetch(i, own + i * STAGE);
+    const integer own_q = ((integer)row * call.heads + kv * group + part * HEADS) * dim;
+    const integer new_row = (integer)row * width;
+    for (int i = threadIdx.x; i < (heads + 2) * WIDTH; i += blockDim.x) {
+        const int head = i / WIDTH;
+        int e = i % WIDTH - offset;
+        float value = 0.0f;
+        if (head < heads) {
+            if (e >= 0 && e < dim) value = call.rotated(call.q + own_q + head * dim, e, row);
+        } else if (e < width - kv * dim) {
+            int of = kv;  // a unit of 64 may have elements of other heads
+            for (; e < 0; e += dim) --of;
+            for (; e >= dim; e -= dim) ++of;
+            const integer at = new_row + of * dim;
+            value = head == heads ? call.rotated(call.k + at, e, row) : from_half(call.v[at + e]);
+        }
+        window[head][i % WIDTH] = value;
     }
     __syncthreads();
-    if (split == 0 && call.slots)
-        for (int unit = warp; unit < HD / 32; unit += ATTENTION_WARPS) {  // of key, of value
-            const bool is_key = unit < HD / 64;
-            const int in_head = unit % (HD / 64) * 64 + 2 * lane;
-            const float* from = (is_key ? new_key : new_value) + in_head;
+    const float *new_key = window[heads], *new_value = window[heads + 1];
+    if (split == 0 && part == 0 && call.slots)
+        for (int i = warp; i < WIDTH / 32; i += warps) {  // units of key, of value
+            const bool is_key = i < WIDTH / 64;
+            const int unit = i % (WIDTH / 64) * 64;
+            if (unit < offset || unit >= offset + dim) continue;  // begins in another head
+            const float* from = (is_key ? new_key : new_value) + unit + 2 * lane;
             const half_bits two[2] = {to_half(from[0]), to_half(from[1])};
-            const integer at = (call.slots[row] * call.kv_heads + kv) * HD + in_head;
+            const integer at = call.slots[row] * padded + first_element + unit + 2 * lane;
             store(is_key ? call.keys : call.values, is_key ? KE : VE, at, two, lane);
         }
-    for (int head = warp; head < group; head += ATTENTION_WARPS) {
+    const Cap cap(call.softcap);
+    const float scale = call.scale * LOG2_E;
+    for (int head = warp; head < heads; head += warps) {
         float s = 0.0f;  // with the new key
-        for (int i = lane; i < HD; i += 32) s += sums[head][i] * new_key[i];
+        for (int i = lane; i < WIDTH; i += 32) s += window[head][i] * new_key[i];
         for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-        s *= call.scale;
-        if (call.softcap > 0.0f) s = call.softcap * tanhf(s / call.softcap);
+        s *= scale;
+        if (call.softcap > 0.0f) s = cap(s);
         if (lane == 0) selves[head] = s;
-        if constexpr (is_rotated<KE>()) rotate(sums[head], HD, lane);
-    }
-    __syncthreads();
-    // a lane has quarter t of heads g and 8 + g; rotating twice multiplies by 32
-    const float factor = call.scale / (is_rotated<KE>() ? 32.0f : 1.0f);
-    for (int i = threadIdx.x; i < group * HD / 2; i += blockDim.x) {
-        const int head = i / (HD / 2), pair = i % (HD / 2);
-        const float* quarter = sums[head] + pair / (QUARTER / 2) * QUARTER;
-        const int in_quarter = pair % (QUARTER / 2);
-        queries[head][pair] = halves(quarter[first_of<KE>(in_quarter)] * factor,
-                                     quarter[second_of<KE>(in_quarter)] * factor);
-    }
-    __syncthreads();
-    u32 low[QUARTER / 2], high[QUARTER / 2];
-#pragma unroll
-    for (int i = 0; i < QUARTER / 2; i += 4) {
-        const uint4 none = {0, 0, 0, 0};
-        const uint4 a = g < group ? *(const uint4*)(queries[g] + t * QUARTER / 2 + i) : none;
-        const uint4 b =
-            g + 8 < group ? *(const uint4*)(queries[g + 8] + t * QUARTER / 2 + i) : none;
-        low[i] = a.x, low[i + 1] = a.y, low[i + 2] = a.z, low[i + 3] = a.w;
-        high[i] = b.x, high[i + 1] = b.y, high[i + 2] = b.z, high[i + 3] = b.w;
-    }
-
-    float o[EIGHTH][4] = {}, most[2] = {NOTHING, NOTHING}, total[2] = {};
-    auto add = [&](const Held& held, int tile) {
-        float s[2][4] = {};
-        u32 value_scales[2];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const u32 key_scale = twice(held.key_scales[n]);
-            value_scales[n] = held.value_scales[2 * n] | (u32)held.value_scales[2 * n + 1] << 16;
-#pragma unroll
-            for (int i = 0; i < QUARTER / 2; i += 2) {
-                const u32 a[4] = {low[i], high[i], low[i + 1], high[i + 1]};
-                mma(s[n], a, along<KE>(held.keys[n], i, key_scale),
-                    along<KE>(held.keys[n], i + 1, key_scale));
+        if constexpr (is_rotated<KE>())
+            for (int unit = 0; unit < WIDTH; unit += 64) {
+                float* two = window[head] + unit + 2 * lane;
+                float turned[2] = {two[0], two[1]};
+                rotate(turned, lane);
+                two[0] = turned[0], two[1] = turned[1];
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int position = tile * 16 + 8 * n + 2 * t + i % 2;
-                if (call.softcap > 0.0f) s[n][i] = call.softcap * tanhf(s[n][i] / call.softcap);
-                if (position >= length || position < from) s[n][i] = NOTHING;
-            }
-        }
-        float p[2][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {  // heads g and 8 + g
-            float m = fmaxf(s[0][2 * h], s[0][2 * h + 1]);
-            m = fmaxf(fmaxf(m, s[1][2 * h]), s[1][2 * h + 1]);
-            m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-            m = fmaxf(fmaxf(m, __shfl_xor_sync(~0u, m, 2)), most[h]);
-            const float shrink = __expf(most[h] - m);
-            most[h] = m;
-            total[h] *= shrink;
-#pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                const float score = s[v / 2][2 * h + v % 2];
-                const float weight = score <= NOTHING ? 0.0f : __expf(score - m);
-                p[v / 2][2 * h + v % 2] = weight;
-                total[h] += weight;
-            }
-#pragma unroll
-            for (int j = 0; j < EIGHTH; ++j) o[j][2 * h] *= shrink, o[j][2 * h + 1] *= shrink;
-        }
-        const u32 a[4] = {halves(p[0][0], p[0][1]), halves(p[0][2], p[0][3]),
-                          halves(p[1][0], p[1][1]), halves(p[1][2], p[1][3])};
-#pragma unroll
-        for (int j = 0; j < EIGHTH; ++j)
-            mma(o[j], a, across<VE>(held.values[0], held.values[1], j, value_scales[0]),
-                across<VE>(held.values[2], held.values[3], j, value_scales[1]));
-    };
-    constexpr bool AHEAD = sizeof(Held) <= 160;  // the next positions fit beside these
-    for (int tile = begin + warp; tile < end; tile += ATTENTION_WARPS) {
-        if constexpr (AHEAD) read(next, tile + ATTENTION_WARPS);
-        add(held, tile);
-        if constexpr (AHEAD) held = next;
-        else read(held, tile + ATTENTION_WARPS);
-    }
-
-    // o[j]: of head g elements EIGHTH · 2 t + j and EIGHTH · (2 t + 1) + j, then of head 8 + g
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        total[h] += __shfl_xor_sync(~0u, total[h], 1);
-        total[h] += __shfl_xor_sync(~0u, total[h], 2);
-        if (t == 0) maxima[warp][g + 8 * h] = most[h], totals[warp][g + 8 * h] = total[h];
-    }
-    const bool is_apart = group <= APART / ATTENTION_WARPS;  // each warp has rows of its own
-    if (!is_apart)
-        for (int i = threadIdx.x; i < HEADS * HD; i += blockDim.x) sums[i / HD][i % HD] = 0.0f;
-    __syncthreads();
-    float shrink[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float m = NOTHING;
-        for (int w = 0; w < ATTENTION_WARPS; ++w) m = fmaxf(m, maxima[w][g + 8 * h]);
-        shrink[h] = __expf(most[h] - m);
-    }
-    auto put = [&](bool adds, int first_row) {
-#pragma unroll
-        for (int j = 0; j < EIGHTH; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int head = g + 8 * (i / 2), to = EIGHTH * (2 * t + i % 2) + j;
-                if (head >= group) continue;
-                float& sum = sums[first_row + head][to];
-                sum = (adds ? sum : 0.0f) + o[j][i] * shrink[i / 2];
-            }
-    };
-    if (is_apart) {
-        put(false, warp * group);
-        __syncthreads();
-        for (int i = threadIdx.x; i < group * HD; i += blockDim.x) {
-            float sum = 0.0f;
-            for (int w = 0; w < ATTENTION_WARPS; ++w) sum += sums[w * group + i / HD][i % HD];
-            sums[i / HD][i % HD] = sum;  // what no other thread reads
-        }
-        __syncthreads();
-    } else {
-        for (int w = 0; w < ATTENTION_WARPS; ++w) {  // in the order of warps
-            if (warp == w) put(true, 0);
-            __syncthreads();
-        }
-    }
-    const integer place = ((integer)row * call.kv_heads + kv) * call.splits;
-    float* own = call.partial + (place + split) * HEADS * (HD + 2);
-    for (int i = threadIdx.x; i < group * HD; i += blockDim.x)
-        __stcg(own + i / HD * (HD + 2) + i % HD, sums[i / HD][i % HD]);
-    if (threadIdx.x < group) {
-        float m = NOTHING, l = 0.0f;
-        for (int w = 0; w < ATTENTION_WARPS; ++w) m = fmaxf(m, maxima[w][threadIdx.x]);
-        for (int w = 0; w < ATTENTION_WARPS; ++w)
-            l += totals[w][threadIdx.x] * __expf(maxima[w][threadIdx.x] - m);
-        __stcg(own + threadIdx.x * (HD + 2) + HD, m);
-        __stcg(own + threadIdx.x * (HD + 2) + HD + 1, l);
-    }
-    __threadfence();
-    __syncthreads();
-    int* arrived = call.arrived + row * call.kv_heads + kv;
-    if (threadIdx.x == 0) before = atomicAdd(arrived, 1);
-    __syncthreads();
-    if (before < call.splits - 1) return;
-    __threadfence();
-    if (threadIdx.x == 0) *arrived = 0;
-    for (int head = warp; head < group; head += ATTENTION_WARPS) {  // all parts, and the new token
-        const integer at = own_q + head * HD;
-        const float s = selves[head];
-        // lane i knows part i
-        const float* parts = call.partial + place * HEADS * (HD + 2) + head * (HD + 2);
-        const float* of_lane = parts + (integer)lane * HEADS * (HD + 2) + HD;
-        const bool is_part = lane < call.splits;
-        float early[4][HD / 32];  // of the first parts, which are all where sequences are short
-#pragma unroll
-        for (int i = 0; i < HD / 8; ++i)
-            if (i / (HD / 32) < call.splits)
-                early[i / (HD / 32)][i % (HD / 32)] =
-                    __ldcg(parts + (integer)(i / (HD / 32)) * HEADS * (HD + 2) + lane +
-                           32 * (i % (HD / 32)));
-        const float part_most = is_part ? __ldcg(of_lane) : NOTHING;
-        const float part_total = is_part ? __ldcg(of_lane + 1) : 0.0f;
-        float m = fmaxf(s, part_most);
-        for (int o = 16; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
-        const float weight = __expf(part_most - m), self = __expf(s - m);
-        float l = weight * part_total;
-        for (int o = 16; o; o >>= 1) l += __shfl_xor_sync(~0u, l, o);
-        l += self;
-        float values[HD / 32] = {};
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-            const float of_part = __shfl_sync(~0u, weight, part);
-            if (part < call.splits)
-#pragma unroll
-                for (int i = 0; i < HD / 32; ++i) values[i] += of_part * early[part][i];
-        }
-#pragma unroll 4
-        for (int part = 4; part < call.splits; ++part) {
-            const float of_part = __shfl_sync(~0u, weight, part);
-#pragma unroll
-            for (int i = 0; i < HD / 32; ++i)
-                values[i] +=
-                    of_part * __ldcg(parts + (integer)part * HEADS * (HD + 2) + lane + 32 * i);
-        }
-#pragma unroll
-        for (int i = 0; i < HD / 32; ++i) sums[head][lane + 32 * i] = values[i];
         __syncwarp();
-        if constexpr (is_rotated<VE>()) rotate(sums[head], HD, lane);
-        const float back = is_rotated<VE>() ? 1.0f / 32.0f : 1.0f;
-        for (int i = lane; i < HD; i += 32) {
-            const float value = sums[head][i] * back + self * new_value[i];
-            call.out[at + i] = to_half(value / l);
+        const float factor = scale / (is_rotated<KE>() ? 32.0f : 1.0f);  // H₃₂ twice is 32
+        for (int i = lane; i < WIDTH / 2; i += 32) {
+            const int of = i / PAIRS, pair = i % PAIRS;
+            queries[head][i] = halves(window[head][Keys::first_of(pair, of)] * factor,
+                                      window[head][Keys::second_of(pair, of)] * factor);
         }
     }
+    __syncthreads();
+    u32 q[PAIRS];  // of head g
+#pragma unroll
+    for (int i = 0; i < PAIRS; i += 4) {
+        uint4 v = {0, 0, 0, 0};
+        if (g < heads) v = *(const uint4*)(queries[g] + t * PAIRS + i);
+        q[i] = v.x, q[i + 1] = v.y, q[i + 2] = v.z, q[i + 3] = v.w;
+    }
+    float bases[RUNS][4] = {};  // less what codes are above their values, of heads 2 t and 2 t + 1
+    if constexpr (is_rotated<KE>())
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            const u32 low = center<KE>(0) ^ 0x80008000u, high = center<KE>(1) ^ 0x80008000u;
+            const u32 a[4] = {low, low, high, high};
+            mma(bases[block / 2], a, q[2 * block], q[2 * block + 1]);
+        }
+
+    float o[BLOCKS][4] = {}, most[2] = {NOTHING, NOTHING}, total[2] = {};
+    auto add = [&](const byte* stage, int step) {
+        float s[POSITIONS / 16][4];  // of positions g and 8 + g, heads 2 t and 2 t + 1
+        const u32 key_at = shared_address(stage) + Keys::place(lane);
+#pragma unroll
+        for (int tile = 0; tile < POSITIONS / 16; ++tile) {
+            u32 scales[2][RUNS / 2];
+            float sums[2][4] = {};
+            if constexpr (is_rotated<KE>())
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    Keys::read_scales(scales[i], stage + (16 * tile + 8 * i + g) * Keys::ROW);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[tile][i] = 0.0f;
+            u32 words[4];
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+                constexpr int TOGETHER = Keys::PAIRS;  // blocks of two chunks
+                if (block % TOGETHER == 0)
+                    words_of<false>(words, key_at + 16 * tile * Keys::ROW + block / TOGETHER * 32);
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    a[i] = Keys::element(words, block % TOGETHER * 2 + i / 2, i % 2);
+                const u32* b = q + 2 * block;
+                if constexpr (!is_rotated<KE>()) {
+                    mma(sums[block % 2], a, b[0], b[1]);
+                } else if (block % 2 == 0) {
+                    mma_onto(sums[0], a, b, bases[block / 2]);
+                } else {
+                    mma(sums[0], a, b[0], b[1]);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const u32 two = scales[i / 2][block / 4];
+                        s[tile][i] += sums[0][i] * from_half(two >> 16 * (block / 2 % 2));
+                    }
+                }
+            }
+            if constexpr (!is_rotated<KE>())
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[tile][i] = sums[0][i] + sums[1][i];
+        }
+        if (call.softcap > 0.0f)
+#pragma unroll
+            for (int i = 0; i < POSITIONS / 4; ++i) s[i / 4][i % 4] = cap(s[i / 4][i % 4]);
+        if (step * POSITIONS < from || (step + 1) * POSITIONS > length)
+#pragma unroll
+            for (int i = 0; i < POSITIONS / 4; ++i) {
+                const int position = step * POSITIONS + i / 2 * 8 + g;
+                if (position < from || position >= length) s[i / 4][i % 4] = HIDDEN;
+            }
+        float m[2] = {s[0][0], s[0][1]};
+#pragma unroll
+        for (int i = 2; i < POSITIONS / 4; ++i) m[i % 2] = fmaxf(m[i % 2], s[i / 4][i % 4]);
+        if (__any_sync(~0u, m[0] > most[0] || m[1] > most[1]))
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                for (int other = 4; other < 32; other *= 2)
+                    m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], other));
+                m[h] = fmaxf(m[h], most[h]);
+                const float shrink = power(most[h] - m[h]);
+                most[h] = m[h], total[h] *= shrink;
+#pragma unroll
+                for (int block = 0; block < BLOCKS; ++block)
+                    o[block][h] *= shrink, o[block][2 + h] *= shrink;
+            }
+        stage += VALUES_AT;
+        const u32 value_at = shared_address(stage) + Values::place(lane);
+#pragma unroll
+        for (int tile = 0; tile < POSITIONS / 16; ++tile) {
+            float p[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                p[i] = power(s[tile][i] - most[i % 2]);
+                total[i % 2] += p[i];
+            }
+            // weights of positions 2 t and 2 t + 1, and of 8 behind them, of head g
+            const u32 b[2] = {turned_matrix(halves(p[0], p[1])), turned_matrix(halves(p[2], p[3]))};
+            u32 scaled[RUNS][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                u32 even[RUNS / 2], odd[RUNS / 2];
+                const byte* of_row = stage + (16 * tile + 8 * i + 2 * t) * Values::ROW;
+                if constexpr (is_rotated<VE>()) {
+                    Values::read_scales(even, of_row);
+                    Values::read_scales(odd, of_row + Values::ROW);
+                }
+#pragma unroll
+                for (int run = 0; run < RUNS; ++run)
+                    scaled[run][i] =
+                        is_rotated<VE>()
+                            ? times(b[i], __byte_perm(even[run / 2], odd[run / 2],
+                                                      run % 2 ? 0x7632 : 0x5410))
+                            : b[i];
+            }
+            u32 words[4];
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+                constexpr int TOGETHER = Values::PAIRS;
+                if (block % TOGETHER == 0)
+                    words_of<true>(words,
+                                   value_at + 16 * tile * Values::ROW + block / TOGETHER * 32);
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int pair = block % TOGETHER * 2 + i % 2;
+                    a[i] = Values::element(words, pair, i / 2);
+                    if constexpr (is_rotated<VE>()) a[i] = less(a[i], center<VE>(pair % 2));
+                }
+                mma(o[block], a, scaled[block / 2][0], scaled[block / 2][1]);
+            }
+        }
+    };
+    const byte* stage = own;
+    int ahead = call.stages;
+    for (int step = begin + warp; step < end; step += warps) {
+        wait_for_step(call.stages - 1);
+        add(stage, step);
+        __syncwarp();
+        fetch(ahead++, stage);
+        stage = stage + STAGE == own + call.stages * STAGE ? own : stage + STAGE;
+    }
+
+    // o[block]: of row 2 block heads 2 t and 2 t + 1, then of row 2 block + 1
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        for (int other = 4; other < 32; other *= 2)
+            total[h] += __shfl_xor_sync(~0u, total[h], other);
+        if (g == 0) maxima[warp][2 * t + h] = most[h], totals[warp][2 * t + h] = total[h];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int head = 2 * t + h;
+        float m = NOTHING;
+        for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][head]);
+        const float shrink = power(most[h] - m);
+        if (head >= heads) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i)
+            ((float*)own)[head * WIDTH + Values::summed(i, g)] = o[i / 2][i % 2 * 2 + h] * shrink;
+    }
+    __syncthreads();
+    const integer place = (integer)row * gridDim.y + blockIdx.y;
+    float* const parts = call.partial + place * call.splits * PART;
+    float* const of_split = parts + split * PART;
+    for (int i = threadIdx.x; i < heads * WIDTH; i += blockDim.x) {
+        float sum = 0.0f;
+        for (int w = 0; w < warps; ++w)
+            sum += ((const float*)(ring + w * call.stages * STAGE))[i];
+        __stcg(of_split + i, sum);
+    }
+    if (threadIdx.x < heads) {
+        float m = NOTHING, l = 0.0f;
+        for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][threadIdx.x]);
+        for (int w = 0; w < warps; ++w)
+            l += totals[w][threadIdx.x] * power(maxima[w][threadIdx.x] - m);
+        __stcg(of_split + HEADS * WIDTH + threadIdx.x, m);
+        __stcg(of_split + HEADS * (WIDTH + 1) + threadIdx.x, l);
+    }
+    if (call.splits > 1) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) before = atomicAdd(call.arrived + place, 1);
+        __syncthreads();
+        if (before < call.splits - 1) return;
+        __threadfence();
+        if (threadIdx.x == 0) call.arrived[place] = 0;
+    } else {
+        __syncthreads();
+    }
+    add_parts<WIDTH, is_rotated<VE>()>(call, parts, heads, selves, window, own_q, offset);
 }
 
-#define ATTEND(NAME, HD, KE, VE)                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * ATTENTION_WARPS) NAME##_##HD(               \
-        const __grid_constant__ Call call) {                                                      \
-        attend<HD, KE, VE>(call);                                                                 \
+#define ATTEND(NAME, WIDTH, KE, VE)                                                               \
+    extern "C" __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)       \
+        NAME##_##WIDTH(const __grid_constant__ Call call) {                                       \
+        attend<WIDTH, KE, VE>(call);                                                              \
     }
-#define FORMATS(HD)                                                                               \
-    ATTEND(half_half, HD, HALF, HALF)                                                             \
-    ATTEND(upper_byte_upper_byte, HD, UPPER_BYTE, UPPER_BYTE)                                     \
-    ATTEND(rotated_8_rotated_8, HD, ROTATED_8, ROTATED_8)                                         \
-    ATTEND(rotated_8_rotated_4, HD, ROTATED_8, ROTATED_4)                                         \
-    ATTEND(rotated_4_rotated_4, HD, ROTATED_4, ROTATED_4)
+#define FORMATS(WIDTH)                                                                            \
+    ATTEND(half_half, WIDTH, HALF, HALF)                                                          \
+    ATTEND(upper_byte_upper_byte, WIDTH, UPPER_BYTE, UPPER_BYTE)                                  \
+    ATTEND(rotated_8_rotated_8, WIDTH, ROTATED_8, ROTATED_8)                                      \
+    ATTEND(rotated_8_rotated_4, WIDTH, ROTATED_8, ROTATED_4)                                      \
+    ATTEND(rotated_4_rotated_4, WIDTH, ROTATED_4, ROTATED_4)
 FORMATS(64)
 FORMATS(128)
+FORMATS(256)
 
 // Keys or values x fp16 (t, width) of slots int64 (t,), as `torch_cache.encode` stores them: a warp
 // has 64 elements. element: as above.

@@ -60,8 +60,8 @@ def test_rows_at_an_odd_address_are_stored() -> None:
     assert torch.equal(found.values.data, expected.values.data)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (28, 4), (32, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (28, 4), (32, 2), (3, 3)])
+@pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_a_new_token_attends_as_the_twin_does(
     name: str, head_dim: int, heads: tuple[int, int]
@@ -87,6 +87,32 @@ def test_a_new_token_attends_as_the_twin_does(
         assert torch.equal(ops.paged_attention(*inputs, **options), found)
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_a_new_token_attends_to_many_parts_in_many_steps(
+    name: str, head_dim: int, heads: tuple[int, int]
+) -> None:
+    (count, kv_heads), lengths, pages, ops = heads, (20_001, 5_000), 80, get_ops(DEVICE)
+    store = store_of(name, pages=2 * pages, kv_heads=kv_heads, head_dim=head_dim)
+    tables = torch.randperm(2 * pages, device=DEVICE).view(2, pages).int()
+    for table, length in zip(tables, lengths, strict=True):
+        k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).half()
+        torch_cache.write_cache(store, slots_of(table, 0, length), k, v)
+    q = torch.randn(2, 1, count, head_dim, device=DEVICE).half() * 2
+    k, v = torch.randn(2, 2, 1, kv_heads, head_dim, device=DEVICE).half()
+    inputs = (q, k, v, store, tables, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    for window in (None, 3_000):
+        options = {"scale": head_dim**-0.5, "window": window}
+
+        found = ops.paged_attention(*inputs, **options)
+
+        expected = torch_cache.paged_attention(*inputs, **options)
+        error = (found.float() - expected.float()).flatten(1).norm(dim=1)
+        assert (error <= 2e-3 * expected.float().flatten(1).norm(dim=1)).all(), window
+        assert torch.equal(ops.paged_attention(*inputs, **options), found)
+
+
 def test_what_no_kernel_is_made_for_is_left_to_torch() -> None:
     store = store_of("q8", pages=2, kv_heads=2, head_dim=96)
     q, (k, v) = torch.randn(1, 3, 4, 96, device=DEVICE), torch.randn(2, 1, 3, 2, 96, device=DEVICE)
@@ -100,7 +126,10 @@ def test_what_no_kernel_is_made_for_is_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (28, 4)])
-@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (128, 64), (128, 16), (96, 48)])
+@pytest.mark.parametrize(
+    ("head_dim", "half"),
+    [(64, 32), (128, 64), (128, 16), (96, 48), (80, 40), (80, 16), (256, 128)],
+)
 @pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_a_new_token_is_rotated_and_stored(
     name: str, head_dim: int, half: int, heads: tuple[int, int]

@@ -1,0 +1,134 @@
+// Positions of a cache that a warp has under way from global to shared memory, as they are stored,
+// and operands of tensor cores made of them. What a lane needs of 16 bytes is a word: of keys some
+// neighbouring elements of a position, of values some of two positions, one in each half.
+#include "ring.cuh"
+#include "cache_rows.cuh"
+
+__device__ __forceinline__ float power(float x) {  // of 2; 0 below the normal numbers
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+// Copy B bytes, or as many zeros.
+template <int B>
+__device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_there) {
+    if constexpr (B == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void end_step() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until all steps are there but the last ones, up to 3.
+__device__ __forceinline__ void wait_for_step(int others) {
+    if (others >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+    else if (others == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else if (others == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+}
+// Words of four matrices of 8 positions x 16 bytes, whose rows' addresses the lanes give.
+template <bool IS_TURNED> __device__ __forceinline__ void words_of(u32* r, u32 at) {
+    if constexpr (IS_TURNED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ u32 turned_matrix(u32 a) {  // of 8 x 8 halves
+    u32 r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
+    return r;
+}
+__device__ __forceinline__ void mma_onto(float* d, const u32* a, const u32* b, const float* c) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%10,%11};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]));
+}
+
+// Pair j of a word: an element of its lower half and one of its upper half. Codes are above a base.
+template <int E> __device__ __forceinline__ u32 pair(u32 word, int j) {
+    if constexpr (E == HALF) return word;
+    if constexpr (E == UPPER_BYTE) return j ? word & 0xff00ff00u : __byte_perm(word, 0, 0x2404);
+    if constexpr (E == ROTATED_8) return __byte_perm(word, 0x64646464u, j ? 0x4341 : 0x4240);
+    return pick(j < 2 ? word : word >> 8, twice(0xf << 4 * (j % 2)), twice(base_of<4>(j)));
+}
+// Base and center of a code, exact in fp16.
+template <int E> __device__ __forceinline__ u32 center(int j) {
+    return E == ROTATED_4 ? zero_of<4>(j) : zero_of<8>(j);
+}
+
+// How a warp copies and reads WIDTH elements of each position: a row in shared memory has the 16
+// bytes of scales behind it, which also keep rows out of each other's banks.
+template <int WIDTH, int E> struct Tiles {
+    static constexpr int BYTES = WIDTH * bits_of<E>() / 8, ROW = BYTES + 16, CHUNKS = BYTES / 16;
+    static constexpr int PAIRS = 16 / bits_of<E>();  // of a word
+    static constexpr int UNITS = WIDTH / 64;         // whose two scales are copied together
+    const byte *data, *scales;  // a lane's first ones of slot 0
+    u32 row, scale_row;         // bytes from a slot to the next
+    bool is_used, has_scales;   // by the head: what the lane copies
+
+    // first: of the WIDTH elements in a slot of `padded`; the head has those from `low` to `high`.
+    __device__ __forceinline__ Tiles(const Rows& rows, u32 padded, u32 first, int low, int high,
+                                     int lane) {
+        row = padded / 8 * bits_of<E>(), scale_row = padded / 16;
+        const int chunk = lane % CHUNKS, elements = 128 / bits_of<E>();
+        data = rows.data + first / 8 * bits_of<E>() + lane / CHUNKS * row + chunk * 16;
+        scales = (const byte*)rows.scales + first / 16 + lane % UNITS * 4;
+        scales += lane / UNITS * scale_row;
+        if (is_rotated<E>()) low = 0, high = (high + 63) / 64 * 64;
+        is_used = chunk * elements >= low && chunk * elements < high;
+        has_scales = lane % UNITS * 64 < high;
+    }
+    // Copy POSITIONS positions from a slot on; those not `left` become zeros.
+    template <int POSITIONS> __device__ __forceinline__ void begin(u32 to, u32 slot, int left,
+                                                              int lane) const {
+        const byte* from = data + (unsigned long long)slot * row;
+        const int in_chunk = is_used ? left : 0;
+        const u32 at = to + lane / CHUNKS * ROW + lane % CHUNKS * 16;
+#pragma unroll
+        for (int i = 0; i < POSITIONS; i += 32 / CHUNKS)
+            begin_copy<16>(at + i * ROW, from + i * row, lane / CHUNKS + i < in_chunk);
+        if constexpr (is_rotated<E>()) {
+            const byte* scale = scales + (unsigned long long)slot * scale_row;
+            const int in_unit = has_scales ? left : 0;
+            const u32 behind = to + lane / UNITS * ROW + BYTES + lane % UNITS * 4;
+#pragma unroll
+            for (int i = 0; i < POSITIONS; i += 32 / UNITS)
+                begin_copy<4>(behind + i * ROW, scale + i * scale_row, lane / UNITS + i < in_unit);
+        }
+    }
+    // Where a lane finds its row of matrices; 16 positions, two chunks of them.
+    __device__ __forceinline__ static u32 place(int lane) {
+        return lane % 16 * ROW + lane / 16 * 16;
+    }
+    // Pairs 2 x and 2 x + 1 of the words of two chunks: of each of both halves of the positions.
+    __device__ __forceinline__ static u32 element(const u32* words, int i, int half) {
+        return pair<E>(words[2 * (i / PAIRS) + half], i % PAIRS);
+    }
+    // Which element of a position is the first one of pair i of lane t; of the second one.
+    __device__ __forceinline__ static int first_of(int i, int t) {
+        return (i / PAIRS * 4 + t) * 2 * PAIRS + i % PAIRS;
+    }
+    __device__ __forceinline__ static int second_of(int i, int t) { return first_of(i, t) + PAIRS; }
+    // Which one has row i of lane g in the sum of values.
+    __device__ __forceinline__ static int summed(int i, int g) {
+        return (i / PAIRS * 8 + g) * PAIRS + i % PAIRS;
+    }
+    // Scales of the runs of a row, pairs of neighbours.
+    __device__ __forceinline__ static void read_scales(u32* scales, const byte* of_row) {
+        if constexpr (UNITS == 4) {
+            const uint4 v = *(const uint4*)(of_row + BYTES);
+            scales[0] = v.x, scales[1] = v.y, scales[2] = v.z, scales[3] = v.w;
+        } else if constexpr (UNITS == 2) {
+            const uint2 v = *(const uint2*)(of_row + BYTES);
+            scales[0] = v.x, scales[1] = v.y;
+        } else {
+            scales[0] = *(const u32*)(of_row + BYTES);
+        }
+    }
+};

@@ -1,0 +1,43 @@
+"""How attention to a cache is launched."""
+
+import pytest
+
+from exl2flow.kernels import CACHE_FORMATS, LayerStore
+from exl2flow.kernels.compiler import ATTENTION_WARPS
+from exl2flow.kernels.cuda_cache import HEAD_STEP, MOST_STAGES, UNIT, WIDTHS, _stages, _width
+
+ROOMS = (46 << 10, 81 << 10, 145 << 10, 209 << 10)
+
+
+@pytest.mark.parametrize("head_dim", range(HEAD_STEP, 257, HEAD_STEP))
+def test_every_head_lies_in_the_units_that_are_read(head_dim: int) -> None:
+    width = _width(head_dim)
+
+    ends = [kv * head_dim % UNIT + head_dim for kv in range(UNIT)]
+
+    if width is None:
+        assert max(ends) > WIDTHS[-1]
+    else:
+        assert max(ends) <= width
+
+
+def test_common_heads_have_a_kernel_and_odd_ones_have_none() -> None:
+    assert [_width(dim) for dim in (64, 80, 96, 128, 256)] == [64, 128, 128, 128, 256]
+    assert _width(40) is None
+    assert _width(512) is None
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_stages_fit(name: str, width: int, room: int) -> None:
+    store = LayerStore.empty(
+        CACHE_FORMATS[name], pages=1, kv_heads=1, head_dim=width, device="meta"
+    )
+    for positions in (1, 256, 8192):
+        warps, stages, shared = _stages(store, width, positions, room)
+
+        assert 1 <= warps <= ATTENTION_WARPS
+        assert 1 <= stages <= MOST_STAGES
+        assert shared <= room
+        assert stages > 1 or positions < 8192
