@@ -154,7 +154,8 @@ def test_greedy_text_is_the_same(model: LoadedModel) -> None:
 
 
 def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
-    folder = make_tiny("llama", tmp_path / "source")  # no kernel attends to heads so small
+    few = {"num_attention_heads": 8}  # of 8 dims each: no kernel attends to heads so small
+    folder = make_tiny("llama", tmp_path / "source", **few)
     options = {"max_new_tokens": 10, "settings": GREEDY, "stop_tokens": ()}
     model = load_model(folder, device="cuda")
     cache = cache_of(model, "fp16", 1)
