@@ -107,13 +107,20 @@ def launch(
         together: its CTAs wait for each other, so all of them must be there at once.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
-    values = []
-    for argument in arguments:
+    count = len(arguments)
+    words = (ctypes.c_longlong * count)()  # of tensors and integers; the rest lies elsewhere
+    first = ctypes.addressof(words)
+    pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+    others: list[np.ndarray] = []
+    for index, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor):
             assert argument.is_contiguous(), f"{name} needs contiguous tensors"
-            argument = argument.data_ptr()
-        values.append(np.asarray(argument))
-    pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+            words[index] = argument.data_ptr()
+        elif isinstance(argument, int):
+            words[index] = argument
+        else:
+            others.append(np.asarray(argument))
+            pointers[index] = others[-1].ctypes.data
     with cupy.cuda.Device(device.index):
         kernel = function(file, name)
         if shared and shared > kernel.max_dynamic_shared_size_bytes:

@@ -20,12 +20,16 @@ from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 from exl2flow.kernels.product import WARPS, Plan, filled, most_rows, plan_of
 from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
 
+_TABLES: WeakKeyDictionary[PackedMatrix, torch.Tensor] = WeakKeyDictionary()
+
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     """See `Ops.decode_packed`."""
     (k, columns), tiles, device = matrix.shape, len(matrix.codes), matrix.codes.device
     decoded = torch.empty(k, TILE * tiles, dtype=torch.float16, device=device)
-    table, _ = panel_table(matrix.groups, device)
+    table = _TABLES.get(matrix)
+    if table is None:  # to look it up by all groups takes longer than a launch
+        table = _TABLES[matrix] = panel_table(matrix.groups, device)[0]
     launch(
         "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2",
         (-(-tiles // DECODE_WARPS), len(table)),
