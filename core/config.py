@@ -193,21 +193,12 @@ class ValidateOptions(Options):
     sample_seed: int = Field(0, ge=0, description="seed of the generated sample")
 
 
-class ConversionConfig(Options):
-    """One conversion: a Hugging Face folder in, an EXL2 folder and a report out."""
+class SharedOptions(Options):
+    """What a conversion and a sweep of several have in common: all but the bits."""
 
     source: Path = Field(description="folder with config.json, tokenizer and *.safetensors")
-    out: Path = Field(description="folder that receives the converted model")
+    out: Path = Field(description="folder that receives what is made")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
-    bpw: float | None = Field(
-        None, ge=2, le=8, description="bits per weight of the decoder's matrices; empty: 4"
-    )
-    bpw_total: float | None = Field(
-        None, ge=2, le=16, description="instead: bits per weight of the whole output"
-    )
-    target_bytes: int | None = Field(
-        None, gt=0, description="instead: bytes of all output files of weights"
-    )
     head_bits: int | None = Field(
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "
@@ -235,7 +226,7 @@ class ConversionConfig(Options):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        """Fill what is not given from the preset, and the target."""
+        """Fill what is not given from the preset."""
         if not isinstance(values, Mapping):
             return values
         merged = {key: value for key, value in values.items() if value is not None}
@@ -245,15 +236,10 @@ class ConversionConfig(Options):
                 given = given.model_dump(exclude_unset=True)
             if isinstance(given, Mapping):  # what is not is refused with all other problems
                 merged[group] = {**preset, **{k: v for k, v in given.items() if v is not None}}
-        if not any(target in merged for target in TARGETS):
-            merged["bpw"] = DEFAULT_BPW
         return merged
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [f"`{name}`" for name in TARGETS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given; choose one target")
         if self.head_bits is not None and self.head_bits not in HEAD_BITS:
             raise ValueError(f"`head_bits` is {self.head_bits}; choose one of {HEAD_BITS}")
         if self.out.expanduser().resolve() == self.source.expanduser().resolve():
@@ -264,6 +250,36 @@ class ConversionConfig(Options):
     def work_dir_root(self) -> Path:
         """Where the work directories of all models lie."""
         return (self.work_root or self.out.resolve().parent / ".exl2flow").resolve()
+
+
+class ConversionConfig(SharedOptions):
+    """One conversion: a Hugging Face folder in, an EXL2 folder and a report out."""
+
+    out: Path = Field(description="folder that receives the converted model")
+    bpw: float | None = Field(
+        None, ge=2, le=8, description="bits per weight of the decoder's matrices; empty: 4"
+    )
+    bpw_total: float | None = Field(
+        None, ge=2, le=16, description="instead: bits per weight of the whole output"
+    )
+    target_bytes: int | None = Field(
+        None, gt=0, description="instead: bytes of all output files of weights"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_target(cls, values: Any) -> Any:
+        """Fill the target if none is given."""
+        if not isinstance(values, Mapping) or any(values.get(name) is not None for name in TARGETS):
+            return values
+        return {**values, "bpw": DEFAULT_BPW}
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        given = [f"`{name}`" for name in TARGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; choose one target")
+        return self
 
     @property
     def run_name(self) -> str:

@@ -12,11 +12,14 @@ Exl2FlowError
 ├── InferenceError       ─ ContextOverflow
 ├── ValidationFailed
 ├── PreflightFailed
+├── SweepFailed
 ├── ServerFailed
 └── Interrupted
 
 A message says what is wrong, where, and what to do.
 """
+
+from functools import partial
 
 
 class Exl2FlowError(Exception):
@@ -121,6 +124,10 @@ class PreflightFailed(Exl2FlowError):
     """One or more problems found before any work was done; the message lists all."""
 
 
+class SweepFailed(Exl2FlowError):
+    """Some bitrates of a sweep could not be made; the message lists them, one per line."""
+
+
 class ServerFailed(Exl2FlowError):
     """No Prefect API answers, or a temporary server did not start."""
 
@@ -131,3 +138,7 @@ class Interrupted(Exl2FlowError):
     def __init__(self, message: str, *, signum: int) -> None:
         super().__init__(message)
         self.signum = signum
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let it pass between processes, which call with positions only."""
+        return partial(Interrupted, signum=self.signum), self.args

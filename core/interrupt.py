@@ -24,16 +24,25 @@ class StopRequest:
         os.write(2, b"\nstopping after the current sublayer; repeat the signal to stop at once\n")
 
 
+_listener: StopRequest | None = None  # that of the outermost block in the main thread
+
+
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Catch the signals while the block runs; outside the main thread the request stays unset."""
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
+    """Catch the signals while the block runs.
+
+    Blocks inside it, those of other threads as well, share its request. In a thread without such
+    a block the request stays unset, for only the main thread may catch signals.
+    """
+    global _listener
+    if _listener is not None or threading.current_thread() is not threading.main_thread():
+        yield _listener or StopRequest()
         return
+    _listener = request = StopRequest()
     previous = {number: signal.signal(number, request) for number in SIGNALS}
     try:
         yield request
     finally:
+        _listener = None
         for number, handler in previous.items():
             signal.signal(number, handler)

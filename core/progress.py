@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 log = logging.getLogger(__name__)
@@ -50,3 +50,11 @@ def reporting_to(sink: Progress) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Put a label before the names of stages that are reported inside the block."""
+    sink = _current.get()
+    with reporting_to(lambda tick: sink(replace(tick, stage=f"{label} {tick.stage}"))):
+        yield

@@ -107,18 +107,18 @@ class Pipeline:
         """Run a stage unless its result is there, and return its reference.
 
         Raises:
-            WorkDirBusy: another process works on this model.
+            WorkDirBusy: another process works on this stage, or clears the work directory.
             Interrupted: a signal came; everything finished is committed.
         """
         ref = self.refs[name]
-        with self.work.lock(), listening() as stop:
+        with self.work.lock_stage(ref, self.config.out), listening() as stop:
             if self.is_complete(name):
                 log.info("stage=%s cached path=%s", name, self.path(name))
-            else:
+            elif stop.signum is None:  # it may have come while another stage ran
                 self._work(self.stages[name], ref, progress=progress, stop=stop)
         if stop.signum is not None:  # it came where the stage itself no longer looks
             raise Interrupted(
-                f"stopped after stage `{name}`; everything finished is saved", signum=stop.signum
+                f"stopped at stage `{name}`; everything finished is saved", signum=stop.signum
             )
         return ref
 

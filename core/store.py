@@ -1,4 +1,4 @@
-"""The work directory: a folder with a manifest per stage and fingerprint, one owner at a time.
+"""The work directory: a folder with a manifest per stage and fingerprint, each with one owner.
 
 `<work root>/<model>-<source fingerprint>/<stage>/<fingerprint>/manifest.json`
 """
@@ -260,24 +260,55 @@ class WorkDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the work directory; the kernel lets it go when the process ends, however it ends.
+        """Hold the whole work directory; the kernel lets it go when the process ends, however.
 
         Raises:
-            WorkDirBusy: another process holds it.
+            WorkDirBusy: another process holds it, or one of its stages.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        with self._held(self.root / "lock", fcntl.LOCK_EX):
+            yield
+
+    @contextmanager
+    def lock_stage(self, ref: StageRef, out: Path) -> Iterator[None]:
+        """Hold a stage folder and what it writes to; other stages may run beside it.
+
+        Raises:
+            WorkDirBusy: another holds one of them, or the whole directory.
+        """
+        output = digest_of(str(out.expanduser().resolve()))[:16]
+        with (
+            self._held(self.root / "lock", fcntl.LOCK_SH),
+            self._held(self.root / "locks" / ref.path.replace("/", "-"), fcntl.LOCK_EX),
+            self._held(self.root / "locks" / f"out-{output}", fcntl.LOCK_EX),
+        ):
+            yield
+
+    @contextmanager
+    def _held(self, path: Path, mode: int) -> Iterator[None]:
+        """Hold a lock file; one that is not shared tells the owner's process id."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.pread(handle, 32, 0).decode() or "unknown"
                 raise WorkDirBusy(
-                    f"process {owner} is working in `{self.root}`; wait for it, stop it, "
-                    "or choose another `--work-root`"
+                    f"process {self._owner(path)} is working in `{self.root}`; wait for it, stop "
+                    "it, or choose another `--work-root`"
                 ) from None
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, str(os.getpid()).encode(), 0)
+            if mode == fcntl.LOCK_EX:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
             yield
         finally:
             os.close(handle)
+
+    def _owner(self, path: Path) -> str:
+        """Return the process id in a lock file that is held, first in those of stages."""
+        for held in (*sorted((self.root / "locks").glob("*")), path):
+            with held.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return file.read(32).decode() or "unknown"
+        return "unknown"

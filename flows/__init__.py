@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from exl2flow.flows.convert import convert
-    from exl2flow.flows.local import run_locally
+    from exl2flow.flows.local import run_locally, sweep_locally
     from exl2flow.flows.measure import measure
+    from exl2flow.flows.sweep import sweep
     from exl2flow.flows.validate import validate
 
-__all__ = ["convert", "measure", "run_locally", "validate"]
+__all__ = ["convert", "measure", "run_locally", "sweep", "sweep_locally", "validate"]
 
 
 def _member(module: str, name: str) -> property:
@@ -32,6 +33,8 @@ class _Flows(ModuleType):
     convert = _member("convert", "convert")
     measure = _member("measure", "measure")
     run_locally = _member("local", "run_locally")
+    sweep = _member("sweep", "sweep")
+    sweep_locally = _member("local", "sweep_locally")
     validate = _member("validate", "validate")
 
 

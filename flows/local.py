@@ -1,13 +1,17 @@
 """The stages of the flows, in the same order, without Prefect."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.progress import Tick, report
-from exl2flow.core.stage import Stage
+from exl2flow.core.errors import Interrupted
+from exl2flow.core.interrupt import listening
+from exl2flow.core.progress import Tick, labelled, report
+from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows.bitrates import Sweep, conclude_sweep, preflight_sweep, raise_failures
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.quant.preflight import preflight
-from exl2flow.tasks.stages import STAGES
+from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 
 def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -> Conversion:
@@ -20,8 +24,43 @@ def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -
     """
     preflight(config)
     pipeline = open_pipeline(config, stages)
+    _run(pipeline)
+    return conclude(pipeline)
+
+
+def _run(pipeline: Pipeline, *, done: Collection[str] = ()) -> None:
+    """Run the stages in order, but those that are done."""
     for name in pipeline.stages:
+        if name in done:
+            continue
         if pipeline.is_complete(name):
             report(Tick(stage=name, done=1, total=1, detail="cached"))
         pipeline.run(name, progress=report)
-    return conclude(pipeline)
+
+
+def sweep_locally(config: SweepConfig) -> Sweep:
+    """Make the bitrates of a sweep one after the other in this process.
+
+    Raises:
+        PreflightFailed: before any work.
+        Interrupted: a signal came; everything finished is committed.
+        SweepFailed: some bitrates could not be made; the others are.
+    """
+    preflight_sweep(config)
+    failures: dict[str, BaseException] = {}
+    with listening():
+        shared = open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES)
+        _run(shared)
+        for name, conversion in config.conversions().items():
+            try:
+                with labelled(name):
+                    pipeline = open_pipeline(conversion, STAGES)
+                    _run(pipeline, done=shared.stages)
+                    conclude(pipeline)
+            except Interrupted:
+                raise
+            except Exception as error:  # another bitrate may succeed; all are told in the end
+                failures[name] = error
+    made = conclude_sweep(config, failures)
+    raise_failures(config, failures)
+    return made

@@ -7,9 +7,10 @@ from prefect import flow
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.conversion import open_pipeline
-from exl2flow.flows.runs import cancelled_if_interrupted, logged
+from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.quant.measurement import MEASUREMENT_FILE
 from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
 

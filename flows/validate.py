@@ -8,12 +8,12 @@ from pydantic import Field
 
 from exl2flow.core.config import Device, Options, ValidateOptions
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.flows.runs import logged
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.validate import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
+from exl2flow.tasks.logs import logged
 
 
 class Comparison(Options):

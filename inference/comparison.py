@@ -8,6 +8,7 @@ from pathlib import Path
 from exl2flow.core.errors import SourceModelError
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.inspection import ModelContents, inspect_model
+from exl2flow.inference.record import read_record
 
 MEGABYTE = 1e6
 
@@ -32,6 +33,14 @@ class Compared:
     def to_json(self) -> dict[str, object]:
         """Return what a score does not tell."""
         return {"bpw": self.bpw, "series": self.series, "predicted_kl": self.predicted_kl}
+
+
+def known_score(folder: Path) -> Score | None:
+    """Return what validation found of a converted model, None if that is not known."""
+    record = read_record(folder)
+    if record is None or record.score is None:
+        return None
+    return Score(model=str(folder), **record.score)
 
 
 def compared(scores: Sequence[Score]) -> list[Compared]:

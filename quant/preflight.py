@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -89,7 +89,7 @@ def preflight(config: ConversionConfig) -> Plan:
         attempt(lambda: _check_tuning(config, spec, card))
         plan = attempt(lambda: _plan(config, spec, device, card))
     if plan is not None:
-        attempt(lambda: _check_disk(plan))
+        attempt(lambda: check_disk([plan]))
         attempt(lambda: _check_memory(plan))
         _warn_of_card(plan, spec)
     if problems or plan is None:
@@ -276,10 +276,19 @@ def _reachable(
     return (sum(map(min, bits)), sum(map(max, bits))), (min(head), max(head))
 
 
-def _check_disk(plan: Plan) -> None:
+def check_disk(plans: Sequence[Plan]) -> None:
+    """Ask that the disks hold what conversions of one model leave behind.
+
+    Raises:
+        StoreError: saying how much there is, and how much it takes.
+    """
     need: dict[int, int] = {}
     free: dict[int, int] = {}
-    for folder, size in ((plan.out, plan.output_bytes), (plan.work_dir, plan.work_bytes)):
+    work = max(plans, key=lambda plan: plan.work_bytes)
+    sizes = [(plan.out, plan.output_bytes) for plan in plans]
+    # what stages keep is about their output; all else of the checkpoints is shared
+    kept = work.work_bytes + sum(plan.output_bytes for plan in plans) - work.output_bytes
+    for folder, size in (*sizes, (work.work_dir, kept)):
         existing = Path(folder)
         while not existing.exists():
             existing = existing.parent

@@ -17,7 +17,7 @@ from exl2flow.inference.plots import render_comparison
 from exl2flow.inference.text import text_rows
 from exl2flow.inference.validate import generate_sample
 from exl2flow.model import Tokenizer, resolve
-from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, Row
 
 
 @task(name="score", task_run_name="score", persist_result=False)
@@ -48,6 +48,32 @@ def score_models(
 def sample_text(model: Path, options: ValidateOptions, *, device: str) -> str:
     """Return the prompt and its seeded continuation by a model."""
     return generate_sample(model, options, device) if options.sample_tokens else ""
+
+
+def publish_comparison(
+    source: Path, title: str, scores: Sequence[Score], samples: Sequence[str]
+) -> None:
+    """Publish models of one source beside each other: a table, and a page with their plot."""
+    if not scores:
+        return
+    artifacts = Artifacts(source.resolve().name)
+    rows = [comparison_row(s, m) for s, m in zip(scores, compared(scores), strict=True)]
+    artifacts.table("bitrates", rows, title)
+    artifacts.markdown("comparison", comparison_page(scores, samples), title)
+
+
+def comparison_row(score: Score, model: Compared) -> Row:
+    """Return a model's row of the table of all."""
+    return {
+        "model": model.label,
+        "bits per weight": _cell(model.bpw, ".4f"),
+        "bytes": score.bytes,
+        "perplexity": f"{score.perplexity:.4f}",
+        "source's": _cell(score.reference_perplexity, ".4f"),
+        "KL divergence": _cell(score.kl_divergence, ".5f"),
+        "estimated": _cell(model.predicted_kl, ".5f"),
+        "top-1 agreement": _cell(score.top1_agreement, ".5f"),
+    }
 
 
 def comparison_page(scores: Sequence[Score], samples: Sequence[str]) -> str:

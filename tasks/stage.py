@@ -4,7 +4,7 @@ The disk is the truth and Prefect's cache a shortcut: a stage whose files are go
 again whatever the cache says, and one that is complete counts as cached whoever completed it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,16 @@ def is_retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> 
 
 
 def stage_task(
-    pipeline: Pipeline, name: str, artifacts: Artifacts
+    pipeline: Pipeline, name: str, artifacts: Artifacts, *, label: str = ""
 ) -> Task[[Mapping[str, StageRef]], StageRef]:
-    """Return the task of one stage; it takes the references of the stages it reads."""
+    """Return the task of one stage; it takes the references of the stages it reads.
+
+    Args:
+        pipeline: knows the stage.
+        name: of the stage.
+        artifacts: where its progress goes.
+        label: stands before the name of the task's run.
+    """
     ref = pipeline.refs[name]
     complete = pipeline.is_complete(name)
 
@@ -48,7 +55,7 @@ def stage_task(
     return Task(
         run,
         name=name,
-        task_run_name=name,
+        task_run_name=f"{label} {name}".lstrip(),
         cache_key_fn=lambda context, parameters: f"{name}-{ref.fingerprint}",
         persist_result=True,
         result_serializer="json",
@@ -60,14 +67,24 @@ def stage_task(
     )
 
 
-def run_stages(pipeline: Pipeline) -> dict[str, StageRef]:
-    """Run all stages of a pipeline as tasks, in order, inside a flow."""
-    artifacts = Artifacts(pipeline.config.source.resolve().name)
-    refs: dict[str, StageRef] = {}
+def run_stages(
+    pipeline: Pipeline, *, label: str = "", done: Collection[str] = ()
+) -> dict[str, StageRef]:
+    """Run the stages of a pipeline as tasks, in order, inside a flow.
+
+    Args:
+        pipeline: the stages.
+        label: tells its tasks and artifacts from those of other pipelines in the same flow.
+        done: stages that ran before, by themselves.
+    """
+    artifacts = Artifacts(f"{pipeline.config.source.resolve().name} {label}")
+    refs = {name: pipeline.refs[name] for name in done if name in pipeline.refs}
     for name, stage in pipeline.stages.items():
+        if name in refs:
+            continue
         if pipeline.is_complete(name):
             report(Tick(stage=name, done=1, total=1, detail="cached"))
-        task = stage_task(pipeline, name, artifacts)
+        task = stage_task(pipeline, name, artifacts, label=label)
         refs[name] = task({key: refs[key] for key in stage.inputs if key in refs})
         if name in PUBLISHERS:
             artifacts.attempt(partial(PUBLISHERS[name], pipeline, artifacts))

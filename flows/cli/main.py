@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, refine, validate
+from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
 from exl2flow.flows.cli.console import OUT, logging_to_stderr
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
@@ -68,6 +68,7 @@ def options(
 
 for _name, _command, _examples in (
     ("convert", convert.convert, convert.EXAMPLES),
+    ("sweep", sweep.sweep, sweep.EXAMPLES),
     ("measure", measure.measure, measure.EXAMPLES),
     ("refine", refine.refine, refine.EXAMPLES),
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),

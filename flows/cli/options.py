@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails
 
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, Panel
+from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, SWEEP, Panel
 
 Model = TypeVar("Model", bound=BaseModel)
 Values = Mapping[str, object]  # dotted field → value, of the options that are given
@@ -62,6 +63,17 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
     return _validated(ConversionConfig, nested, flags)
 
 
+def build_sweep(source: Path, out: Path, values: Values) -> SweepConfig:
+    """Return the configuration that the options of a sweep describe.
+
+    Raises:
+        ConfigError: naming the options that are out of range.
+    """
+    flags = {s.field: s.flag for _, members in SWEEP for s in members}
+    flags |= {name: f"--{name}" for name in ("out", "bpw", "runner", "workers", "cluster")}
+    return _validated(SweepConfig, _nested({"source": source, "out": out, **values}), flags)
+
+
 def build_validation(values: Values) -> ValidateOptions:
     """Return the options of `exl2flow validate`.
 
@@ -98,5 +110,5 @@ def _in_words(problem: ErrorDetails, flags: Mapping[str, str]) -> str:
         message = message.replace(f"`{field}`", f"`{flag}`")
     if not problem["loc"]:
         return message
-    field = ".".join(map(str, problem["loc"]))
+    field = ".".join(part for part in problem["loc"] if isinstance(part, str))
     return f"`{flags.get(field, field)}` is {problem['input']}: {message.lower()}"

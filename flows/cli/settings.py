@@ -339,3 +339,6 @@ EVALUATION: Panel = (
     ),
 )
 CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)
+BITS = ("bpw", "bpw_total", "target_bytes")
+EACH: Panel = ("Result", tuple(s for s in RESULT[1] if s.field not in BITS))
+SWEEP = (EACH, *CONVERSION[1:])

@@ -1,6 +1,8 @@
 """Plans, reports and model contents as tables for people."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -8,6 +10,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from exl2flow.core.sweep import REPORT_PAGE
 from exl2flow.flows.cli.console import OUT, show
 from exl2flow.flows.cli.wording import brief, clock, number, percent, printable, short, size
 
@@ -143,3 +146,19 @@ def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Comp
             percent(score["top1_agreement"]),
         )
     return table
+
+
+def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
+    """Print the outcome of a sweep: its models beside each other, and where everything lies."""
+    from exl2flow.inference.comparison import check_bitrates, compared, known_score
+
+    scores = [s for name in content["bitrates"] if (s := known_score(out / name)) is not None]
+    if scores:
+        models = compared(scores)
+        show(comparison_table([asdict(score) for score in scores], models))
+        if sound := check_bitrates(models)[0]:
+            OUT.print(sound, markup=False, soft_wrap=True)
+    for text in content["warnings"]:
+        OUT.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+    OUT.print(f"models  {out}", markup=False, soft_wrap=True)
+    OUT.print(f"report  {out / REPORT_PAGE}", markup=False, soft_wrap=True)

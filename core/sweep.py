@@ -1,0 +1,72 @@
+"""A sweep: several conversions of one model of which only the bits per weight differ."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from exl2flow.core.config import ConversionConfig, SharedOptions
+
+SWEEP_FILE, REPORT_PAGE = "sweep.json", "report.html"  # in the sweep's folder
+
+Runner = Literal["threads", "processes", "dask", "ray"]
+Bits = Annotated[float, Field(ge=2, le=8)]
+
+
+def bitrate_name(bpw: float) -> str:
+    """Return the name of a bitrate's folder, and of its branch when it is published: `4.0bpw`."""
+    return f"{float(bpw)}bpw"
+
+
+class SweepConfig(SharedOptions):
+    """One sweep: a Hugging Face folder in, a folder per bitrate, a comparison and a report out."""
+
+    out: Path = Field(description="folder that receives a folder per bitrate, as `4.0bpw`")
+    bpw: tuple[Bits, ...] = Field(
+        min_length=1, description="bits per weight to make, each from 2 to 8"
+    )
+    runner: Runner = Field(
+        "threads",
+        description="what runs the bitrates: threads of this process, processes with a GPU each, "
+        "dask or ray",
+    )
+    workers: int | None = Field(
+        None, ge=1, description="bitrates that are made at the same time; empty: one per GPU"
+    )
+    cluster: str | None = Field(
+        None, description="address of a running Dask or Ray cluster; empty: one for this sweep"
+    )
+
+    @field_validator("bpw", mode="before")
+    @classmethod
+    def _in_order(cls, value: Any) -> Any:
+        """Bring bitrates in rising order, each once."""
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if is_list and all(isinstance(bits, int | float) for bits in value):
+            return tuple(sorted({float(bits) for bits in value}))
+        return value
+
+    @property
+    def work_dir_root(self) -> Path:
+        """Where the work directories of all models lie."""
+        return (self.work_root or self.out.expanduser().resolve().parent / ".exl2flow").resolve()
+
+    @property
+    def run_name(self) -> str:
+        """Model and bitrates, for people."""
+        return f"{self.source.resolve().name}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
+
+    def conversion(self, bpw: float) -> ConversionConfig:
+        """Return the conversion of one bitrate; all of them share their work directory."""
+        shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
+        own = {
+            "bpw": bpw,
+            "out": self.out.expanduser().resolve() / bitrate_name(bpw),
+            "work_root": self.work_dir_root,
+        }
+        return ConversionConfig.model_validate({**shared, **own})
+
+    def conversions(self) -> dict[str, ConversionConfig]:
+        """Return name → conversion, rising."""
+        return {bitrate_name(bpw): self.conversion(bpw) for bpw in self.bpw}

@@ -1,0 +1,114 @@
+"""What the bitrates of a sweep came to: `sweep.json`, `report.html`, and one error for all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exl2flow.core.errors import Exl2FlowError, Interrupted, SweepFailed
+from exl2flow.core.files import read_json, write_json
+from exl2flow.core.stage import Pipeline
+from exl2flow.core.store import versions
+from exl2flow.core.sweep import SWEEP_FILE, SweepConfig
+from exl2flow.flows.conversion import open_pipeline
+from exl2flow.inference.comparison import check_bitrates, compared, known_score
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.validate import REPORT_FILE
+from exl2flow.quant.plan import Plan
+from exl2flow.quant.preflight import check_disk, preflight
+from exl2flow.tasks.stages import STAGES
+
+REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings", "failures")
+Failures = Mapping[str, BaseException]  # name of a bitrate → why it could not be made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Where everything lies; scores and samples are in the order of the bitrates."""
+
+    out: Path
+    scores: tuple[Score, ...]
+    samples: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def preflight_sweep(config: SweepConfig) -> dict[str, Plan]:
+    """Check all bitrates without doing any of them, and return name → plan.
+
+    Raises:
+        PreflightFailed: before any work, all problems.
+    """
+    plans = {name: preflight(conversion) for name, conversion in config.conversions().items()}
+    check_disk(list(plans.values()))
+    return plans
+
+
+def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
+    """Write what is known of all bitrates that were made, and return it.
+
+    Call `raise_failures` afterwards.
+    """
+    pipelines = {n: open_pipeline(c, STAGES) for n, c in config.conversions().items()}
+    made = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
+    reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in made.items()}
+    scores = [s for p in made.values() if (s := known_score(p.config.out)) is not None]
+    _, warnings = check_bitrates(compared(scores))
+    out = config.out.expanduser().resolve()
+    write_json(
+        out / SWEEP_FILE,
+        {
+            "source": str(config.source.resolve()),
+            "options": config.model_dump(mode="json", exclude={"work_root", "out"}),
+            "versions": versions(),
+            "bitrates": {
+                name: _bitrate(pipeline, reports.get(name), failures.get(name))
+                for name, pipeline in pipelines.items()
+            },
+            "warnings": warnings,
+        },
+    )
+    return Sweep(
+        out=out,
+        scores=tuple(scores),
+        samples=tuple(reports[name]["sample"] for name in made),
+        warnings=tuple(warnings),
+    )
+
+
+def _is_judged(pipeline: Pipeline) -> bool:
+    """Tell whether a bitrate was made, and failed by its verdict."""
+    return "validate" in pipeline.stages and pipeline.is_complete("validate")
+
+
+def _bitrate(
+    pipeline: Pipeline, report: Mapping[str, Any] | None, failure: BaseException | None
+) -> dict[str, object]:
+    """Return what is known of one bitrate."""
+    return {
+        "bpw": pipeline.config.bpw,
+        "error": None if failure is None else str(failure),
+        "report_folder": str(pipeline.path("validate")) if report else None,
+        **({name: report[name] for name in REPORTED} if report else {}),
+    }
+
+
+def raise_failures(config: SweepConfig, failures: Failures) -> None:
+    """Raise one error for all bitrates that could not be made.
+
+    Raises:
+        Interrupted: a signal came.
+        SweepFailed: naming each of them, and why.
+    """
+    for error in failures.values():
+        if isinstance(error, Interrupted):
+            raise error
+    if failures:
+        lines = [f"`{name}`: {_first_line(error)}" for name, error in failures.items()]
+        made = len(config.bpw) - len(failures)
+        rest = f"{made} of {len(config.bpw)} bitrates are made; the same command makes the others"
+        raise SweepFailed("\n".join([*lines, rest]))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, Exl2FlowError) else f"unexpected {type(error).__name__}: {text}"
