@@ -111,4 +111,6 @@ def raise_failures(config: SweepConfig, failures: Failures) -> None:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, Exl2FlowError) else f"unexpected {type(error).__name__}: {text}"
+    return (
+        text if isinstance(error, Exl2FlowError) else f"unexpected {type(error).__name__}: {text}"
+    )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prefect.client.schemas.objects import State
+from prefect.context import refresh_global_settings_context
 from prefect.futures import PrefectFuture
 from prefect.settings import get_current_settings
-from prefect.states import State
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from exl2flow.core.config import ConversionConfig
@@ -29,7 +30,7 @@ from exl2flow.tasks.sweep import make_bitrate
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between looks for a signal
 
-AnyRunner = TaskRunner[PrefectFuture[Any]]
+AnyRunner = TaskRunner[Any]  # of any kind of future
 
 
 class ProcessDied(Exception):
@@ -55,15 +56,20 @@ def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]
 
 @contextmanager
 def _settings_exported() -> Iterator[None]:
-    """Let processes that start inside the block find the server of this run, temporary or not."""
+    """Let processes and threads that start inside the block find the server of this run.
+
+    They do not inherit settings that hold in a context only; without them Prefect starts servers.
+    """
     ours = get_current_settings().to_environment_variables(exclude_unset=True)
-    before = dict(os.environ)
-    os.environ.update(ours | before)
+    added = ours.keys() - os.environ.keys()
+    os.environ.update({name: ours[name] for name in added})
+    refresh_global_settings_context()
     try:
         yield
     finally:
-        for name in ours.keys() - before.keys():
+        for name in added:
             del os.environ[name]
+        refresh_global_settings_context()
 
 
 @contextmanager
@@ -109,26 +115,30 @@ def _runner(config: SweepConfig, workers: int) -> AnyRunner:
                 return _ray(config, workers)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"`{config.runner}` is not installed ({error}); `pip install 'exl2flow[{config.runner}]'`"
+            f"the runner `{config.runner}` is not installed ({error}); it comes with "
+            f"`pip install 'exl2flow[{config.runner}]'`"
         ) from error
 
 
 def _dask(config: SweepConfig, workers: int) -> AnyRunner:
     from prefect_dask import DaskTaskRunner
 
-    if config.cluster:
-        return DaskTaskRunner(address=config.cluster)
     own = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
-    return DaskTaskRunner(cluster_kwargs={**own, "dashboard_address": None})
+    started = {"cluster_kwargs": {**own, "dashboard_address": None}}
+    runner: AnyRunner = DaskTaskRunner(
+        **({"address": config.cluster} if config.cluster else started)
+    )
+    return runner
 
 
 def _ray(config: SweepConfig, workers: int) -> AnyRunner:
     from prefect_ray import RayTaskRunner
 
-    if config.cluster:
-        return RayTaskRunner(address=config.cluster)
-    own: dict[str, object] = {"num_cpus": workers, "include_dashboard": False}
-    return RayTaskRunner(init_kwargs={**own, "_node_ip_address": "127.0.0.1"})
+    own = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    runner: AnyRunner = RayTaskRunner(
+        **({"address": config.cluster} if config.cluster else {"init_kwargs": own})
+    )
+    return runner
 
 
 def _demands(config: SweepConfig) -> AbstractContextManager[None]:
@@ -137,7 +147,8 @@ def _demands(config: SweepConfig) -> AbstractContextManager[None]:
         return nullcontext()
     from prefect_ray.context import remote_options
 
-    return remote_options(num_gpus=1)
+    options: AbstractContextManager[None] = remote_options(num_gpus=1)
+    return options
 
 
 def _attempt(

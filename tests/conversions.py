@@ -9,7 +9,13 @@ FileIdentity = tuple[int, int, int]
 
 def small_config(source: Path, out: Path, **values: object) -> ConversionConfig:
     """Return a configuration for a tiny model: all stages that are usual, with little work."""
-    defaults: dict[str, object] = {
+    given = {"source": source, "out": out, **small_options(), **values}
+    return ConversionConfig.model_validate(given)
+
+
+def small_options() -> dict[str, object]:
+    """Return the options of a conversion or a sweep that make for little work."""
+    return {
         "device": "cpu",
         "quality": "fast",
         "calibration": CalibrationOptions(
@@ -19,7 +25,6 @@ def small_config(source: Path, out: Path, **values: object) -> ConversionConfig:
             rows=1, row_tokens=64, sample_tokens=4, fail_perplexity_ratio=100
         ),
     }
-    return ConversionConfig.model_validate({"source": source, "out": out, **defaults, **values})
 
 
 def snapshot(root: Path) -> dict[str, FileIdentity]:

@@ -2,7 +2,7 @@ import logging
 
 from prefect.logging.handlers import APILogHandler
 
-from exl2flow.flows.runs import logged
+from exl2flow.tasks.logs import logged
 
 
 def test_log_lines_go_to_the_run_inside_the_block_only() -> None:

@@ -1,0 +1,259 @@
+"""The flow `sweep` against a real server: what is shared, failures, runners, a dead worker."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from conversions import small_options, snapshot
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect_runs import artifacts, log_lines, run_name, run_state, task_states
+from tiny import make_tiny
+
+from exl2flow.core.errors import Interrupted, SweepFailed
+from exl2flow.core.progress import Tick, reporting_to
+from exl2flow.core.sweep import SWEEP_FILE, SweepConfig
+from exl2flow.flows import sweep, sweep_locally
+
+SHARED = ("tokenize", "sensitivity", "measure")
+OWN = ("allocate", "quantize", "compile", "validate")
+BITRATES = ("3.0bpw", "4.0bpw", "6.0bpw")
+PATIENCE_SECONDS = 60.0
+
+
+def config_of(source: Path, root: Path, **values: object) -> SweepConfig:
+    options = {**small_options(), "bpw": (6, 3, 4), **values}
+    return SweepConfig.model_validate({"source": source, "out": root / "out", **options})
+
+
+def run_flow(config: SweepConfig) -> tuple[UUID, Any]:
+    state = sweep(config, return_state=True)
+    run = state.state_details.flow_run_id
+    assert run is not None
+    return run, state
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    """Return bitrate → the bytes of its weights."""
+    return {path.parent.name: path.read_bytes() for path in out.glob("*bpw/model.safetensors")}
+
+
+def states_of(shared: str, bitrates: str, own: str) -> dict[str, str]:
+    """Return the expected states of all tasks of a sweep."""
+    stages = {f"{name} {stage}": own for name in BITRATES for stage in OWN}
+    return dict.fromkeys(SHARED, shared) | dict.fromkeys(BITRATES, bitrates) | stages
+
+
+def task_times(run: UUID) -> dict[str, tuple[datetime, datetime]]:
+    """Return task name → (start, end)."""
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[run]))
+    with get_client(sync_client=True) as client:
+        tasks = client.read_task_runs(flow_run_filter=chosen)
+    return {t.name: (t.start_time, t.end_time) for t in tasks if t.start_time and t.end_time}
+
+
+@dataclass(frozen=True)
+class Swept:
+    config: SweepConfig
+    run: UUID
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def swept(
+    prefect_env: Mapping[str, str],
+    single_thread: None,
+    source: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Swept:
+    config = config_of(source, tmp_path_factory.mktemp("sweep"))
+    run, state = run_flow(config)
+    assert state.is_completed(), state
+    return Swept(config, run)
+
+
+@pytest.fixture
+def threads_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers compute as this process does; the number of threads changes roundings."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_run_measures_once_and_has_a_task_per_bitrate_and_stage(swept: Swept) -> None:
+    assert run_name(swept.run) == "tiny@3,4,6bpw"
+    assert task_states(swept.run) == states_of("Completed", "Completed", "Completed")
+    assert sorted(weights(swept.config.out)) == list(BITRATES)
+
+
+def test_run_shows_all_bitrates_in_one_table_and_one_plot(swept: Swept) -> None:
+    found = artifacts(swept.run)
+
+    rows = json.loads(str(found["tiny-bitrates"].data))
+    assert [row["model"] for row in rows] == list(BITRATES)
+    divergences = [float(row["KL divergence"]) for row in rows]
+    assert divergences == sorted(divergences, reverse=True)
+    page = str(found["tiny-comparison"].data)
+    assert "data:image/svg+xml;base64," in page
+    assert {f"tiny-{n.replace('.', '-')}-bit-allocation" for n in BITRATES} <= found.keys()
+
+
+def test_folder_tells_what_every_bitrate_came_to(swept: Swept) -> None:
+    content = json.loads((swept.config.out / SWEEP_FILE).read_bytes())
+
+    assert list(content["bitrates"]) == list(BITRATES)
+    for name, found in content["bitrates"].items():
+        assert found["error"] is None
+        assert found["bpw"] == float(name.removesuffix("bpw"))
+        assert found["score"]["kl_divergence"] > 0
+
+
+def test_second_run_is_cached_throughout_and_changes_no_model(swept: Swept) -> None:
+    folders = [swept.config.out / name for name in BITRATES] + [swept.config.work_dir_root]
+    before = [snapshot(folder) for folder in folders]
+
+    run, _ = run_flow(swept.config)
+
+    assert task_states(run) == states_of("Cached", "Completed", "Cached")
+    assert [snapshot(folder) for folder in folders] == before
+
+
+def test_only_what_is_missing_is_made_again(swept: Swept) -> None:
+    before = weights(swept.config.out)
+    shutil.rmtree(swept.config.out / "4.0bpw")
+
+    run, _ = run_flow(swept.config)
+
+    again = {"4.0bpw compile": "Completed", "4.0bpw validate": "Completed"}
+    assert task_states(run) == states_of("Cached", "Completed", "Cached") | again
+    assert weights(swept.config.out) == before
+
+
+def test_failed_bitrates_do_not_stop_the_others(swept: Swept) -> None:
+    strict = swept.config.validate_options.model_copy(update={"fail_perplexity_ratio": 1.0})
+    config = swept.config.model_copy(update={"validate_options": strict})
+
+    run, state = run_flow(config)
+
+    with pytest.raises(SweepFailed) as caught:
+        state.result()
+    failed, states = str(caught.value), task_states(run)
+    names = [name for name in BITRATES if states[name] == "Failed"]
+    assert 0 < len(names) < len(BITRATES)
+    assert [line for line in failed.splitlines() if "above 1 x" in line and "`" in line]
+    assert all(f"`{name}`: perplexity" in failed for name in names)
+    validated = {name: states[f"{name} validate"] for name in BITRATES}
+    assert validated == dict.fromkeys(BITRATES, "Completed")
+    content = json.loads((config.out / SWEEP_FILE).read_bytes())
+    assert [n for n, found in content["bitrates"].items() if found["error"]] == names
+    assert "tiny-comparison" in artifacts(run)
+
+
+def test_same_stages_without_prefect_give_the_same_bytes(
+    swept: Swept, source: Path, tmp_path: Path
+) -> None:
+    made = sweep_locally(config_of(source, tmp_path))
+
+    assert weights(made.out) == weights(swept.config.out)
+    assert [Path(score.model).name for score in made.scores] == list(BITRATES)
+
+
+def test_interrupted_sweep_stops_after_a_sublayer_and_goes_on(
+    swept: Swept, source: Path, tmp_path: Path
+) -> None:
+    config = config_of(source, tmp_path)
+
+    def interrupt(tick: Tick) -> None:
+        if tick.stage == "4.0bpw quantize" and tick.done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with reporting_to(interrupt):
+        run, state = run_flow(config)
+
+    with pytest.raises(Interrupted):
+        state.result()
+    assert run_state(run) == "Cancelled"
+    assert sorted(weights(config.out)) == ["3.0bpw"]
+    run, state = run_flow(config)
+    assert state.is_completed()
+    assert task_states(run)["3.0bpw quantize"] == "Cached"
+    assert weights(config.out) == weights(swept.config.out)
+
+
+@pytest.mark.parametrize("runner", ["processes", "dask"])
+def test_each_slot_makes_one_bitrate_at_a_time_with_the_same_bytes(
+    swept: Swept, source: Path, tmp_path: Path, runner: str, threads_of_workers: None
+) -> None:
+    if runner == "dask":
+        pytest.importorskip("prefect_dask")
+    config = config_of(source, tmp_path, runner=runner, workers=2)
+
+    run, state = run_flow(config)
+
+    assert state.is_completed(), state
+    assert task_states(run) == states_of("Completed", "Completed", "Completed")
+    lines = "\n".join(log.message for log in log_lines(run))
+    slots = dict(re.findall(r"bitrate=(\S+) slot=(\d)", lines))
+    assert sorted(slots) == list(BITRATES)
+    assert set(slots.values()) <= {"0", "1"}
+    times = task_times(run)
+    for slot in "01":
+        mine = sorted(times[name] for name in BITRATES if slots[name] == slot)
+        assert all(a[1] <= b[0] for a, b in pairwise(mine))
+    assert weights(config.out) == weights(swept.config.out)
+
+
+def test_bitrate_of_a_killed_process_is_made_in_the_same_run(
+    swept: Swept, source: Path, tmp_path: Path, threads_of_workers: None
+) -> None:
+    config = config_of(source, tmp_path, runner="processes", workers=2, bpw=(3, 6))
+    killer = threading.Thread(target=kill_a_quantizer, args=(config.work_dir_root,))
+    killer.start()
+
+    run, state = run_flow(config)
+
+    killer.join()
+    assert state.is_completed(), state
+    assert run_state(run) == "Completed"
+    expected = weights(swept.config.out)
+    assert weights(config.out) == {name: expected[name] for name in ("3.0bpw", "6.0bpw")}
+
+
+def kill_a_quantizer(work_root: Path) -> None:
+    """Kill the first process that has finished a sublayer while it quantizes."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        for folder in work_root.glob("*/quantize/*"):
+            if any(folder.glob("sublayers/*.safetensors")):
+                lock = folder.parents[1] / "locks" / f"quantize-{folder.name}"
+                os.kill(int(lock.read_text()), signal.SIGKILL)
+                return
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_bytes(
+    swept: Swept, source: Path, tmp_path: Path, threads_of_workers: None
+) -> None:
+    pytest.importorskip("prefect_ray")
+    config = config_of(source, tmp_path, runner="ray", workers=2)
+
+    run, state = run_flow(config)
+
+    assert state.is_completed(), state
+    assert task_states(run) == states_of("Completed", "Completed", "Completed")
+    assert weights(config.out) == weights(swept.config.out)
