@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from exl2flow.flows.local import run_locally
     from exl2flow.flows.measure import measure
     from exl2flow.flows.validate import validate
+    from exl2flow.flows.watch import watch
 
-__all__ = ["convert", "measure", "run_locally", "validate"]
+__all__ = ["convert", "measure", "run_locally", "validate", "watch"]
 
 
 def _member(module: str, name: str) -> property:
@@ -33,6 +34,7 @@ class _Flows(ModuleType):
     measure = _member("measure", "measure")
     run_locally = _member("local", "run_locally")
     validate = _member("validate", "validate")
+    watch = _member("watch", "watch")
 
 
 sys.modules[__name__].__class__ = _Flows
