@@ -11,8 +11,8 @@ from exl2flow.core.files import read_json, write_json
 from exl2flow.flows.runs import logged
 from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 
-RepoId = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
-Author = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+RepoId = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
+Author = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
 
 class WatchConfig(Options):

@@ -6,8 +6,9 @@ from typing import Annotated
 import uvicorn
 from fastapi import FastAPI, Header, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
+from exl2flow.flows.watch import RepoId
 from exl2flow.tasks.revisions import Revision, announce
 
 MAIN = "refs/heads/main"
@@ -21,12 +22,12 @@ class _Event(BaseModel):
 
 class _Repo(BaseModel):
     type: str
-    name: str
+    name: RepoId
 
 
 class _Ref(BaseModel):
     ref: str
-    newSha: str | None = None
+    newSha: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
 
 
 class _Message(BaseModel):

@@ -86,13 +86,14 @@ class LastingServer:
         content = json.loads((self.home / "services.json").read_bytes())
         return int(content[service]["pid"])
 
-    def group(self, service: str) -> list[int]:
-        """Return the process ids of a service and its children."""
-        return [pid for pid, group in groups().items() if group == self.pid(service)]
+    def flow_processes(self, service: str) -> list[int]:
+        """Return the process ids of the flows that a worker runs."""
+        tasks = Path(f"/proc/{self.pid(service)}/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
     def kill(self, service: str) -> None:
-        """Kill a service with its children, as a power cut would."""
-        for pid in self.group(service):
+        """Kill a service and the processes that it started, as a power cut would."""
+        for pid in (self.pid(service), *self.flow_processes(service)):
             os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
@@ -122,23 +123,10 @@ class LastingServer:
         return run_state(run)
 
 
-def groups() -> dict[int, int]:
-    """Return process id → process group of all that run."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] not in "ZX":
-            found[int(stat.parent.name)] = int(fields[2])
-    return found
-
-
 def long_conversion(folder: Path) -> ConversionConfig:
     """Return a conversion of many sublayers, each of which takes some tenths of a second."""
     source = make_tiny(
-        "llama", folder / "tiny", num_hidden_layers=16, hidden_size=256, intermediate_size=512
+        "llama", folder / "tiny", num_hidden_layers=12, hidden_size=128, intermediate_size=256
     )
     return small_config(source, folder / "out", bpw=4.0)
 
