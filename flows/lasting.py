@@ -17,6 +17,7 @@ from exl2flow.flows.services import (
     Home,
     ServerSettings,
     answers,
+    end,
     wait_until,
 )
 
@@ -68,7 +69,7 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
         _start_supervisor(home)
     _wait_for_server(home, settings)
     say("applying work pool, deployments and automations")
-    Provision(home, settings).apply()
+    Provision(settings.api_url, settings.folder).apply(home.path / "deployed")
     if not wait_until(lambda: _workers_run(home, settings), START_SECONDS):
         raise ServerFailed(
             f"a worker does not stay; the end of its log:\n"
@@ -84,12 +85,9 @@ def down(home: Home) -> list[str]:
     """
     processes = home.processes()
     running = [name for name, process in processes.items() if process.is_alive()]
-    supervisor = processes.get(SUPERVISOR)
-    if supervisor is not None:
-        supervisor.end(STOP_SECONDS)
-    rest = [name for name in processes if name not in (SUPERVISOR, SERVER)]
-    for name in (*rest, *([SERVER] if SERVER in processes else [])):  # a killed supervisor's
-        processes[name].end(STOP_SECONDS)
+    if SUPERVISOR in processes:
+        end([processes[SUPERVISOR]], STOP_SECONDS)
+    home.end_services()  # which a killed supervisor could not do
     left = [f"{p.pid}" for p in processes.values() if p.is_alive()]
     if left:
         raise ServerFailed(f"processes {', '.join(left)} do not end; look at them with `ps`")
@@ -119,7 +117,7 @@ def status(home: Home) -> Status:
     if not answers(settings):
         problems.append(f"no server answers at {settings.url}")
         return Status(settings=settings, problems=tuple(problems), processes=shown)
-    provision = Provision(home, settings)
+    provision = Provision(settings.api_url, settings.folder)
     problems += [f"missing: {lack}" for lack in provision.missing()]
     return Status(
         settings=settings,

@@ -26,13 +26,14 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.workers import ProcessWorker
 
 from exl2flow.core.errors import ServerFailed
-from exl2flow.flows.services import HEARTBEAT_SECONDS, POOL, Home, ServerSettings
+from exl2flow.flows.services import HEARTBEAT_SECONDS, POOL
 
 DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 MISSED_HEARTBEATS = 3
 START_SECONDS = 600  # from the worker's taking a run to its first line
 RETRIES = 3
 TAG = "exl2flow"
+ENDS = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
 
 
 def deployment_names() -> list[str]:
@@ -54,7 +55,7 @@ def automations() -> list[AutomationCore]:
             trigger=EventTrigger(
                 match={"prefect.resource.id": lost},
                 after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.*"},
+                expect={"prefect.flow-run.heartbeat", *ENDS},
                 posture=Posture.Proactive,
                 threshold=1,
                 within=timedelta(seconds=seconds),
@@ -115,13 +116,14 @@ def automations() -> list[AutomationCore]:
 class Provision:
     """Compares what a server holds with what it should hold, and mends it."""
 
-    def __init__(self, home: Home, settings: ServerSettings) -> None:
-        self.home = home
-        self.settings = settings
+    def __init__(self, api_url: str, folder: Path) -> None:
+        """Address a server; relative paths of its deployments will start from the folder."""
+        self.api_url = api_url
+        self.folder = folder
 
     def client(self) -> SyncPrefectClient:
         """Return a client of the server."""
-        return SyncPrefectClient(api=self.settings.api_url)
+        return SyncPrefectClient(api=self.api_url)
 
     def missing(self) -> list[str]:
         """Return what the server lacks, in words."""
@@ -136,8 +138,11 @@ class Provision:
         lacks += [f"deployment `{n}`" for n in deployment_names() if n not in deployed]
         return lacks + [f"automation `{a.name}`" for a in automations() if a.name not in there]
 
-    def apply(self) -> None:
-        """Create what is missing and renew what changed.
+    def apply(self, mark: Path | None = None) -> None:
+        """Create what is missing, and renew deployments.
+
+        Args:
+            mark: file that tells what was deployed last, to renew only what changed since.
 
         Raises:
             ServerFailed: `prefect deploy` failed.
@@ -146,13 +151,13 @@ class Provision:
             self._pool(client)
             self._automations(client)
             deployed = {deployment.name for deployment in ours(client)}
-            mark = self.home.path / "deployed"
-            is_current = mark.exists() and mark.read_text() == self._mark()
+            is_current = mark is not None and mark.exists() and mark.read_text() == self._mark()
             if not (is_current and deployed.issuperset(deployment_names())):
                 before = _schedules(client)
                 self._deploy()
                 _restore(client, before)
-                mark.write_text(self._mark())
+                if mark is not None:
+                    mark.write_text(self._mark())
 
     def _pool(self, client: SyncPrefectClient) -> None:
         template = ProcessWorker.get_default_base_job_template()
@@ -175,20 +180,15 @@ class Provision:
 
     def _mark(self) -> str:
         """Return what tells deployments of another file, version or folder from ours."""
-        text = DEPLOYMENTS.read_bytes() + str(self.settings.folder).encode()
+        text = DEPLOYMENTS.read_bytes() + str(self.folder).encode()
         return f"{version('exl2flow')}-{hashlib.sha256(text).hexdigest()[:12]}"
 
     def _deploy(self) -> None:
         command = [sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all"]
         done = subprocess.run(
             [*command, "--prefect-file", str(DEPLOYMENTS)],
-            cwd=self.home.path,
-            env={
-                **os.environ,
-                "PREFECT_API_URL": self.settings.api_url,
-                "PREFECT_HOME": str(self.home.path / "prefect"),
-                "PWD": str(self.settings.folder),
-            },
+            cwd=self.folder,
+            env={**os.environ, "PREFECT_API_URL": self.api_url, "PWD": str(self.folder)},
             capture_output=True,
             text=True,
         )
@@ -196,7 +196,7 @@ class Provision:
             lines = (done.stdout + done.stderr).strip().splitlines()
             raise ServerFailed(
                 f"`prefect deploy` failed for `{DEPLOYMENTS}`: {' '.join(lines[-3:])}; mend the "
-                "file and repeat `exl2flow server up`"
+                "file and repeat the command"
             )
 
 

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,10 @@ SERVER, SUPERVISOR = "server", "supervisor"
 HEARTBEAT_SECONDS = 30  # the least that Prefect allows
 LOG_LINES = 15
 HEALTH_TIMEOUT_SECONDS = 5.0
+WORKER_STOP_SECONDS = 30.0
+RUN_STOP_SECONDS = 10.0
+SERVER_STOP_SECONDS = 10.0
+HOME_VARIABLE = "EXL2FLOW_SERVICE_OF"  # services have it in their environment, and so have runs
 QUIET = {"DO_NOT_TRACK": "1"}
 SERVER_ENVIRONMENT = {
     **QUIET,
@@ -95,15 +99,19 @@ class Process:
         """Tell whether it still runs."""
         return _begun(self.pid) == self.begun
 
-    def end(self, seconds: float) -> None:
-        """End it and its children: by SIGTERM, by SIGKILL what is left after that time."""
+    def send(self, signum: int) -> None:
+        """Send a signal, if it still runs."""
         if self.is_alive():
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
-            wait_until(lambda: not self.is_alive(), seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # each service leads a group of its own
-        wait_until(lambda: not self.is_alive(), seconds)
+                os.kill(self.pid, signum)
+
+
+def end(processes: Sequence[Process], seconds: float) -> None:
+    """End processes together: by SIGTERM, by SIGKILL those that are left after that time."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            process.send(signum)
+        wait_until(lambda: not any(process.is_alive() for process in processes), seconds)
 
 
 def _begun(pid: int) -> int | None:
@@ -113,6 +121,16 @@ def _begun(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _with_environment(entry: bytes) -> list[Process]:
+    """Return the user's processes that have this entry in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(Process.of(int(folder.name)))
+    return found
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -182,6 +200,16 @@ class Home:
             lines = []
         return "\n".join(lines[-LOG_LINES:]) or "(nothing)"
 
+    def end_services(self) -> None:
+        """End workers, runs that a killed worker left behind, and the server at last."""
+        processes = self.processes()
+        apart = {p.pid for name, p in processes.items() if name in (SERVER, SUPERVISOR)}
+        end([p for p in processes.values() if p.pid not in apart], WORKER_STOP_SECONDS)
+        mark = f"{HOME_VARIABLE}={self.path}".encode()
+        marked = [process for process in _with_environment(mark) if process.pid not in apart]
+        end(marked, RUN_STOP_SECONDS)
+        end([p for name, p in processes.items() if name == SERVER], SERVER_STOP_SECONDS)
+
     @contextmanager
     def lock(self) -> Iterator[bool]:
         """Hold the home, if nobody else does; the kernel lets it go when the process ends."""
@@ -210,6 +238,7 @@ def command(settings: ServerSettings, service: str) -> list[str]:
 def environment(home: Home, settings: ServerSettings, service: str) -> dict[str, str]:
     """Return the environment of a service; settings of the user's shell are kept."""
     common = {
+        HOME_VARIABLE: str(home.path),
         "PREFECT_HOME": str(home.path / "prefect"),
         "PREFECT_API_URL": settings.api_url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),

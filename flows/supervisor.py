@@ -26,8 +26,6 @@ from exl2flow.flows.services import (
 LOOK_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0  # before a service that keeps ending is started again
 STEADY_SECONDS = 60.0  # a service that ran that long begins anew with short pauses
-WORKER_STOP_SECONDS = 30.0
-SERVER_STOP_SECONDS = 10.0
 LARGEST_LOG = 20 * 2**20  # bytes; a larger one is set aside when its service starts
 
 
@@ -53,28 +51,8 @@ class Supervisor:
                     self._keep(worker)
             if stop.wait(LOOK_SECONDS):
                 break
-        self.end()
-
-    def end(self) -> None:
-        """End all services."""
-        workers = [name for name in self.processes if name not in (SERVER, SUPERVISOR)]
-        enders = [
-            threading.Thread(target=self._end, args=(name, WORKER_STOP_SECONDS)) for name in workers
-        ]
-        for ender in enders:
-            ender.start()
-        for ender in enders:
-            ender.join()
-        self._end(SERVER, SERVER_STOP_SECONDS)
+        self.home.end_services()
         self.home.save_processes({})
-
-    def _end(self, name: str, seconds: float) -> None:
-        process = self.processes.get(name)
-        child = self._children.get(name)
-        if process is not None:
-            process.end(seconds)
-        if child is not None:
-            child.wait()
 
     def _keep(self, name: str) -> None:
         child = self._children.get(name)

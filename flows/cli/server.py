@@ -128,6 +128,36 @@ def _all_gpus() -> tuple[str, ...]:
     return tuple(map(str, range(torch.cuda.device_count())))
 
 
+@app.command("apply")
+def apply(
+    *,
+    api: Annotated[
+        str,
+        typer.Option(
+            "--api",
+            metavar="URL",
+            envvar="PREFECT_API_URL",
+            help="As http://127.0.0.1:4200/api.",
+            show_default=False,
+        ),
+    ],
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Where relative paths in runs start.",
+            show_default="the current folder",
+        ),
+    ] = None,
+) -> None:
+    """Give a server that is run otherwise our work pool, deployments and automations."""
+    from exl2flow.flows.provision import Provision
+
+    Provision(api, (folder or Path.cwd()).absolute()).apply()
+    say(f"applied to {api}")
+
+
 @app.command("down")
 def down(*, home: HomeOption = HOME) -> None:
     """End workers and server; runs that are under way go on after the next `up`."""
