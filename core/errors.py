@@ -14,6 +14,7 @@ Exl2FlowError
 ├── PreflightFailed
 ├── SweepFailed
 ├── ServerFailed
+├── HubError              ─ HubUnavailable
 └── Interrupted
 
 A message says what is wrong, where, and what to do.
@@ -130,6 +131,21 @@ class SweepFailed(Exl2FlowError):
 
 class ServerFailed(Exl2FlowError):
     """No Prefect API answers, or a temporary server did not start."""
+
+
+class HubError(Exl2FlowError):
+    """The Hugging Face Hub refused a request, or cannot be asked."""
+
+
+class HubUnavailable(HubError):
+    """The Hub did not answer, or asked to come back later."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, wait: float | None = None) -> None:
+        """Keep how many seconds the Hub asked to wait, if it did."""
+        super().__init__(message)
+        self.wait = wait
 
 
 class Interrupted(Exl2FlowError):

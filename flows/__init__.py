@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from exl2flow.flows.measure import measure
     from exl2flow.flows.sweep import sweep
     from exl2flow.flows.validate import validate
+    from exl2flow.flows.watch import watch
 
-__all__ = ["convert", "measure", "run_locally", "sweep", "sweep_locally", "validate"]
+__all__ = ["convert", "measure", "run_locally", "sweep", "sweep_locally", "validate", "watch"]
 
 
 def _member(module: str, name: str) -> property:
@@ -36,6 +37,7 @@ class _Flows(ModuleType):
     sweep = _member("sweep", "sweep")
     sweep_locally = _member("local", "sweep_locally")
     validate = _member("validate", "validate")
+    watch = _member("watch", "watch")
 
 
 sys.modules[__name__].__class__ = _Flows

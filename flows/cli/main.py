@@ -11,7 +11,17 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
+from exl2flow.flows.cli import (
+    convert,
+    generate,
+    inspection,
+    measure,
+    refine,
+    server,
+    sweep,
+    validate,
+    webhook,
+)
 from exl2flow.flows.cli.console import OUT, logging_to_stderr
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
@@ -74,8 +84,10 @@ for _name, _command, _examples in (
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),
     ("validate", validate.validate, validate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),
+    ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
     app.command(_name, epilog="\n\n".join(_examples))(_command)
+app.add_typer(server.app, name="server")
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -44,10 +44,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda_ops.py", "kernels/compiler.py"),
     "huggingface_hub": ("tasks/",),
-    "uvicorn": ("flows/server_process.py",),
+    "uvicorn": ("flows/server_process.py", "flows/webhook.py"),
+    "fastapi": ("flows/webhook.py",),
+    "yaml": ("flows/provision.py",),
 }
 LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
 RUNNING_FLOWS = {"flows/cli/convert.py", "flows/cli/measure.py", "flows/cli/sweep.py"}
+RUNNING_FLOWS |= {"flows/cli/server.py", "flows/cli/webhook.py", "flows/cli/main.py"}
 PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
 WITHOUT_PREFECT = (
     *("quant/", "inference/", "tasks/stages.py", "flows/cli/", "flows/local.py"),

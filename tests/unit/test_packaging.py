@@ -17,7 +17,11 @@ SETUPTOOLS: dict[str, Any] = PROJECT["tool"]["setuptools"]
 TOP = sorted(SETUPTOOLS["package-dir"].values())
 SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parquet files, not shipped
 NOT_PACKAGES = {"benchmarks", "build", "demo", "demo-exl2", "dist", "docs", "tests"}
-CARRIED_BY = {"pydantic_core": "pydantic", "uvicorn": "prefect"}  # a dependency's own dependency
+CARRIED_BY = {
+    "pydantic_core": "pydantic",
+    "uvicorn": "prefect",
+    "yaml": "pyyaml",
+}  # a dependency's own dependency
 
 
 def normalized(requirement: str) -> str:

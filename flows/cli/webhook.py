@@ -1,0 +1,40 @@
+"""`exl2flow webhook`: receive the Hub's webhooks."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.flows.cli.console import say
+
+SECRET_VARIABLE = "EXL2FLOW_WEBHOOK_SECRET"
+EXAMPLES = (
+    "Example:",
+    f"{SECRET_VARIABLE}=… PREFECT_API_URL=http://127.0.0.1:4200/api exl2flow webhook --port 4300",
+)
+
+
+def webhook(
+    *,
+    host: Annotated[str, typer.Option("--host", help="Interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port.", min=1, max=65535)] = 4300,
+) -> None:
+    """Receive webhooks of the Hugging Face Hub, and emit an event for each new revision.
+
+    The secret that was given to the Hub is read from EXL2FLOW_WEBHOOK_SECRET, the address of the
+    Prefect server from PREFECT_API_URL.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if not secret:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} is not set; set it to the secret that the webhook has on the Hub"
+        )
+    if not os.environ.get("PREFECT_API_URL"):
+        raise ConfigError(
+            "PREFECT_API_URL is not set; `exl2flow server up` prints the address of its server"
+        )
+    from exl2flow.flows.webhook import serve
+
+    say(f"receiving on http://{host}:{port}/")
+    serve(host, port, secret)

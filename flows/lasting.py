@@ -1,0 +1,230 @@
+"""A lasting Prefect server with workers: brought up, brought down, looked at."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prefect.client.schemas.sorting import FlowRunSort
+
+from exl2flow.core.errors import ServerFailed
+from exl2flow.flows.provision import Provision, ours
+from exl2flow.flows.services import (
+    POOL,
+    SERVER,
+    SUPERVISOR,
+    Home,
+    ServerSettings,
+    answers,
+    end,
+    wait_until,
+)
+
+START_SECONDS = 180.0  # the first start creates the database
+STOP_SECONDS = 90.0  # workers get 30 s to end their runs, the server 10 s
+LAST_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What there is; `problems` is empty when all is well."""
+
+    settings: ServerSettings
+    problems: tuple[str, ...]
+    processes: dict[str, dict[str, object]]
+    deployments: tuple[dict[str, object], ...] = ()
+    runs: tuple[dict[str, object], ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON content."""
+        return {
+            "healthy": not self.problems,
+            "problems": list(self.problems),
+            "url": self.settings.url,
+            "api_url": self.settings.api_url,
+            "database": self.settings.shown_database,
+            "pool": POOL,
+            "folder": str(self.settings.folder),
+            "processes": self.processes,
+            "deployments": list(self.deployments),
+            "runs": list(self.runs),
+        }
+
+
+def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> None:
+    """Start what does not run, create what is missing, and return when all of it is there.
+
+    Raises:
+        ServerFailed: it runs with other settings, the port is taken, or the server ends.
+    """
+    running = _is_supervised(home)
+    if running:
+        _refuse_other_settings(home, settings)
+    elif not answers(settings):
+        _check_port(settings)
+    home.save_settings(settings)
+    if not running:
+        say(f"starting the server in the background; its logs lie in `{home.path / 'logs'}`")
+        _start_supervisor(home)
+    _wait_for_server(home, settings)
+    say("applying work pool, deployments and automations")
+    Provision(settings.api_url, settings.folder).apply(home.path / "deployed")
+    if not wait_until(lambda: _workers_run(home, settings), START_SECONDS):
+        raise ServerFailed(
+            f"a worker does not stay; the end of its log:\n"
+            f"{home.last_lines(next(iter(settings.workers)))}"
+        )
+
+
+def down(home: Home) -> list[str]:
+    """End workers, then the server, and return the names of the processes that ran.
+
+    Raises:
+        ServerFailed: a process cannot be ended.
+    """
+    processes = home.processes()
+    running = [name for name, process in processes.items() if process.is_alive()]
+    if SUPERVISOR in processes:
+        end([processes[SUPERVISOR]], STOP_SECONDS)
+    home.end_services()  # which a killed supervisor could not do
+    left = [f"{p.pid}" for p in processes.values() if p.is_alive()]
+    if left:
+        raise ServerFailed(f"processes {', '.join(left)} do not end; look at them with `ps`")
+    return running
+
+
+def status(home: Home) -> Status:
+    """Look at processes, server and what it holds.
+
+    Raises:
+        ServerFailed: no server was ever started in this home.
+    """
+    settings = home.settings()
+    if settings is None:
+        raise ServerFailed(
+            f"no server was started in `{home.path}`; `exl2flow server up` starts one"
+        )
+    processes = home.processes()
+    expected = [SUPERVISOR, SERVER, *settings.workers]
+    shown: dict[str, dict[str, object]] = {}
+    for name in expected:
+        process = processes.get(name)
+        alive = process is not None and process.is_alive()
+        pid, exits = (process.pid, process.exits) if process else (None, 0)
+        shown[name] = {"running": alive, "pid": pid, "exits": exits, "log": str(home.log(name))}
+    problems = [f"{name} does not run" for name in expected if not shown[name]["running"]]
+    if not answers(settings):
+        problems.append(f"no server answers at {settings.url}")
+        return Status(settings=settings, problems=tuple(problems), processes=shown)
+    provision = Provision(settings.api_url, settings.folder)
+    problems += [f"missing: {lack}" for lack in provision.missing()]
+    return Status(
+        settings=settings,
+        problems=tuple(problems),
+        processes=shown,
+        deployments=_deployments(provision),
+        runs=_runs(provision),
+    )
+
+
+def _deployments(provision: Provision) -> tuple[dict[str, object], ...]:
+    with provision.client() as client:
+        return tuple(
+            {
+                "name": found.name,
+                "schedules": [
+                    {"slug": s.slug, "active": s.active, "schedule": _when(s.schedule)}
+                    for s in found.schedules
+                ],
+            }
+            for found in sorted(ours(client), key=lambda d: d.name)
+        )
+
+
+def _when(schedule: object) -> str:
+    for name in ("cron", "interval", "rrule"):
+        if (value := getattr(schedule, name, None)) is not None:
+            return f"{name} {value}"
+    return str(schedule)
+
+
+def _runs(provision: Provision) -> tuple[dict[str, object], ...]:
+    with provision.client() as client:
+        found = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LAST_RUNS)
+    return tuple(
+        {
+            "name": run.name,
+            "state": run.state_name,
+            "starts": run.run_count,
+            "expected": run.expected_start_time.isoformat() if run.expected_start_time else None,
+            "id": str(run.id),
+        }
+        for run in found
+    )
+
+
+def _is_supervised(home: Home) -> bool:
+    supervisor = home.processes().get(SUPERVISOR)
+    return supervisor is not None and supervisor.is_alive()
+
+
+def _refuse_other_settings(home: Home, settings: ServerSettings) -> None:
+    running = home.settings()
+    if running is not None and running != settings:
+        fields = ServerSettings.model_fields
+        changed = [f for f in fields if getattr(running, f) != getattr(settings, f)]
+        raise ServerFailed(
+            f"the server of `{home.path}` runs with another {' and '.join(changed)}; end it with "
+            "`exl2flow server down` first, or repeat the options that it was started with"
+        )
+
+
+def _check_port(settings: ServerSettings) -> None:
+    try:
+        socket.create_server((settings.host, settings.port)).close()
+    except OSError as error:
+        raise ServerFailed(
+            f"cannot listen on `{settings.host}:{settings.port}` ({error.strerror}); choose "
+            "another `--port`, or end the program that uses it"
+        ) from error
+
+
+def _start_supervisor(home: Home) -> None:
+    alive = {name: process for name, process in home.processes().items() if process.is_alive()}
+    home.save_processes(alive)  # the count of exits begins anew
+    with home.log(SUPERVISOR).open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "exl2flow.flows.supervisor", str(home.path)],
+            cwd=home.path,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _wait_for_server(home: Home, settings: ServerSettings) -> None:
+    """Return when the server answers.
+
+    Raises:
+        ServerFailed: it ended, or took too long; the message has the end of its log.
+    """
+
+    def ended() -> bool:
+        server = home.processes().get(SERVER)
+        return server is not None and (server.exits > 0 or not server.is_alive())
+
+    came = wait_until(lambda: answers(settings) or ended(), START_SECONDS)
+    if answers(settings):
+        return
+    down(home)
+    what = "ended" if came else f"does not answer after {START_SECONDS:.0f} s"
+    raise ServerFailed(
+        f"the Prefect server {what}; the end of `{home.log(SERVER)}`:\n{home.last_lines(SERVER)}"
+    )
+
+
+def _workers_run(home: Home, settings: ServerSettings) -> bool:
+    processes = home.processes()
+    return all(name in processes and processes[name].is_alive() for name in settings.workers)

@@ -1,0 +1,226 @@
+"""What a lasting server holds besides runs: work pool, deployments, automations.
+
+Deployments are those of `prefect.yaml`, applied by `prefect deploy`: the file is in Prefect's own
+form, and a link in this folder takes it into the wheel.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import DeploymentSchedule, StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.workers import ProcessWorker
+
+from exl2flow.core.errors import ServerFailed
+from exl2flow.flows.services import HEARTBEAT_SECONDS, POOL
+
+DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
+MISSED_HEARTBEATS = 3
+START_SECONDS = 600  # from the worker's taking a run to its first line
+RETRIES = 3
+TAG = "exl2flow"
+ENDS = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
+
+
+def deployment_names() -> list[str]:
+    """Return the names of all deployments, as in `convert/nightly` the part after the slash."""
+    content: Mapping[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
+    return [deployment["name"] for deployment in content["deployments"]]
+
+
+def automations() -> list[AutomationCore]:
+    """Return what keeps runs going: lost ones become crashed, crashed ones run again."""
+    ours = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+    lost = "prefect.flow-run.*"
+    common: dict[str, Any] = {"for_each": {"prefect.resource.id"}, "match_related": ours}
+    seconds = MISSED_HEARTBEATS * HEARTBEAT_SECONDS
+    return [
+        AutomationCore(
+            name=f"{TAG}: without a heartbeat a run has crashed",
+            description=f"No sign of life for {seconds} s: its process or its machine is gone.",
+            trigger=EventTrigger(
+                match={"prefect.resource.id": lost},
+                after={"prefect.flow-run.heartbeat"},
+                expect={"prefect.flow-run.heartbeat", *ENDS},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=seconds),
+                **common,
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    name="Crashed",
+                    state=StateType.CRASHED,
+                    message=f"no heartbeat for {seconds} s",
+                )
+            ],
+        ),
+        AutomationCore(
+            name=f"{TAG}: a run that did not begin goes back to the queue",
+            description="The worker that took it is gone.",
+            trigger=EventTrigger(
+                match={"prefect.resource.id": lost},
+                after={"prefect.flow-run.Pending"},
+                expect={"prefect.flow-run.*"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=START_SECONDS),
+                **common,
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    name="Scheduled",
+                    state=StateType.SCHEDULED,
+                    message=f"did not begin in {START_SECONDS} s",
+                )
+            ],
+        ),
+        AutomationCore(
+            name=f"{TAG}: a crashed run goes on",
+            description=f"At most {RETRIES} times. What is finished is not done again.",
+            trigger=EventTrigger(
+                match={
+                    "prefect.resource.id": lost,
+                    "prefect.run-count": [str(count) for count in range(1, RETRIES + 1)],
+                },
+                expect={"prefect.flow-run.Crashed"},
+                posture=Posture.Reactive,
+                threshold=1,
+                **common,
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    name="AwaitingRetry",
+                    state=StateType.SCHEDULED,
+                    message="goes on after a crash",
+                )
+            ],
+        ),
+    ]
+
+
+class Provision:
+    """Compares what a server holds with what it should hold, and mends it."""
+
+    def __init__(self, api_url: str, folder: Path) -> None:
+        """Address a server; relative paths of its deployments will start from the folder."""
+        self.api_url = api_url
+        self.folder = folder
+
+    def client(self) -> SyncPrefectClient:
+        """Return a client of the server."""
+        return SyncPrefectClient(api=self.api_url)
+
+    def missing(self) -> list[str]:
+        """Return what the server lacks, in words."""
+        with self.client() as client:
+            there = {automation.name for automation in client.read_automations()}
+            deployed = {deployment.name for deployment in ours(client)}
+            try:
+                client.read_work_pool(POOL)
+                lacks = []
+            except ObjectNotFound:
+                lacks = [f"work pool `{POOL}`"]
+        lacks += [f"deployment `{n}`" for n in deployment_names() if n not in deployed]
+        return lacks + [f"automation `{a.name}`" for a in automations() if a.name not in there]
+
+    def apply(self, mark: Path | None = None) -> None:
+        """Create what is missing, and renew deployments.
+
+        Args:
+            mark: file that tells what was deployed last, to renew only what changed since.
+
+        Raises:
+            ServerFailed: `prefect deploy` failed.
+        """
+        with self.client() as client:
+            self._pool(client)
+            self._automations(client)
+            deployed = {deployment.name for deployment in ours(client)}
+            is_current = mark is not None and mark.exists() and mark.read_text() == self._mark()
+            if not (is_current and deployed.issuperset(deployment_names())):
+                before = _schedules(client)
+                self._deploy()
+                _restore(client, before)
+                if mark is not None:
+                    mark.write_text(self._mark())
+
+    def _pool(self, client: SyncPrefectClient) -> None:
+        template = ProcessWorker.get_default_base_job_template()
+        pool = WorkPoolCreate(
+            name=POOL,
+            type="process",
+            base_job_template=template,
+            description="one worker per GPU, one run at a time on each",
+        )
+        try:
+            client.create_work_pool(pool)
+        except ObjectAlreadyExists:
+            return
+
+    def _automations(self, client: SyncPrefectClient) -> None:
+        there = {automation.name: automation for automation in client.read_automations()}
+        for automation in automations():
+            if automation.name not in there:
+                client.create_automation(automation)
+
+    def _mark(self) -> str:
+        """Return what tells deployments of another file, version or folder from ours."""
+        text = DEPLOYMENTS.read_bytes() + str(self.folder).encode()
+        return f"{version('exl2flow')}-{hashlib.sha256(text).hexdigest()[:12]}"
+
+    def _deploy(self) -> None:
+        command = [sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all"]
+        done = subprocess.run(
+            [*command, "--prefect-file", str(DEPLOYMENTS)],
+            cwd=self.folder,
+            env={**os.environ, "PREFECT_API_URL": self.api_url, "PWD": str(self.folder)},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            raise ServerFailed(
+                f"`prefect deploy` failed for `{DEPLOYMENTS}`: {' '.join(lines[-3:])}; mend the "
+                "file and repeat the command"
+            )
+
+
+def ours(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """Return the deployments of our pool."""
+    return [d for d in client.read_deployments(limit=200) if d.work_pool_name == POOL]
+
+
+def _schedules(client: SyncPrefectClient) -> dict[tuple[UUID, str], DeploymentSchedule]:
+    return {
+        (deployment.id, schedule.slug): schedule
+        for deployment in ours(client)
+        for schedule in deployment.schedules
+        if schedule.slug
+    }
+
+
+def _restore(
+    client: SyncPrefectClient, before: Mapping[tuple[UUID, str], DeploymentSchedule]
+) -> None:
+    """Give schedules back what was set in the UI: whether they are active, and when."""
+    for (deployment, slug), now in _schedules(client).items():
+        then = before.get((deployment, slug))
+        if then is not None and (then.active, then.schedule) != (now.active, now.schedule):
+            client.update_deployment_schedule(
+                deployment, now.id, active=then.active, schedule=then.schedule
+            )

@@ -1,0 +1,72 @@
+"""The flow `watch`: asks the Hub for new revisions, and emits an event for each."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from prefect import flow
+from pydantic import Field, model_validator
+
+from exl2flow.core.config import Options
+from exl2flow.core.files import read_json, write_json
+from exl2flow.tasks.logs import logged
+from exl2flow.tasks.revisions import Revision, announce, newest_revisions
+
+RepoId = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
+Author = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+
+
+class WatchConfig(Options):
+    """What to watch on the Hugging Face Hub."""
+
+    repositories: tuple[RepoId, ...] = Field((), description="repositories, as org/name")
+    authors: tuple[Author, ...] = Field(
+        (), description="organizations or users, all of whose models are watched"
+    )
+    include_existing: bool = Field(
+        False,
+        description="also announce what is there when a repository is first seen; else it is "
+        "remembered only",
+    )
+    work_root: Path = Field(
+        Path("watch"), description="folder of the file that remembers the last seen revisions"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.repositories and not self.authors:
+            raise ValueError("nothing to watch; name `repositories` or `authors`")
+        return self
+
+    @property
+    def run_name(self) -> str:
+        """What is watched, for people."""
+        return ", ".join([*self.repositories, *self.authors])
+
+
+@flow(name="watch", flow_run_name="{config.run_name}", persist_result=False)
+def watch(config: WatchConfig) -> list[Revision]:
+    """Return the revisions that are new since the last run; each was announced by an event.
+
+    The last seen ones are stored after the events: a run that is killed in between announces
+    twice, never not at all.
+
+    Raises:
+        HubError: a repository cannot be read.
+        CorruptCheckpoint: the file of last seen revisions is damaged.
+    """
+    with logged():
+        file = config.work_root.expanduser() / "revisions.json"
+        seen: dict[str, str] = read_json(file) if file.exists() else {}
+        found = newest_revisions(config.repositories, config.authors)
+        new = [r for r in found if _is_new(r, seen, include_existing=config.include_existing)]
+        if new:
+            announce(new)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {**seen, **{r.repo_id: r.revision for r in found}})
+        return new
+
+
+def _is_new(revision: Revision, seen: dict[str, str], *, include_existing: bool) -> bool:
+    if revision.repo_id not in seen:
+        return include_existing
+    return seen[revision.repo_id] != revision.revision

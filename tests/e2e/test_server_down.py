@@ -1,0 +1,88 @@
+"""How a lasting server begins and ends: on SQLite and PostgreSQL, at taken ports, under a run."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from conversions import small_config
+from postgres import PASSWORD, cluster, programs
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from servers import LastingServer, long_conversion, wait_for_cursor
+from tiny import make_tiny
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> LastingServer:
+    return LastingServer(home=tmp_path / "home", folder=tmp_path)
+
+
+def test_taken_port_is_told(server: LastingServer) -> None:
+    with socket.create_server(("127.0.0.1", server.port)):
+        done = server.call("up", "--port", str(server.port), "--gpus", "none")
+
+    assert done.returncode == 1
+    assert f"cannot listen on `127.0.0.1:{server.port}`" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert server.processes() == []
+
+
+def test_server_that_dies_is_told_with_the_end_of_its_log(server: LastingServer) -> None:
+    missing = server.folder / "missing" / "home.db"
+    database = f"sqlite+aiosqlite:///{missing}?mode=ro"
+
+    done = server.call("up", "--port", str(server.port), "--gpus", "none", "--database", database)
+
+    assert done.returncode == 1
+    assert "the Prefect server ended" in done.stderr
+    assert "unable to open database file" in done.stderr
+    assert server.processes() == []
+
+
+def test_home_without_a_server_is_told(server: LastingServer) -> None:
+    assert "no server was started in" in server.call("status").stderr
+    assert "nothing ran" in server.call("down").stderr
+
+
+def test_down_leaves_no_process_and_the_run_goes_on_after_the_next_up(
+    server: LastingServer,
+) -> None:
+    config = long_conversion(server.folder)
+    server.up()
+    run = server.submit("convert/convert", config.model_dump(mode="json"))
+    wait_for_cursor(config, "measure", 2)
+
+    done = server.call("down")
+
+    assert done.returncode == 0, done.stderr
+    assert server.processes() == []
+    assert server.call("status").returncode == 1
+    try:
+        server.up()
+        with temporary_settings({PREFECT_API_URL: server.api_url}):
+            assert server.wait(run) == "Completed"
+    finally:
+        server.call("down")
+    assert server.processes() == []
+
+
+@pytest.mark.slow
+def test_postgresql_holds_the_runs_by_one_setting(server: LastingServer) -> None:
+    found = programs()
+    if found is None:
+        pytest.skip("PostgreSQL is not installed, and cannot be")
+    make_tiny("llama", server.folder / "tiny")
+    config = small_config(Path("tiny"), Path("out"))
+    with cluster(found) as url:
+        try:
+            server.up("--database", url)
+            with temporary_settings({PREFECT_API_URL: server.api_url}):
+                run = server.submit("convert/convert", config.model_dump(mode="json"))
+                assert server.wait(run) == "Completed"
+            status = server.status()
+        finally:
+            server.call("down")
+
+    assert status["healthy"]
+    assert status["database"].startswith("postgresql+asyncpg://127.0.0.1:")
+    assert PASSWORD not in str(status)
+    assert not (server.home / "prefect" / "prefect.db").exists()
