@@ -159,6 +159,7 @@ def run_count(server: LastingServer, run: UUID) -> int:
         return client.read_flow_run(run).run_count
 
 
+@pytest.mark.slow
 def test_server_killed_in_the_middle_comes_back_and_the_run_ends_well(
     server: LastingServer, tmp_path: Path
 ) -> None:
