@@ -41,6 +41,7 @@ SERVER_ENVIRONMENT = {
     **QUIET,
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "exl2flow.flows.ordering",
     # Leases in memory would be held for ever after the server was killed.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage"
     ".filesystem",

@@ -138,7 +138,7 @@ def test_event_of_a_new_revision_starts_a_run_on_it(server: LastingServer) -> No
     announce([Revision(repo_id="someone/tiny", revision=sha)])
 
     out = server.folder / "models/someone/tiny" / sha
-    wait_for((out / "model.safetensors").is_file)
+    wait_for(lambda: any(out.rglob("model.safetensors")))
     with server.client() as client:
         [run] = [r for r in client.read_flow_runs() if sha in str(r.parameters)]
     assert server.wait(run.id) == "Completed"
@@ -159,6 +159,7 @@ def run_count(server: LastingServer, run: UUID) -> int:
         return client.read_flow_run(run).run_count
 
 
+@pytest.mark.slow
 def test_server_killed_in_the_middle_comes_back_and_the_run_ends_well(
     server: LastingServer, tmp_path: Path
 ) -> None:

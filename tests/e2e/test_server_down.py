@@ -43,6 +43,7 @@ def test_home_without_a_server_is_told(server: LastingServer) -> None:
     assert "nothing ran" in server.call("down").stderr
 
 
+@pytest.mark.slow
 def test_down_leaves_no_process_and_the_run_goes_on_after_the_next_up(
     server: LastingServer,
 ) -> None:
