@@ -11,7 +11,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
+from exl2flow.flows.cli import (
+    convert,
+    generate,
+    inspection,
+    measure,
+    refine,
+    report,
+    sweep,
+    validate,
+)
 from exl2flow.flows.cli.console import OUT, logging_to_stderr
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
@@ -69,6 +78,7 @@ def options(
 for _name, _command, _examples in (
     ("convert", convert.convert, convert.EXAMPLES),
     ("sweep", sweep.sweep, sweep.EXAMPLES),
+    ("report", report.report, report.EXAMPLES),
     ("measure", measure.measure, measure.EXAMPLES),
     ("refine", refine.refine, refine.EXAMPLES),
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),
