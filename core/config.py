@@ -6,7 +6,7 @@ Every default lives here and nowhere else.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,8 @@ Device = Literal["auto", "cpu", "cuda"]
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
+CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
+CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes")
 DEFAULT_BPW = 4.0
@@ -193,6 +195,16 @@ class ValidateOptions(Options):
     sample_seed: int = Field(0, ge=0, description="seed of the generated sample")
 
 
+class FitOptions(Options):
+    """What the result must fit: a GPU's memory, with the cache of a context."""
+
+    memory: ByteSize | None = Field(
+        None, gt=0, description="instead: memory of the GPU that will run the model, as 24GB"
+    )
+    context: int = Field(8192, ge=1, description="tokens whose cache must fit beside the weights")
+    cache: CacheName = Field("fp16", description="how that cache is held")
+
+
 class SharedOptions(Options):
     """What a conversion and a sweep of several have in common: all but the bits."""
 
@@ -265,6 +277,7 @@ class ConversionConfig(SharedOptions):
     target_bytes: int | None = Field(
         None, gt=0, description="instead: bytes of all output files of weights"
     )
+    fit: FitOptions = FitOptions()
 
     @model_validator(mode="before")
     @classmethod
@@ -272,11 +285,14 @@ class ConversionConfig(SharedOptions):
         """Fill the target if none is given."""
         if not isinstance(values, Mapping) or any(values.get(name) is not None for name in TARGETS):
             return values
-        return {**values, "bpw": DEFAULT_BPW}
+        fit = values.get("fit") or {}
+        memory = fit.get("memory") if isinstance(fit, Mapping) else getattr(fit, "memory", None)
+        return values if memory is not None else {**values, "bpw": DEFAULT_BPW}
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
         given = [f"`{name}`" for name in TARGETS if getattr(self, name) is not None]
+        given += ["`fit.memory`"] * (self.fit.memory is not None)
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; choose one target")
         return self
@@ -289,6 +305,8 @@ class ConversionConfig(SharedOptions):
     @property
     def target(self) -> str:
         """The target in words, without blanks."""
+        if self.fit.memory is not None:
+            return f"fit-{self.fit.memory.human_readable(decimal=True)}"
         if self.target_bytes is not None:
             return f"{self.target_bytes}bytes"
         if self.bpw_total is not None:

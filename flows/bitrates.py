@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted, SweepFailed
-from exl2flow.core.files import read_json, write_json
+from exl2flow.core.files import read_json, write_json, write_text
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import versions
-from exl2flow.core.sweep import SWEEP_FILE, SweepConfig
+from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.inference.comparison import check_bitrates, compared, known_score
 from exl2flow.inference.evaluate import Score
+from exl2flow.inference.page import write_up
 from exl2flow.inference.validate import REPORT_FILE
 from exl2flow.quant.plan import Plan
 from exl2flow.quant.preflight import check_disk, preflight
@@ -67,6 +68,8 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
             "warnings": warnings,
         },
     )
+    if scores:
+        write_text(out / REPORT_PAGE, write_up(out))
     return Sweep(
         out=out,
         scores=tuple(scores),

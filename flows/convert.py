@@ -5,6 +5,7 @@ from prefect import flow
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.flows.runs import cancelled_if_interrupted
+from exl2flow.quant.fit import fitted
 from exl2flow.quant.preflight import preflight
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
@@ -26,6 +27,7 @@ def convert(config: ConversionConfig) -> Conversion:
         ValidationFailed: the model is above a limit.
     """
     with logged():
+        config = fitted(config)
         preflight(config)
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)

@@ -10,6 +10,7 @@ from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows.bitrates import Sweep, conclude_sweep, preflight_sweep, raise_failures
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.quant.fit import fitted
 from exl2flow.quant.preflight import preflight
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
@@ -22,6 +23,7 @@ def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
+    config = fitted(config)
     preflight(config)
     pipeline = open_pipeline(config, stages)
     _run(pipeline)

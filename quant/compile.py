@@ -27,7 +27,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, SCORE_FILE, Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
@@ -202,13 +202,14 @@ def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _calibration(run: StageRun) -> dict[str, object]:
-    """Return the text's name, and by mix how many rows of each kind it gave, with notes on them."""
+    """Return the text's name and the digest of its rows, and by mix the number of each kind."""
     described = read_json(run.inputs["tokenize"] / KINDS_FILE)
     mixes = {
         mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
         for mix, rows in described.items()
     }
-    return {"dataset": run.config.calibration.dataset, **mixes}
+    rows = digest(run.inputs["tokenize"] / ROWS_FILE)
+    return {"dataset": run.config.calibration.dataset, "digest": rows, **mixes}
 
 
 def _write_index(out: Path, shards: list[Shard]) -> Path:

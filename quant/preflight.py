@@ -216,7 +216,7 @@ def _plan(
         BudgetUnreachable: naming the reachable range.
     """
     numel = decoder_numel(spec)
-    decoder, head = _reachable(config, spec)
+    decoder, head = reachable_bits(config, spec)
     plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
     low, high = decoder[0] / numel, decoder[1] / numel
     if config.bpw is not None:
@@ -255,7 +255,7 @@ def _plan(
     )
 
 
-def _reachable(
+def reachable_bits(
     config: ConversionConfig, spec: ModelSpec
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the least and the most bits that the candidates allow: of the decoder, of the head."""

@@ -37,7 +37,10 @@ from exl2flow.quant.stored import StoredModel, refinement
 
 log = logging.getLogger(__name__)
 
-ALLOTTING = ("bpw", "bpw_total", "target_bytes", "head_bits", "measurement", "allocate", "tune")
+ALLOTTING = (
+    *("bpw", "bpw_total", "target_bytes", "fit", "head_bits"),
+    *("measurement", "allocate", "tune"),
+)
 NOT_RECORDED = {"work_root", "out", "quality", "shard_size_mb", *ALLOTTING}
 
 

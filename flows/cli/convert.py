@@ -69,20 +69,23 @@ def convert(
     """
     begun = time.monotonic()
     config = build(source, out, values)
-    from exl2flow.quant.preflight import preflight  # imports torch
+    from exl2flow.quant.fit import find_fit, fitted  # these import torch
+    from exl2flow.quant.preflight import preflight
 
+    fit, config = find_fit(config), fitted(config)
     plan = preflight(config)
+    outline = {"plan": plan.to_json(), **({"fit": fit.to_json()} if fit else {})}
     if not as_json:
-        show(plan_table(plan.rows()))
+        show(plan_table([*plan.rows(), *(fit.rows() if fit else [])]))
     if dry_run:
         if as_json:
-            emit_json({"plan": plan.to_json()})
+            emit_json(outline)
         return
     with shown(plain=as_json):
         report = _run(config, restart=restart, prefect=not no_prefect)
     seconds = time.monotonic() - begun
     if as_json:
-        emit_json({"plan": plan.to_json(), "seconds": round(seconds, 1), **report})
+        emit_json({**outline, "seconds": round(seconds, 1), **report})
     else:
         print_report(report, seconds)
     if report["failures"]:

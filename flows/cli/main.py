@@ -17,6 +17,7 @@ from exl2flow.flows.cli import (
     inspection,
     measure,
     refine,
+    report,
     server,
     sweep,
     validate,
@@ -79,6 +80,7 @@ def options(
 for _name, _command, _examples in (
     ("convert", convert.convert, convert.EXAMPLES),
     ("sweep", sweep.sweep, sweep.EXAMPLES),
+    ("report", report.report, report.EXAMPLES),
     ("measure", measure.measure, measure.EXAMPLES),
     ("refine", refine.refine, refine.EXAMPLES),
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),

@@ -90,6 +90,25 @@ RESULT: Panel = (
             help="Instead of `--bpw`: the most bytes that all output files of weights may take.",
         ),
         Setting(
+            flag="--fit",
+            field="fit.memory",
+            metavar="SIZE",
+            help="Instead of `--bpw`: the memory of the GPU that will run the model, as 24GB. The "
+            "largest model that fits beside its cache and what else it takes is made.",
+        ),
+        Setting(
+            flag="--context",
+            field="fit.context",
+            metavar="N",
+            help="With `--fit`: tokens whose keys and values must fit.",
+        ),
+        Setting(
+            flag="--cache",
+            field="fit.cache",
+            metavar="FORMAT",
+            help="With `--fit`: how they are held: fp16, fp8, q8, q6 or q4.",
+        ),
+        Setting(
             flag="--head-bits",
             field="head_bits",
             metavar="BITS",
@@ -339,6 +358,6 @@ EVALUATION: Panel = (
     ),
 )
 CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)
-BITS = ("bpw", "bpw_total", "target_bytes")
-EACH: Panel = ("Result", tuple(s for s in RESULT[1] if s.field not in BITS))
+BITS = ("bpw", "bpw_total", "target_bytes", "fit")
+EACH: Panel = ("Result", tuple(s for s in RESULT[1] if not s.field.startswith(BITS)))
 SWEEP = (EACH, *CONVERSION[1:])

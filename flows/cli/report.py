@@ -1,0 +1,46 @@
+"""`exl2flow report`: what is known of a sweep, as one page for a browser."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exl2flow.core.sweep import REPORT_PAGE
+from exl2flow.flows.cli.console import OUT
+
+EXAMPLES = (
+    "Examples:",
+    "exl2flow report ./Llama-3.2-1B-exl2",
+    "exl2flow report ./.exl2flow/llama-3.2-1b-1f0c6e2d9a4b --out report.html",
+)
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Folder of a sweep, or one with converted models in it, or the work directory of "
+            "a model.",
+            show_default=False,
+        ),
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="The page.", show_default="`report.html` in DIR"
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page on the models of a sweep.
+
+    It shows figures and plots of all bitrates, where bits and errors are, a sample of each, and
+    what made them. It needs no network and no script.
+    """
+    from exl2flow.core.files import write_text  # these import torch
+    from exl2flow.inference.page import write_up
+
+    page = out or folder / REPORT_PAGE
+    write_text(page, write_up(folder))
+    OUT.print(f"report  {page.resolve()}", markup=False, soft_wrap=True)
