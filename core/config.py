@@ -196,7 +196,10 @@ class ValidateOptions(Options):
 class ConversionConfig(Options):
     """One conversion: a Hugging Face folder in, an EXL2 folder and a report out."""
 
-    source: Path = Field(description="folder with config.json, tokenizer and *.safetensors")
+    source: Path = Field(
+        description="folder with config.json, tokenizer and *.safetensors; or a model on the "
+        "Hugging Face Hub, as org/name or org/name@revision"
+    )
     out: Path = Field(description="folder that receives the converted model")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
     bpw: float | None = Field(
@@ -222,6 +225,9 @@ class ConversionConfig(Options):
     )
     measurement: Path | None = Field(
         None, description="measurement.json to use instead of measuring"
+    )
+    token_block: str | None = Field(
+        None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
     )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     calibration: CalibrationOptions = CalibrationOptions()
@@ -263,7 +269,7 @@ class ConversionConfig(Options):
     @property
     def work_dir_root(self) -> Path:
         """Where the work directories of all models lie."""
-        return (self.work_root or self.out.resolve().parent / ".exl2flow").resolve()
+        return (self.work_root or default_work_root(self.out)).resolve()
 
     @property
     def run_name(self) -> str:
@@ -299,6 +305,11 @@ class RefinementConfig(ConversionConfig):
     def target(self) -> str:
         """What is refined, without a folder."""
         return f"refined:{self.model.resolve().name}"
+
+
+def default_work_root(out: Path) -> Path:
+    """Return where checkpoints lie unless told otherwise: beside the converted model."""
+    return out.resolve().parent / ".exl2flow"
 
 
 def build_config(**values: object) -> ConversionConfig:

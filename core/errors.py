@@ -13,6 +13,9 @@ Exl2FlowError
 ├── ValidationFailed
 ├── PreflightFailed
 ├── ServerFailed
+├── HubError              ─ HubUnavailable
+├── PublicationRefused
+├── PublicationDamaged
 └── Interrupted
 
 A message says what is wrong, where, and what to do.
@@ -123,6 +126,29 @@ class PreflightFailed(Exl2FlowError):
 
 class ServerFailed(Exl2FlowError):
     """No Prefect API answers, or a temporary server did not start."""
+
+
+class HubError(Exl2FlowError):
+    """The Hugging Face Hub refused a request, or cannot be asked."""
+
+
+class HubUnavailable(HubError):
+    """The Hub did not answer, or asked to come back later."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, wait: float | None = None) -> None:
+        """Keep how many seconds the Hub asked to wait, if it did."""
+        super().__init__(message)
+        self.wait = wait
+
+
+class PublicationRefused(Exl2FlowError):
+    """Quality, licence or missing facts speak against publishing; the message lists all."""
+
+
+class PublicationDamaged(Exl2FlowError):
+    """What lies on the Hub is not what was uploaded, or does not run; it stays private."""
 
 
 class Interrupted(Exl2FlowError):

@@ -6,6 +6,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.flows.runs import cancelled_if_interrupted, logged
 from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import STAGES
 
@@ -20,11 +21,13 @@ def convert(config: ConversionConfig) -> Conversion:
     """Run all stages that the configuration has, in order; finished ones are cached.
 
     Raises:
+        HubError: the source cannot be fetched.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
     with logged():
+        config = with_local_source(config)
         preflight(config)
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)

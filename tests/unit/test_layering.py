@@ -46,10 +46,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
 RUNNING_FLOWS = {"flows/cli/convert.py", "flows/cli/measure.py"}
+RUNNING_FLOWS |= {"flows/cli/sources.py", "flows/cli/publish.py"}  # tokens in Secret blocks
 PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
 WITHOUT_PREFECT = (
-    *("quant/", "inference/", "tasks/stages.py", "flows/cli/", "flows/local.py"),
-    "flows/__init__.py",
+    *("quant/", "inference/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),
+    *("flows/cli/", "flows/local.py", "flows/__init__.py"),
 )
 LONGEST_FILE = 400
 PURE_TABLES: tuple[str, ...] = ()
