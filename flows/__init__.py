@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from exl2flow.flows.convert import convert
     from exl2flow.flows.local import run_locally
     from exl2flow.flows.measure import measure
+    from exl2flow.flows.publish import publish
     from exl2flow.flows.validate import validate
 
-__all__ = ["convert", "measure", "run_locally", "validate"]
+__all__ = ["convert", "measure", "publish", "run_locally", "validate"]
 
 
 def _member(module: str, name: str) -> property:
@@ -31,6 +32,7 @@ def _member(module: str, name: str) -> property:
 class _Flows(ModuleType):
     convert = _member("convert", "convert")
     measure = _member("measure", "measure")
+    publish = _member("publish", "publish")
     run_locally = _member("local", "run_locally")
     validate = _member("validate", "validate")
 

@@ -16,7 +16,7 @@ def read_token(block: str | None) -> str | None:
     if block is None:
         return None
     try:
-        token = cast(Secret[Any], Secret.load(block, _sync=True)).get()
+        token = cast(Secret[Any], Secret.load(block)).get()
     except ValueError:
         raise ConfigError(
             f"there is no Secret block `{block}` on this Prefect server; make one in its UI under "

@@ -89,7 +89,7 @@ class Hub:
             found = self._explained(cause, subject)
             if found is not None:
                 return found
-        text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        text = f"{type(cause).__name__}: {cause}".strip().partition("\n")[0]
         return HubError(f"the Hub's client failed on `{subject}`: {text}")
 
     def _explained(self, error: BaseException, subject: str) -> HubError | None:

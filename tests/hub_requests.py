@@ -97,6 +97,9 @@ def handler_of(
             if fault and fault.kind == "damage":
                 request.body = bytes([request.body[0] ^ 1]) + request.body[1:]
             response = answer(hub, request, server=server).part(headers.get("range"))
+            if fault and fault.kind == "lose":
+                self.close_connection = True
+                return
             self.send(response, until=fault.after if fault and fault.kind == "cut" else None)
 
         def receive(self) -> bytes:

@@ -30,17 +30,21 @@ ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 Tree = dict[str, dict[str, Any]]  # path → sha256, size, blob id, whether it is an LFS file
 
 
+Kind = Literal["status", "cut", "damage", "lose"]
+
+
 @dataclass(kw_only=True)
 class Fault:
     """What goes wrong with requests whose `METHOD path` matches.
 
     kind: `status` answers with status and headers; `cut` ends the connection after so many bytes
-        of the body, in whichever direction it goes; `damage` stores a body with one bit flipped.
+        of the body, in whichever direction it goes; `damage` stores a body with one bit flipped;
+        `lose` does what is asked and ends the connection without an answer.
     times: requests that it hits; None: all.
     """
 
     where: str
-    kind: Literal["status", "cut", "damage"]
+    kind: Kind
     times: int | None = 1
     status: int = 503
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +79,7 @@ class Hub:
             json.loads(file.read_text()) if file.exists() else {}
         )
 
-    def fail(self, where: str, kind: Literal["status", "cut", "damage"], **values: Any) -> None:
+    def fail(self, where: str, kind: Kind, **values: Any) -> None:
         """Switch a fault on."""
         self.faults.append(Fault(where=where, kind=kind, **values))
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, refine, validate
+from exl2flow.flows.cli import convert, generate, inspection, measure, publish, refine, validate
 from exl2flow.flows.cli.console import OUT, logging_to_stderr
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
@@ -73,6 +73,7 @@ for _name, _command, _examples in (
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),
     ("validate", validate.validate, validate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),
+    ("publish", publish.publish, publish.EXAMPLES),
 ):
     app.command(_name, epilog="\n\n".join(_examples))(_command)
 

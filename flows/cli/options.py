@@ -60,7 +60,7 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
     """
     flags = {s.field: s.flag for _, members in CONVERSION for s in members} | {"out": "--out"}
     nested = _nested({"source": source, "out": out, **values})
-    return _validated(ConversionConfig, nested, flags)
+    return validated(ConversionConfig, nested, flags)
 
 
 def build_validation(values: Values) -> ValidateOptions:
@@ -70,7 +70,7 @@ def build_validation(values: Values) -> ValidateOptions:
         ConfigError: naming the options that are out of range.
     """
     flags = {s.field.rpartition(".")[2]: s.flag for s in EVALUATION[1]}
-    return _validated(ValidateOptions, _nested(values).get("validate_options", {}), flags)
+    return validated(ValidateOptions, _nested(values).get("validate_options", {}), flags)
 
 
 def _nested(values: Values) -> dict[str, Any]:
@@ -85,7 +85,12 @@ def _nested(values: Values) -> dict[str, Any]:
     return nested
 
 
-def _validated(model: type[Model], nested: dict[str, Any], flags: Mapping[str, str]) -> Model:
+def validated(model: type[Model], nested: dict[str, Any], flags: Mapping[str, str]) -> Model:
+    """Return the model of these values.
+
+    Raises:
+        ConfigError: naming the options that are out of range; `flags` maps fields to them.
+    """
     try:
         return model.model_validate(nested)
     except ValidationError as error:

@@ -1,12 +1,16 @@
 """A Hub for each test, and this process as its client."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conversions import small_config
 from hub_server import Hub, serving, used_by_client
 from tiny import make_tiny
 
+from exl2flow.core.source import HubModel
+from exl2flow.flows.local import run_locally
 from exl2flow.tasks import hub as hub_tasks
 
 
@@ -37,3 +41,26 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "onnx").mkdir()
     (folder / "onnx" / "config.json").write_text("{}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The model, fetched from a Hub and converted at two bitrates; to be copied, not changed."""
+    root = tmp_path_factory.mktemp("converted")
+    with serving(root / "hub") as running, used_by_client(running):
+        running.add_folder("org/tiny", tiny_source, card={"license": "mit"})
+        config = small_config(Path("org/tiny"), root / "3bpw", bpw=3.0, work_root=root / "work")
+        wanted = HubModel(repo="org/tiny")
+        source = hub_tasks.fetch(wanted, config.work_dir_root, hub_tasks.Hub.open())
+    folders = []
+    for bpw in (3.0, 6.0):
+        out = root / f"{bpw:g}bpw"
+        run_locally(small_config(source, out, bpw=bpw, work_root=root / "work"))
+        folders.append(out)
+    return folders
+
+
+@pytest.fixture
+def models(converted: list[Path], tmp_path: Path) -> list[Path]:
+    """Copies of the converted models."""
+    return [shutil.copytree(folder, tmp_path / folder.name) for folder in converted]

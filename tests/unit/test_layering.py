@@ -29,7 +29,7 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 # library → files that may import it; the rest of the package needs torch, numpy and safetensors
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "jinja2": ("model/chat_template.py",),
+    "jinja2": ("model/chat_template.py", "inference/card.py"),
     "matplotlib": ("inference/plots.py",),
     "prefect": ("flows/", "tasks/"),
     "pyarrow": ("quant/parquet.py", "inference/text.py", "calibration_data/build.py"),
