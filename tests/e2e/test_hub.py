@@ -94,9 +94,7 @@ def test_the_program_explains_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def block(
-    prefect_env: Mapping[str, str], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def block(prefect_env: Mapping[str, str], hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
     """A Secret block with the token, which is nowhere else."""
     monkeypatch.delenv("HF_TOKEN")
     Secret(value=TOKEN).save(BLOCK, overwrite=True)
@@ -112,7 +110,10 @@ def everything_that_is_known(*runs: Any) -> str:
             texts += [str(log.message) for log in log_lines(run)]
             texts += [str(found.model_dump()) for found in artifacts(run).values()]
         texts += [task.model_dump_json() for task in client.read_task_runs(limit=200)]
-        texts += [str(document.model_dump()) for document in client.read_block_documents()]
+        texts += [
+            str(document.model_dump())
+            for document in client.read_block_documents(include_secrets=False)
+        ]
     return "\n".join(texts)
 
 
