@@ -208,7 +208,10 @@ class FitOptions(Options):
 class SharedOptions(Options):
     """What a conversion and a sweep of several have in common: all but the bits."""
 
-    source: Path = Field(description="folder with config.json, tokenizer and *.safetensors")
+    source: Path = Field(
+        description="folder with config.json, tokenizer and *.safetensors; or a model on the "
+        "Hugging Face Hub, as org/name or org/name@revision"
+    )
     out: Path = Field(description="folder that receives what is made")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
     head_bits: int | None = Field(
@@ -225,6 +228,9 @@ class SharedOptions(Options):
     )
     measurement: Path | None = Field(
         None, description="measurement.json to use instead of measuring"
+    )
+    token_block: str | None = Field(
+        None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
     )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     calibration: CalibrationOptions = CalibrationOptions()
@@ -261,7 +267,7 @@ class SharedOptions(Options):
     @property
     def work_dir_root(self) -> Path:
         """Where the work directories of all models lie."""
-        return (self.work_root or self.out.resolve().parent / ".exl2flow").resolve()
+        return (self.work_root or default_work_root(self.out)).resolve()
 
 
 class ConversionConfig(SharedOptions):
@@ -333,6 +339,11 @@ class RefinementConfig(ConversionConfig):
     def target(self) -> str:
         """What is refined, without a folder."""
         return f"refined:{self.model.resolve().name}"
+
+
+def default_work_root(out: Path) -> Path:
+    """Return where checkpoints lie unless told otherwise: beside the converted model."""
+    return out.resolve().parent / ".exl2flow"
 
 
 def build_config(**values: object) -> ConversionConfig:

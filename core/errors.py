@@ -15,6 +15,8 @@ Exl2FlowError
 ├── SweepFailed
 ├── ServerFailed
 ├── HubError              ─ HubUnavailable
+├── PublicationRefused
+├── PublicationDamaged
 └── Interrupted
 
 A message says what is wrong, where, and what to do.
@@ -146,6 +148,14 @@ class HubUnavailable(HubError):
         """Keep how many seconds the Hub asked to wait, if it did."""
         super().__init__(message)
         self.wait = wait
+
+
+class PublicationRefused(Exl2FlowError):
+    """Quality, licence or missing facts speak against publishing; the message lists all."""
+
+
+class PublicationDamaged(Exl2FlowError):
+    """What lies on the Hub is not what was uploaded, or does not run; it stays private."""
 
 
 class Interrupted(Exl2FlowError):

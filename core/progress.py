@@ -37,6 +37,11 @@ def silent(tick: Tick) -> None:
 _current: ContextVar[Progress] = ContextVar("progress", default=silent)
 
 
+def current() -> Progress:
+    """Return the current sink, for threads, which do not see it themselves."""
+    return _current.get()
+
+
 def report(tick: Tick) -> None:
     """Pass a tick to the current sink."""
     _current.get()(tick)

@@ -1,12 +1,18 @@
-"""Which model a folder holds: digests of all files that determine a conversion, remembered."""
+"""Which model a source is: a folder or a name on the Hub, where a folder came from, its digests.
+
+Digests cover all files that determine a conversion, and are remembered.
+"""
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from exl2flow.core.errors import SourceModelError, WriteFailed
 from exl2flow.core.files import FileRecord, digest, digest_of, write_json
+
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 MODEL_FILES = (
     "config.json",
@@ -14,6 +20,15 @@ MODEL_FILES = (
     "tokenizer.model",
     "tokenizer_config.json",
     "generation_config.json",
+)
+PROVENANCE = (
+    "repo",
+    "revision",
+    "commit",
+    "license",
+    "license_name",
+    "license_link",
+    "gated",
 )
 
 
@@ -39,17 +54,53 @@ class SourceFingerprint:
         try:
             paths = sorted(source.glob("*.safetensors"))
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
-            digests = _digests(paths, memory)
+            found = digests(paths, memory)
         except OSError as error:
             raise SourceModelError(
                 f"cannot read `{error.filename or source}`: {error.strerror}; "
                 "check the folder and its permissions"
             ) from error
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.").lower() or "model"
-        return cls(slug=slug, fingerprint=digest_of(digests))
+        return cls(slug=slug, fingerprint=digest_of(found))
 
 
-def _digests(paths: list[Path], memory: Path) -> dict[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A model on the Hub: `org/name`, and a branch, tag or commit."""
+
+    repo: str
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, source: Path | str) -> "HubModel | None":
+        """Return what `org/name` or `org/name@revision` means, None of anything else."""
+        match = HUB_ID.fullmatch(str(source))
+        return match and cls(repo=match["repo"], revision=match["revision"])
+
+    @property
+    def name(self) -> str:
+        """The part behind the organization."""
+        return self.repo.rpartition("/")[2]
+
+
+def provenance_file(source: Path) -> Path:
+    """Return where it says which repository and commit a folder came from."""
+    return source.with_name(f"{source.name}.source.json")
+
+
+def provenance(source: Path) -> dict[str, Any] | None:
+    """Return what was recorded when a folder came from the Hub, None of other folders.
+
+    Keys: repo, revision, commit, license, license_name, license_link, gated.
+    """
+    try:
+        found = json.loads(provenance_file(source.resolve()).read_bytes())
+        return {key: found[key] for key in PROVENANCE}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def digests(paths: list[Path], memory: Path) -> dict[str, str]:
     """Return name → sha256, reading only files that are not remembered."""
     remembered = _load(memory)
     result: dict[str, str] = {}

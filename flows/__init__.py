@@ -13,11 +13,21 @@ if TYPE_CHECKING:
     from exl2flow.flows.convert import convert
     from exl2flow.flows.local import run_locally, sweep_locally
     from exl2flow.flows.measure import measure
+    from exl2flow.flows.publish import publish
     from exl2flow.flows.sweep import sweep
     from exl2flow.flows.validate import validate
     from exl2flow.flows.watch import watch
 
-__all__ = ["convert", "measure", "run_locally", "sweep", "sweep_locally", "validate", "watch"]
+__all__ = [
+    "convert",
+    "measure",
+    "publish",
+    "run_locally",
+    "sweep",
+    "sweep_locally",
+    "validate",
+    "watch",
+]
 
 
 def _member(module: str, name: str) -> property:
@@ -33,6 +43,7 @@ def _member(module: str, name: str) -> property:
 class _Flows(ModuleType):
     convert = _member("convert", "convert")
     measure = _member("measure", "measure")
+    publish = _member("publish", "publish")
     run_locally = _member("local", "run_locally")
     sweep = _member("sweep", "sweep")
     sweep_locally = _member("local", "sweep_locally")

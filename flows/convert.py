@@ -7,6 +7,7 @@ from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.quant.fit import fitted
 from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import STAGES
@@ -22,12 +23,13 @@ def convert(config: ConversionConfig) -> Conversion:
     """Run all stages that the configuration has, in order; finished ones are cached.
 
     Raises:
+        HubError: the source cannot be fetched.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
     with logged():
-        config = fitted(config)
+        config = fitted(with_local_source(config))
         preflight(config)
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)

@@ -10,6 +10,7 @@ from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.quant.measurement import MEASUREMENT_FILE
 from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
@@ -26,12 +27,14 @@ def measure(config: ConversionConfig) -> Path:
 
     Raises:
         ConfigError: the configuration already names a measurement.
+        HubError: the source cannot be fetched.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
     """
     if config.measurement is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
     with logged():
+        config = with_local_source(config)
         preflight(config)
         pipeline = open_pipeline(config, MEASURE_STAGES)
         run_stages(pipeline)

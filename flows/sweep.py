@@ -9,6 +9,7 @@ from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.runners import make_all
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.tasks.compare import publish_comparison
+from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
@@ -29,6 +30,7 @@ def sweep(config: SweepConfig) -> Sweep:
         SweepFailed: some bitrates could not be made; the others are.
     """
     with logged(), listening() as stop:
+        config = with_local_source(config)
         preflight_sweep(config)
         run_stages(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = make_all(config, stop)

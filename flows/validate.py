@@ -6,13 +6,14 @@ from pathlib import Path
 from prefect import flow
 from pydantic import Field
 
-from exl2flow.core.config import Device, Options, ValidateOptions
+from exl2flow.core.config import Device, Options, ValidateOptions, default_work_root
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.validate import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
+from exl2flow.tasks.fetch import local_or_fetched
 from exl2flow.tasks.logs import logged
 
 
@@ -20,7 +21,12 @@ class Comparison(Options):
     """Which models to validate, and against what."""
 
     models: tuple[Path, ...] = Field(min_length=1, description="model folders, EXL2 or plain")
-    reference: Path | None = Field(None, description="folder of the source model; empty: none")
+    reference: Path | None = Field(
+        None, description="folder of the source model, or org/name@revision; empty: none"
+    )
+    token_block: str | None = Field(
+        None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
+    )
     device: Device = Field("auto", description="auto, cpu or cuda")
     options: ValidateOptions = ValidateOptions()
 
@@ -35,14 +41,19 @@ def validate(config: Comparison) -> list[Score]:
     """Score all models, let each write a sample, publish both, and judge.
 
     Raises:
+        HubError: the reference cannot be fetched.
         ValidationFailed: a model is above a limit.
     """
     with logged():
         device = resolve_device(config.device).type
         options = config.options
-        scores = score_models(config.models, config.reference, options, device=device)
+        reference = config.reference
+        if reference is not None:
+            root = default_work_root(config.models[0])
+            reference = local_or_fetched(reference, root, config.token_block)
+        scores = score_models(config.models, reference, options, device=device)
         samples = [sample_text(model, options, device=device) for model in config.models]
-        artifacts = Artifacts((config.reference or config.models[0]).resolve().name)
+        artifacts = Artifacts((reference or config.models[0]).resolve().name)
         page = comparison_page(scores, samples)
         artifacts.markdown("validation", page, config.run_name)
         _judge(scores, options)

@@ -137,7 +137,7 @@ def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
             "source": record.get("source"),
             "quality": options.get("quality"),
             "calibration text": calibration.get("dataset"),
-            "calibration digest": calibration.get("digest"),
+            "calibration digest": calibration.get("sha256"),
             **{f"version of {name}": v for name, v in (record.get("versions") or {}).items()},
             **dict(_seeds(options)),
         }

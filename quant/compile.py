@@ -27,6 +27,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.source import provenance
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, resolve
@@ -50,6 +51,7 @@ from exl2flow.quant.tune import TUNING_FILE
 log = logging.getLogger(__name__)
 
 NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
+NOT_RECORDED = {"work_root", "out", "token_block"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 
 
@@ -178,7 +180,8 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
         "source": str(run.config.source.resolve()),
         "fingerprint": run.folder.manifest.fingerprint,
         "versions": versions(),
-        "options": run.config.model_dump(mode="json", exclude={"work_root", "out"}),
+        "provenance": provenance(run.config.source),
+        "options": run.config.model_dump(mode="json", exclude=NOT_RECORDED),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "calibration": _calibration(run),
         "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
@@ -202,14 +205,14 @@ def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _calibration(run: StageRun) -> dict[str, object]:
-    """Return the text's name and the digest of its rows, and by mix the number of each kind."""
+    """Return the text's name, its rows' digest, and by mix how many of each kind, with notes."""
     described = read_json(run.inputs["tokenize"] / KINDS_FILE)
     mixes = {
         mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
         for mix, rows in described.items()
     }
     rows = digest(run.inputs["tokenize"] / ROWS_FILE)
-    return {"dataset": run.config.calibration.dataset, "digest": rows, **mixes}
+    return {"dataset": run.config.calibration.dataset, "sha256": rows, **mixes}
 
 
 def _write_index(out: Path, shards: list[Shard]) -> Path:

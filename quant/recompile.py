@@ -21,6 +21,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.source import provenance
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import TensorFiles
@@ -41,7 +42,7 @@ ALLOTTING = (
     *("bpw", "bpw_total", "target_bytes", "fit", "head_bits"),
     *("measurement", "allocate", "tune"),
 )
-NOT_RECORDED = {"work_root", "out", "quality", "shard_size_mb", *ALLOTTING}
+NOT_RECORDED = {"work_root", "out", "token_block", "quality", "shard_size_mb", *ALLOTTING}
 
 
 def other_files(model: Path) -> list[Path]:
@@ -116,6 +117,7 @@ def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, An
         "source": str(config.source.resolve()),
         "fingerprint": run.folder.manifest.fingerprint,
         "versions": versions(),
+        "provenance": provenance(config.source),
         "options": config.model_dump(mode="json", exclude=NOT_RECORDED),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},

@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 
 from exl2flow.core.errors import HubError, HubUnavailable
-from exl2flow.tasks.stage import RETRY_DELAYS_SECONDS, is_retryable
+from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
 
 EVENT = "exl2flow.revision"
 TIMEOUT_SECONDS = 30.0

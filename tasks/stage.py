@@ -6,31 +6,22 @@ again whatever the cache says, and one that is complete counts as cached whoever
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
 
 from prefect import Task
-from prefect.client.schemas import TaskRun
-from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.progress import Tick, report
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageRef
 from exl2flow.tasks import allocate, quantize, validate
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
 
-RETRY_DELAYS_SECONDS = [10.0, 60.0, 300.0]
 PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
     "allocate": allocate.publish,
     "quantize": quantize.publish,
     "validate": validate.publish,
 }
-
-
-def is_retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether another attempt can succeed."""
-    return isinstance(state.data, Exl2FlowError) and state.data.retryable
 
 
 def stage_task(

@@ -13,11 +13,13 @@ from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import CONVERSION
+from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_report
 
 EXAMPLES = (
     "Examples:",
     "exl2flow convert ./Llama-3.2-1B --out ./Llama-3.2-1B-4.0bpw --bpw 4.0",
+    "exl2flow convert org/name --out ./out --bpw 4   (fetches the model from the Hub)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --bpw 2.5 --dry-run   (checks only)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --calibration mine.parquet --rows 64",
     "An interrupted conversion goes on where it stopped when the command is repeated; another "
@@ -68,7 +70,7 @@ def convert(
     is kept under the work root.
     """
     begun = time.monotonic()
-    config = build(source, out, values)
+    config = with_local_source(build(source, out, values), plain=as_json)
     from exl2flow.quant.fit import find_fit, fitted  # these import torch
     from exl2flow.quant.preflight import preflight
 

@@ -16,6 +16,7 @@ from exl2flow.flows.cli import (
     generate,
     inspection,
     measure,
+    publish,
     refine,
     report,
     server,
@@ -86,6 +87,7 @@ for _name, _command, _examples in (
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),
     ("validate", validate.validate, validate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),
+    ("publish", publish.publish, publish.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
     app.command(_name, epilog="\n\n".join(_examples))(_command)

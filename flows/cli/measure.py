@@ -11,6 +11,7 @@ from exl2flow.flows.cli.console import OUT, emit_json
 from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import CALIBRATION, QUALITY, RUNNING
+from exl2flow.flows.cli.sources import with_local_source
 
 FILE_NAME = "measurement.json"
 MOST_BPW = 8.0  # reachable for every model; a measurement does not depend on it
@@ -52,6 +53,7 @@ def measure(
         raise ConfigError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
     unused = target.with_name(f".{target.stem}.unused")  # of the conversion only this part is run
     config = build(source, unused, {**values, "bpw": MOST_BPW})
+    config = with_local_source(config, plain=as_json)
     from exl2flow.core.files import replacing  # these import torch
     from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline

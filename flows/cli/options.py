@@ -22,7 +22,8 @@ Source = Annotated[
     Path,
     typer.Argument(
         help="Folder of a Hugging Face model: config.json, tokenizer.json or tokenizer.model, "
-        "*.safetensors in fp16, bf16 or fp32.",
+        "*.safetensors in fp16, bf16 or fp32. Or org/name, org/name@revision: a model on the "
+        "Hugging Face Hub, which is fetched.",
         metavar="SOURCE",
         show_default=False,
     ),
@@ -60,7 +61,7 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
     """
     flags = {s.field: s.flag for _, members in CONVERSION for s in members} | {"out": "--out"}
     nested = _nested({"source": source, "out": out, **values})
-    return _validated(ConversionConfig, nested, flags)
+    return validated(ConversionConfig, nested, flags)
 
 
 def build_sweep(source: Path, out: Path, values: Values) -> SweepConfig:
@@ -71,7 +72,7 @@ def build_sweep(source: Path, out: Path, values: Values) -> SweepConfig:
     """
     flags = {s.field: s.flag for _, members in SWEEP for s in members}
     flags |= {name: f"--{name}" for name in ("out", "bpw", "runner", "workers", "cluster")}
-    return _validated(SweepConfig, _nested({"source": source, "out": out, **values}), flags)
+    return validated(SweepConfig, _nested({"source": source, "out": out, **values}), flags)
 
 
 def build_validation(values: Values) -> ValidateOptions:
@@ -81,7 +82,7 @@ def build_validation(values: Values) -> ValidateOptions:
         ConfigError: naming the options that are out of range.
     """
     flags = {s.field.rpartition(".")[2]: s.flag for s in EVALUATION[1]}
-    return _validated(ValidateOptions, _nested(values).get("validate_options", {}), flags)
+    return validated(ValidateOptions, _nested(values).get("validate_options", {}), flags)
 
 
 def _nested(values: Values) -> dict[str, Any]:
@@ -96,7 +97,12 @@ def _nested(values: Values) -> dict[str, Any]:
     return nested
 
 
-def _validated(model: type[Model], nested: dict[str, Any], flags: Mapping[str, str]) -> Model:
+def validated(model: type[Model], nested: dict[str, Any], flags: Mapping[str, str]) -> Model:
+    """Return the model of these values.
+
+    Raises:
+        ConfigError: naming the options that are out of range; `flags` maps fields to them.
+    """
     try:
         return model.model_validate(nested)
     except ValidationError as error:

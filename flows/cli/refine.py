@@ -11,6 +11,7 @@ from exl2flow.flows.cli.console import OUT, emit_json, show
 from exl2flow.flows.cli.options import Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import CALIBRATION, QUALITY, RUNNING, VALIDATION
+from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_report
 
 MOST_BPW = 8.0  # reachable for every model; how many bits the model has is not asked
@@ -38,7 +39,7 @@ def refine(
         typer.Option(
             "--reference",
             metavar="SOURCE",
-            help="Folder of the unquantized model that it was made from.",
+            help="The unquantized model that it was made from: a folder, or org/name on the Hub.",
             show_default=False,
         ),
     ],
@@ -68,7 +69,7 @@ def refine(
     set aside judge: where they do not get nearer to the source, the old matrices stay.
     """
     begun = time.monotonic()
-    config = _config(model, build(reference, out, values))
+    config = _config(model, with_local_source(build(reference, out, values), plain=as_json))
     rows = _check(config)
     if not as_json:
         show(plan_table(rows))

@@ -123,6 +123,13 @@ RESULT: Panel = (
         ),
     ),
 )
+TOKEN_BLOCK = Setting(
+    flag="--token-block",
+    field="token_block",
+    metavar="NAME",
+    default="the token in HF_TOKEN",
+    help="Prefect Secret block that holds the token for the Hugging Face Hub.",
+)
 MAX_MEMORY = Setting(
     flag="--max-memory",
     field="max_memory",
@@ -143,6 +150,7 @@ RUNNING: Panel = (
             "they have in common: tokens and measurement.",
         ),
         DEVICE,
+        TOKEN_BLOCK,
     ),
 )
 QUALITY: Panel = (
@@ -355,6 +363,7 @@ EVALUATION: Panel = (
             help="Fail (exit code 1) when it is above X times the reference's.",
         ),
         DEVICE,
+        TOKEN_BLOCK,
     ),
 )
 CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)

@@ -14,6 +14,7 @@ from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build_sweep, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import SWEEP
+from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_sweep
 from exl2flow.flows.cli.wording import clock, size
 
@@ -100,6 +101,7 @@ def sweep(
     running = {"runner": runner, "workers": workers, "cluster": cluster}
     given = {name: value for name, value in running.items() if value is not None}
     config = build_sweep(source, out, {**values, **given, "bpw": _bits(bpw)})
+    config = with_local_source(config, plain=as_json)
     if no_prefect and (runner != "threads" or (workers or 1) > 1):
         raise ConfigError("`--no-prefect` makes one bitrate after the other; leave out `--runner`")
     from exl2flow.flows.bitrates import preflight_sweep  # imports torch

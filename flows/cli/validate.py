@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl2flow.core.config import ValidateOptions
+from exl2flow.core.config import ValidateOptions, default_work_root
 from exl2flow.core.errors import ConfigError, ValidationFailed
 from exl2flow.core.progress import Progress, Tick
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import EVALUATION
+from exl2flow.flows.cli.sources import local_or_fetched
 from exl2flow.flows.cli.tables import comparison_table
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def validate(
         typer.Option(
             "--reference",
             metavar="SOURCE",
-            help="The unquantized model to compare with; without it only perplexity is known.",
+            help="The unquantized model to compare with, a folder or org/name on the Hub; without "
+            "it only perplexity is known.",
             show_default="none",
         ),
     ] = None,
@@ -69,6 +71,10 @@ def validate(
     """
     options = build_validation(values)
     _check_plot(plot, reference)
+    if reference is not None:
+        block = str(values["token_block"]) if "token_block" in values else None
+        root = default_work_root(models[0])
+        reference = local_or_fetched(reference, root, block, plain=as_json)
     with shown(plain=as_json) as progress:
         scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
     from exl2flow.inference.comparison import compared

@@ -29,7 +29,7 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 # library → files that may import it; the rest of the package needs torch, numpy and safetensors
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "jinja2": ("model/chat_template.py", "inference/page.py"),
+    "jinja2": ("model/chat_template.py", "inference/page.py", "inference/card.py"),
     "matplotlib": ("inference/plots.py",),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
@@ -52,10 +52,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
 RUNNING_FLOWS = {"flows/cli/convert.py", "flows/cli/measure.py", "flows/cli/sweep.py"}
 RUNNING_FLOWS |= {"flows/cli/server.py", "flows/cli/webhook.py", "flows/cli/main.py"}
+RUNNING_FLOWS |= {"flows/cli/sources.py", "flows/cli/publish.py"}  # tokens in Secret blocks
 PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
 WITHOUT_PREFECT = (
-    *("quant/", "inference/", "tasks/stages.py", "flows/cli/", "flows/local.py"),
-    "flows/__init__.py",
+    *("quant/", "inference/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),
+    *("flows/cli/", "flows/local.py", "flows/__init__.py"),
 )
 LONGEST_FILE = 400
 PURE_TABLES: tuple[str, ...] = ()

@@ -10,7 +10,8 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, NonFiniteState
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.tasks.artifacts import Artifacts
-from exl2flow.tasks.stage import is_retryable, stage_task
+from exl2flow.tasks.retries import is_retryable
+from exl2flow.tasks.stage import stage_task
 from exl2flow.tasks.stages import STAGES
 
 

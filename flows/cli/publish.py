@@ -1,0 +1,147 @@
+"""`exl2flow publish`: converted models on the Hugging Face Hub, verified, with a card."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exl2flow.flows.cli.console import OUT, emit_json, say
+from exl2flow.flows.cli.options import validated
+from exl2flow.flows.cli.progress import shown
+
+EXAMPLES = (
+    "Examples:",
+    "exl2flow publish ./3bpw ./4bpw ./5bpw --repo org/Llama-3.2-1B-exl2",
+    "exl2flow publish ./4bpw --repo org/mine-exl2 --base-model org/mine --license apache-2.0",
+    "The token is read from HF_TOKEN or from a Prefect Secret block. An interrupted command goes "
+    "on where it stopped when it is repeated.",
+)
+FLAGS = {"max_kl": "--max-kl", "base_model": "--base-model", "repo": "--repo"}
+
+
+def publish(
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER...",
+            help="Folders that `exl2flow convert` wrote, one per bitrate, of one source.",
+            show_default=False,
+        ),
+    ],
+    *,
+    repo: Annotated[
+        str,
+        typer.Option(
+            "--repo",
+            metavar="ORG/NAME",
+            help="Repository that receives a branch per bitrate; made when missing.",
+            show_default=False,
+        ),
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Leave it private when all is verified.")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Publish in spite of quality, gating or licence; the card says so.",
+        ),
+    ] = False,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            "--max-kl",
+            metavar="NATS",
+            help="Refuse models whose KL divergence is above this.",
+            show_default="1.0",
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            metavar="ORG/NAME",
+            help="The source on the Hub, if it was converted from a folder.",
+            show_default="as recorded",
+        ),
+    ] = None,
+    licence: Annotated[
+        str | None,
+        typer.Option(
+            "--license",
+            metavar="ID",
+            help="Licence of the source by the Hub's ids, if it is not recorded.",
+            show_default="as recorded",
+        ),
+    ] = None,
+    measurement: Annotated[
+        Path | None,
+        typer.Option(
+            "--measurement",
+            metavar="FILE",
+            help="measurement.json to publish on `main`.",
+            show_default="none",
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="auto|cpu|cuda", help="Where downloaded models are tried."
+        ),
+    ] = "auto",
+    token_block: Annotated[
+        str | None,
+        typer.Option(
+            "--token-block",
+            metavar="NAME",
+            help="Prefect Secret block that holds the token for the Hub.",
+            show_default="the token in HF_TOKEN",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object: address, commits, files sent."),
+    ] = False,
+) -> None:
+    """Publish converted models: a repository, a branch per bitrate, a card on every branch.
+
+    Uploaded privately, downloaded again, compared by digest and tried; only then made public. Sets
+    whose KL divergence does not fall as bytes rise, models without a score, and sources that are
+    gated or whose licence is in the way or unknown are refused.
+    """
+    from exl2flow.core.publication import PublishConfig
+
+    given = {
+        "models": models,
+        "repo": repo,
+        "private": private,
+        "force": force,
+        "max_kl": max_kl,
+        "base_model": base_model,
+        "license": licence,
+        "measurement": measurement,
+        "device": device,
+        "token_block": token_block,
+    }
+    known = {key: value for key, value in given.items() if value is not None}
+    config = validated(PublishConfig, known, FLAGS)
+    from exl2flow.tasks.hub import Hub
+    from exl2flow.tasks.publish import publish as run
+
+    token = None
+    if token_block is not None:
+        from exl2flow.tasks.credentials import read_token
+
+        token = read_token(token_block)
+    with shown(plain=as_json) as progress:
+        published = run(config, Hub.open(token), progress=progress)
+    if as_json:
+        emit_json(published.to_json())
+        return
+    for branch, commit in published.branches.items():
+        OUT.print(f"{branch:<10} {commit}", markup=False, soft_wrap=True)
+    visible = "private" if published.private else "public"
+    OUT.print(f"{visible:<10} {published.url}", markup=False, soft_wrap=True)
+    for note in published.notes:
+        say(f"warning: published in spite of: {note}", style="yellow")

@@ -1,0 +1,51 @@
+"""Sources on the command line: a folder, or a model that is fetched from the Hub first."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from exl2flow.core.config import SharedOptions
+from exl2flow.flows.cli.console import say
+from exl2flow.flows.cli.progress import shown
+
+Config = TypeVar("Config", bound=SharedOptions)
+
+
+def local_or_fetched(
+    source: Path, work_root: Path, token_block: str | None, *, plain: bool
+) -> Path:
+    """Return the folder of a source, and say which was taken where both could be meant.
+
+    Raises:
+        HubError: the model cannot be had.
+    """
+    from exl2flow.core.source import HubModel  # imports torch
+
+    wanted = HubModel.of(source)
+    if wanted is None:
+        return source
+    if source.exists():
+        say(f"source  `{source}` is a folder here and is taken, not the Hub's model")
+        return source
+    from exl2flow.tasks.hub import Hub, fetch
+
+    token = None
+    if token_block is not None:
+        from exl2flow.tasks.credentials import read_token
+
+        token = read_token(token_block)
+    say(f"source  `{source}` is no folder here and is taken from the Hub")
+    with shown(plain=plain):
+        folder = fetch(wanted, work_root, Hub.open(token))
+    say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
+    return folder
+
+
+def with_local_source(config: Config, *, plain: bool) -> Config:
+    """Return the configuration with a folder as its source.
+
+    Raises:
+        HubError: the model cannot be had.
+    """
+    root, block = config.work_dir_root, config.token_block
+    source = local_or_fetched(config.source, root, block, plain=plain)
+    return config if source == config.source else config.model_copy(update={"source": source})

@@ -1,0 +1,291 @@
+"""Publish converted models on the Hub: private first, public when what lies there has been proved.
+
+A repository per model, a branch per bitrate, the card and the measurement on `main`. Every step
+looks at what the Hub has and does what is missing, so that a repeated run goes on. Files with the
+right digest are not sent again; branches are downloaded and tried once per commit.
+"""
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from exl2flow.core.config import default_work_root
+from exl2flow.core.errors import (
+    ConfigError,
+    Exl2FlowError,
+    PublicationDamaged,
+    PublicationRefused,
+)
+from exl2flow.core.files import digest, write_json
+from exl2flow.core.progress import Progress, Tick, report
+from exl2flow.core.publication import PublishConfig
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.inference.card import render_card
+from exl2flow.inference.generate import BaseGenerator
+from exl2flow.inference.load import load_model
+from exl2flow.inference.publication import (
+    CARD_FILE,
+    Bitrate,
+    Origin,
+    describe,
+    is_branch,
+    origin_problems,
+    public_files,
+    quality_problems,
+    recorded_origins,
+)
+from exl2flow.inference.record import read_object
+from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository
+
+log = logging.getLogger(__name__)
+
+MEASUREMENT_FILE = "measurement.json"
+PROMPT = "Once upon a time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What lies on the Hub: branch → commit, files sent by this run, what was overridden."""
+
+    url: str
+    branches: Mapping[str, str]
+    sent: tuple[str, ...]
+    private: bool
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return it for programs."""
+        return {
+            "url": self.url,
+            "branches": dict(self.branches),
+            "sent": list(self.sent),
+            "private": self.private,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What is to be published, checked: branch → its files, and the problems that were forced."""
+
+    config: PublishConfig
+    repository: Repository
+    branches: Mapping[str, Contents]
+    notes: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where digests, proofs and downloads lie."""
+        return self.repository.memory.parent
+
+
+def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> Published:
+    """Check, upload, download again, try, and release.
+
+    Raises:
+        ConfigError: the folders are not what can be published together.
+        PublicationRefused: quality, licence or missing facts speak against it.
+        HubError: the Hub refuses or cannot be reached.
+        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+    """
+    disable_progress_bars()
+    publication = prepare(config, hub)
+    sent = upload(publication, progress=progress)
+    commits = prove(publication, progress=progress)
+    publication.repository.set_private(config.private)
+    return Published(
+        url=f"{hub.api.endpoint}/{config.repo}",
+        branches=commits,
+        sent=tuple(sent),
+        private=config.private,
+        notes=publication.notes,
+    )
+
+
+def prepare(config: PublishConfig, hub: Hub) -> Publication:
+    """Return what is to be published; nothing is changed on the Hub.
+
+    Raises:
+        ConfigError, PublicationRefused: see `publish`.
+    """
+    bitrates = tuple(describe(folder) for folder in config.models)
+    branches = [bitrate.branch for bitrate in bitrates]
+    twice = sorted({name for name in branches if branches.count(name) > 1})
+    if twice:
+        raise ConfigError(f"several folders belong to branch `{twice[0]}`; publish one of them")
+    origin = _origin(config, bitrates, hub)
+    hub.call(config.repo, hub.api.whoami)  # a token that expired is found before the work
+    memory = default_work_root(config.models[0]) / "digests.json"
+    repository = Repository(name=config.repo, hub=hub, memory=memory)
+    with tempfile.TemporaryDirectory() as folder:
+        others = _published_already(repository, set(branches), Path(folder))
+        problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)
+        if problems and not config.force:
+            raise PublicationRefused(
+                "\n".join(problems) + "\n`--force` publishes in spite of this and notes it"
+            )
+        for problem in problems:
+            log.warning("forced in spite of: %s", problem)
+        notes = tuple(_for_people(problem, bitrates) for problem in problems)
+        card = render_card(
+            config.repo,
+            [*bitrates, *others],
+            origin,
+            notes=notes,
+            has_measurement=config.measurement is not None,
+        )
+    return Publication(
+        config=config,
+        repository=repository,
+        branches={
+            **{bitrate.branch: public_files(bitrate, card) for bitrate in bitrates},
+            MAIN: {CARD_FILE: card.encode(), **_measurement(config)},
+        },
+        notes=notes,
+    )
+
+
+def _measurement(config: PublishConfig) -> dict[str, Path]:
+    if config.measurement is None:
+        return {}
+    if not config.measurement.is_file():
+        raise ConfigError(f"there is no measurement `{config.measurement}`")
+    return {MEASUREMENT_FILE: config.measurement}
+
+
+def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:
+    """Return a problem without this machine's paths."""
+    for bitrate in bitrates:
+        problem = problem.replace(str(bitrate.folder), bitrate.branch)
+    return problem
+
+
+def _origin(config: PublishConfig, bitrates: Sequence[Bitrate], hub: Hub) -> Origin:
+    """Return the one source of all bitrates, as their records or the options tell.
+
+    Raises:
+        ConfigError: they have several sources.
+    """
+    found = recorded_origins(bitrates)
+    if len(found) > 1:
+        names = ", ".join(f"`{origin.repo}@{origin.commit}`" for origin in found)
+        raise ConfigError(f"the models have several sources: {names}; publish them one by one")
+    if found:
+        origin = found[0]
+    elif config.base_model is not None:
+        name = config.base_model
+        info = hub.call(name, lambda: hub.api.model_info(name))
+        card: Any = info.card_data or {}
+        known = {key: card.get(key) for key in ("license", "license_name", "license_link")}
+        origin = Origin(repo=name, gated=bool(info.gated), **known)
+    else:
+        origin = Origin()
+    return origin if config.license is None else replace(origin, license=config.license)
+
+
+def _published_already(repository: Repository, ours: set[str], folder: Path) -> list[Bitrate]:
+    """Return the bitrates that the repository has besides ours, from their small files."""
+    found = []
+    for branch, commit in (repository.branches() if repository.exists() else {}).items():
+        if not is_branch(branch) or branch in ours:
+            continue
+        files = repository.files(commit)
+        names = [name for name in ("config.json", RECORD_FILE, SCORE_FILE) if name in files]
+        repository.download(commit, folder / branch, names)
+        weights = sum(f.size for name, f in files.items() if name.endswith(".safetensors"))
+        found.append(replace(describe(folder / branch, weight_bytes=weights), branch=branch))
+    return found
+
+
+def upload(publication: Publication, *, progress: Progress = report) -> list[str]:
+    """Send what the Hub does not have yet, and return `branch/name` of each file sent.
+
+    The repository is private from before the first change on.
+    """
+    repository, branches = publication.repository, publication.branches
+    repository.create()
+    for branch in branches:
+        repository.create_branch(branch)
+    changes = [repository.changes(branch, contents) for branch, contents in branches.items()]
+    if any(added or gone for added, gone in changes):
+        repository.set_private(True)
+    sent: list[str] = []
+    total = max(sum(len(added) for added, _ in changes), 1)
+    for branch, contents in branches.items():
+
+        def tick(done: int, name: str, before: int = len(sent), branch: str = branch) -> None:
+            detail = f"{branch} {name}"
+            progress(Tick(stage="upload", done=before + done, total=total, detail=detail))
+
+        sent += [f"{branch}/{name}" for name in repository.send(branch, contents, tick)]
+    progress(Tick(stage="upload", done=total, total=total, detail=f"{len(sent)} files"))
+    return sent
+
+
+def prove(publication: Publication, *, progress: Progress = report) -> dict[str, str]:
+    """Download every branch again, compare all files, run the models; return branch → commit.
+
+    A branch whose commit passed in an earlier run is not downloaded again.
+
+    Raises:
+        PublicationDamaged: a file differs, or a model does not generate.
+    """
+    repository, branches = publication.repository, publication.branches
+    file = publication.folder / "published" / f"{repository.name.replace('/', '--')}.json"
+    proved = read_object(file)
+    commits = {branch: repository.branches()[branch] for branch in branches}
+    total = len(commits)
+    for done, (branch, commit) in enumerate(commits.items()):
+        progress(Tick(stage="verify", done=done, total=total, detail=branch))
+        if proved.get(branch) != commit:
+            _prove_branch(publication, branch, commit)
+            proved[branch] = commit
+            write_json(file, proved)
+    progress(Tick(stage="verify", done=total, total=total, detail="all branches"))
+    return commits
+
+
+def _prove_branch(publication: Publication, branch: str, commit: str) -> None:
+    """Download a branch and compare it; a bitrate must load and generate, too."""
+    repository, folder = publication.repository, publication.folder
+    contents = publication.branches[branch]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="downloaded-", dir=folder) as name:
+        place = Path(name)
+        repository.download(commit, place, list(contents) if branch == MAIN else None)
+        damage = _differences(place, contents, repository)
+        if not damage and branch != MAIN:
+            damage = _trial(place, publication.config)
+    if damage:
+        repository.set_private(True)
+        raise PublicationDamaged(
+            f"`{repository.name}` branch {branch}: {'; '.join(damage)}. The repository stays "
+            "private; delete it on the Hub and publish again"
+        )
+
+
+def _differences(place: Path, contents: Contents, repository: Repository) -> list[str]:
+    """Return in words how downloaded files differ from what was sent."""
+    found = {path.name: path for path in place.iterdir() if path.is_file()}
+    damage = [f"`{name}` is missing" for name in contents if name not in found]
+    damage += [f"`{n}` was never sent" for n in found if n not in contents and n not in KEPT]
+    for name, content in contents.items():
+        if name in found and (there := digest(found[name])) != (sent := repository.sha256(content)):
+            damage.append(f"`{name}` has sha256 {there}, sent was {sent}")
+    return damage
+
+
+def _trial(place: Path, config: PublishConfig) -> list[str]:
+    """Let a downloaded model generate, and return in words why it does not."""
+    try:
+        model = load_model(place, device=config.device, streamed=True)
+        BaseGenerator(model).generate(PROMPT, max_new_tokens=config.sample_tokens, seed=0)
+    except Exl2FlowError as error:
+        return [f"the downloaded model does not run: {error}"]
+    return []

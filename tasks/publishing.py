@@ -1,0 +1,41 @@
+"""The task of the flow `publish`, and what the run's page shows of it."""
+
+from prefect import task
+
+from exl2flow.core.publication import PublishConfig
+from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+from exl2flow.tasks.credentials import read_token
+from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.publish import Published, publish
+from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+
+
+@task(
+    name="publish",
+    task_run_name="publish {config.repo}",
+    persist_result=False,
+    retries=len(RETRY_DELAYS_SECONDS),
+    retry_delay_seconds=RETRY_DELAYS_SECONDS,
+    retry_condition_fn=is_retryable,
+)
+def publish_models(config: PublishConfig) -> Published:
+    """Publish, with the token of the environment or of a Secret block, which is read here."""
+    progress = ProgressArtifact(Artifacts(config.repo.replace("/", "-")), "publish")
+    return publish(config, Hub.open(read_token(config.token_block)), progress=progress)
+
+
+def publication_page(repo: str, published: Published) -> str:
+    """Return links to what was published, as Markdown."""
+    visible = "private" if published.private else "public"
+    lines = [
+        f"[{repo}]({published.url}) is {visible}; {len(published.sent)} files were sent.",
+        "",
+        "| branch | commit |",
+        "|---|---|",
+        *(
+            f"| [{branch}]({published.url}/tree/{branch}) | `{commit}` |"
+            for branch, commit in published.branches.items()
+        ),
+        *(f"\n**Forced in spite of:** {note}" for note in published.notes),
+    ]
+    return "\n".join(lines) + "\n"

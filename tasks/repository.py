@@ -1,0 +1,148 @@
+"""A repository on the Hub that we fill: what its branches hold, and how they come to hold it."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+from huggingface_hub.hf_api import RepoFile
+
+from exl2flow.core.errors import HubError
+from exl2flow.core.source import digests
+from exl2flow.tasks.hub import Hub
+
+MAIN = "main"
+KEPT = (".gitattributes",)  # the Hub's own
+Contents = Mapping[str, Path | bytes]  # name → what a branch has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """A repository by name; `memory` is the file that remembers digests of local files."""
+
+    name: str
+    hub: Hub
+    memory: Path
+
+    def exists(self) -> bool:
+        """Tell whether it is there, as far as the token may see."""
+        return self.hub.call(self.name, lambda: self.hub.api.repo_exists(self.name))
+
+    def create(self) -> None:
+        """Make it, private, unless it is there."""
+        api = self.hub.api
+        self.hub.call(self.name, lambda: api.create_repo(self.name, private=True, exist_ok=True))
+
+    def create_branch(self, branch: str) -> None:
+        """Make a branch unless it is there."""
+        api = self.hub.api
+        self.hub.call(self.name, lambda: api.create_branch(self.name, branch=branch, exist_ok=True))
+
+    def branches(self) -> dict[str, str]:
+        """Return branch → commit."""
+        refs = self.hub.call(self.name, lambda: self.hub.api.list_repo_refs(self.name))
+        return {ref.name: ref.target_commit for ref in refs.branches}
+
+    def set_private(self, private: bool) -> None:
+        """Change who can see it, if need be.
+
+        Raises:
+            HubError: the Hub says that it did so, but did not.
+        """
+        if self._is_private() is private:
+            return
+        api = self.hub.api
+        self.hub.call(self.name, lambda: api.update_repo_settings(self.name, private=private))
+        if self._is_private() is not private:
+            word = "private" if private else "public"
+            raise HubError(f"the Hub did not make `{self.name}` {word}; look at its settings")
+
+    def _is_private(self) -> bool | None:
+        return self.hub.call(self.name, lambda: self.hub.api.model_info(self.name)).private
+
+    def files(self, revision: str) -> dict[str, RepoFile]:
+        """Return name → file of a branch or commit, without the Hub's own."""
+        return self.hub.call(self.name, lambda: self._files(revision))
+
+    def _files(self, revision: str) -> dict[str, RepoFile]:
+        tree = self.hub.api.list_repo_tree(self.name, revision=revision, recursive=True)
+        return {f.path: f for f in tree if isinstance(f, RepoFile) and f.path not in KEPT}
+
+    def download(self, commit: str, folder: Path, names: Sequence[str] | None = None) -> None:
+        """Bring files of a commit into a folder; all of them if none are named."""
+
+        def bring() -> str:
+            return self.hub.api.snapshot_download(
+                self.name,
+                revision=commit,
+                local_dir=folder,
+                allow_patterns=None if names is None else list(names),
+            )
+
+        self.hub.call(self.name, bring)
+
+    def changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
+        """Return the names that a branch lacks or has otherwise, and those it should not have."""
+        return self.hub.call(self.name, lambda: self._changes(branch, contents))
+
+    def _changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
+        there = self._files(branch)
+        added = [
+            name
+            for name, content in contents.items()
+            if name not in there or not self._is_same(there[name], content)
+        ]
+        gone = [] if branch == MAIN else [name for name in there if name not in contents]
+        return added, gone
+
+    def _is_same(self, there: RepoFile, content: Path | bytes) -> bool:
+        """Compare by size and digest: sha256 of large files, git's of others."""
+        if there.lfs is not None:
+            return there.lfs.sha256 == self.sha256(content)
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        if size != there.size:
+            return False
+        data = content.read_bytes() if isinstance(content, Path) else content
+        return there.blob_id == hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
+
+    def sha256(self, content: Path | bytes) -> str:
+        """Return the digest of what is to be sent."""
+        if isinstance(content, Path):
+            return digests([content], self.memory)[content.name]
+        return hashlib.sha256(content).hexdigest()
+
+    def send(self, branch: str, contents: Contents, tick: Callable[[int, str], None]) -> list[str]:
+        """Make a branch hold these contents, and return the names of what was sent.
+
+        Large files go first, one by one; they stay on the Hub when a later one fails, and are not
+        sent again. Then one commit changes the branch.
+
+        Args:
+            branch: it must be there.
+            contents: what it shall hold.
+            tick: is told how many files were sent, and which is next.
+        """
+
+        def attempt() -> list[str]:
+            added, gone = self._changes(branch, contents)
+            if not added and not gone:
+                return []
+            adding = [_addition(name, contents[name]) for name in added]
+            for done, operation in enumerate(adding):
+                tick(done, operation.path_in_repo)
+                self.hub.api.preupload_lfs_files(self.name, [operation], revision=branch)
+            self.hub.api.create_commit(
+                self.name,
+                [*adding, *(CommitOperationDelete(path_in_repo=name) for name in gone)],
+                commit_message=f"Publish {branch}",
+                revision=branch,
+            )
+            return added
+
+        return self.hub.call(self.name, attempt)
+
+
+def _addition(name: str, content: Path | bytes) -> CommitOperationAdd:
+    data = str(content) if isinstance(content, Path) else content
+    return CommitOperationAdd(path_in_repo=name, path_or_fileobj=data)

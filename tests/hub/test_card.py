@@ -1,0 +1,150 @@
+"""The card: metadata that the Hub reads, figures from records, what people need to choose."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.card import CONTEXTS, cache_bytes, render_card
+from exl2flow.inference.licences import ALLOWED, FORBIDDEN, licence_problem
+from exl2flow.inference.publication import (
+    Bitrate,
+    Origin,
+    branch_name,
+    describe,
+    is_branch,
+    without_paths,
+)
+from exl2flow.kernels import CACHE_FORMATS
+
+ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="LICENSE")
+
+
+@pytest.fixture
+def bitrates(converted: list[Path]) -> list[Bitrate]:
+    return [describe(folder) for folder in converted]
+
+
+def parts(card: str) -> tuple[dict[str, object], str]:
+    """Return metadata and text."""
+    _, front, text = card.split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """Return the cells of the first table behind a line."""
+    lines = text.partition(title)[2].splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    table = []
+    for line in lines[begin:]:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip() for cell in line.strip("|").split("|")])
+    assert {len(row) for row in table} == {len(table[0])}
+    return table
+
+
+def test_metadata_carries_source_and_licence(bitrates: list[Bitrate]) -> None:
+    metadata, _ = parts(render_card("org/tiny-exl2", bitrates, ORIGIN))
+
+    assert metadata == {
+        "base_model": "org/tiny",
+        "base_model_relation": "quantized",
+        "license": "mit",
+        "license_link": f"https://huggingface.co/org/tiny/blob/{'c' * 40}/LICENSE",
+        "pipeline_tag": "text-generation",
+        "tags": ["exl2", "exllamav2", "exl2flow", "quantized"],
+    }
+
+
+def test_metadata_cannot_be_broken_by_a_name(bitrates: list[Bitrate]) -> None:
+    origin = replace(ORIGIN, license_name='a: "b"\n---\nevil: true')
+
+    metadata, _ = parts(render_card("org/tiny-exl2", bitrates, origin))
+
+    assert metadata["license_name"] == origin.license_name
+    assert "evil" not in metadata
+
+
+def test_bitrates_are_listed_with_what_validation_found(bitrates: list[Bitrate]) -> None:
+    _, text = parts(render_card("org/tiny-exl2", bitrates[::-1], ORIGIN))
+
+    head, _, *found = rows(text, "## Bitrates")
+    assert head[3] == "KL divergence"
+    for cells, bitrate in zip(found, bitrates, strict=True):
+        assert bitrate.score is not None
+        assert cells[0].startswith(f"[{bitrate.branch}](https://huggingface.co/org/tiny-exl2/tree/")
+        assert float(cells[1]) == pytest.approx(bitrate.bpw, abs=1e-3)
+        assert float(cells[3]) == pytest.approx(bitrate.score.kl_divergence, abs=1e-5)
+        assert cells[2] == f"{bitrate.weight_bytes / 2**20:.1f} MiB"
+
+
+def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:
+    spec = replace(bitrates[0].spec, max_positions=40_000)
+    long = [replace(bitrate, spec=spec) for bitrate in bitrates]
+
+    _, text = parts(render_card("org/tiny-exl2", long, ORIGIN))
+
+    head, _, first, _ = rows(text, "Cache **q4**")
+    assert head[1:] == [f"{tokens:,}" for tokens in CONTEXTS[:4]]
+    total = long[0].weight_bytes + cache_bytes(spec, 32768, "q4")
+    assert first[4] == f"{total / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize("form", CACHE_FORMATS)
+def test_cache_bytes_are_those_of_the_cache(bitrates: list[Bitrate], form: str) -> None:
+    spec = bitrates[0].spec
+    cache = PagedCache(
+        spec, batch=1, max_tokens=512, form=CACHE_FORMATS[form], device=torch.device("cpu")
+    )
+
+    assert cache_bytes(spec, 512, form) == cache_bytes(spec, 257, form) == cache.nbytes
+
+
+def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None:
+    _, text = parts(render_card("org/tiny-exl2", bitrates, ORIGIN, has_measurement=True))
+
+    assert "hf download org/tiny-exl2 --revision 3.0bpw" in text
+    assert "python test_inference.py -m tiny-3.0bpw" in text
+    assert "model_name: tiny-3.0bpw" in text
+    assert "exl2flow generate tiny-3.0bpw" in text
+    assert "`main` has the measurement" in text
+    facts = {row[0]: row[1:] for row in rows(text, "## How they were made")}
+    calibration = bitrates[0].record["calibration"]
+    assert facts["source commit"] == ["c" * 12] * 2
+    assert facts["sha256 of its rows"] == [calibration["sha256"][:12]] * 2
+    assert facts["seed of calibration"] == ["0", "0"]
+    assert facts["bits of the head"] == ["6", "6"]
+    assert facts["fingerprint"][0] != facts["fingerprint"][1]
+
+
+@pytest.mark.parametrize(
+    ("bpw", "name"), [(4, "4.0bpw"), (3.25, "3.25bpw"), (2.999, "3.0bpw"), (4.5, "4.5bpw")]
+)
+def test_branches_are_named_after_their_bits(bpw: float, name: str) -> None:
+    assert branch_name(bpw) == name
+    assert is_branch(name)
+
+
+def test_other_branches_are_none_of_ours() -> None:
+    assert not any(map(is_branch, ("main", "bpw", "a4bpw", "4.0", "4.0.1bpw")))
+
+
+def test_licences_are_allowed_forbidden_or_unknown() -> None:
+    assert not ALLOWED & set(FORBIDDEN)
+    assert not any(map(licence_problem, ALLOWED))
+    assert all(map(licence_problem, (*FORBIDDEN, None, "other", "unknown", "made-up")))
+
+
+def test_paths_are_cut_down_to_names() -> None:
+    value = {"a": ["/home/me/model", "org/name"], "b": {"c": "/x"}, "d": 1.5, "e": "/a\n/b"}
+
+    assert without_paths(value) == {
+        "a": ["model", "org/name"],
+        "b": {"c": "x"},
+        "d": 1.5,
+        "e": "/a\n/b",
+    }

@@ -1,0 +1,271 @@
+"""Models come from the Hub: pinned, resumable, only what is needed, compared with its digests."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hub_server import TOKEN, Hub
+from huggingface_hub import constants
+
+from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
+from exl2flow.core.progress import Tick, reporting_to
+from exl2flow.core.source import HubModel, provenance
+from exl2flow.tasks import hub as hub_tasks
+from exl2flow.tasks.hub import fetch, local_source
+
+SHARD = "model-00001-of-00002.safetensors"
+NEEDED = {
+    *("config.json", "tokenizer.json", "README.md", "LICENSE", "model.safetensors.index.json"),
+    *(SHARD, "model-00002-of-00002.safetensors"),
+}
+
+
+def get(wanted: str, root: Path) -> Path:
+    """Fetch a model with the token of the environment."""
+    model = HubModel.of(wanted)
+    assert model is not None
+    return fetch(model, root, hub_tasks.Hub.open())
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", ("org/name", None)),
+        ("org/name@main", ("org/name", "main")),
+        ("org/name-1.2_B@refs/pr/3", ("org/name-1.2_B", "refs/pr/3")),
+        ("name", None),
+        ("./org/name", None),
+        ("/org/name", None),
+        ("a/b/c", None),
+        ("../name", None),
+    ],
+)
+def test_names_on_the_hub_are_told_from_paths(
+    text: str, expected: tuple[str, str | None] | None
+) -> None:
+    found = HubModel.of(text)
+
+    assert (found and (found.repo, found.revision)) == expected
+
+
+def test_only_needed_files_arrive_in_a_folder_named_after_the_commit(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    commit = hub.add_folder("org/tiny", tiny_source, card={"license": "mit"})
+
+    folder = get("org/tiny", tmp_path)
+
+    assert folder == tmp_path / "sources" / commit / "tiny"
+    assert names(folder) == NEEDED
+    assert all((folder / n).read_bytes() == (tiny_source / n).read_bytes() for n in NEEDED)
+    assert provenance(folder) == {
+        "repo": "org/tiny",
+        "revision": None,
+        "commit": commit,
+        "license": "mit",
+        "license_name": None,
+        "license_link": None,
+        "gated": False,
+    }
+
+
+def test_a_revision_is_resolved_first_and_pinned(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    old = hub.add_folder("org/tiny", tiny_source)
+    hub.commit("org/tiny", "main", {"README.md": hub.entry(b"gone", is_lfs=False)})
+
+    folder = get(f"org/tiny@{old}", tmp_path)
+
+    assert folder.parent.name == old
+    assert all(old in r.path for r in hub.asked("/resolve/"))
+    with pytest.raises(HubError, match="no such revision"):
+        get("org/tiny@nowhere", tmp_path)
+
+
+def test_a_second_fetch_downloads_nothing(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    first = get("org/tiny", tmp_path)
+    before = len(hub.asked("/resolve/|/objects/"))
+
+    assert get("org/tiny", tmp_path) == first
+    assert len(hub.asked("/resolve/|/objects/")) == before
+
+
+def test_progress_reaches_the_whole_size(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    ticks: list[Tick] = []
+
+    with reporting_to(ticks.append):
+        get("org/tiny", tmp_path)
+
+    assert (ticks[-1].stage, ticks[-1].done) == ("fetch", ticks[-1].total)
+
+
+def test_a_connection_cut_within_a_file_goes_on_where_it_was(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    sha256 = hub.repos["org/tiny"]["commits"][hub.head("org/tiny", "main")][SHARD]["sha256"]
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # of what is kept
+    hub.fail(f"GET /objects/{sha256}", "cut", after=1000)
+
+    folder = get("org/tiny", tmp_path)
+
+    requests = hub.asked(f"GET /objects/{sha256}")
+    assert [r.headers.get("range") for r in requests] == [None, "bytes=1000-"]
+    assert (folder / SHARD).read_bytes() == (tiny_source / SHARD).read_bytes()
+
+
+def test_a_fetch_that_failed_keeps_its_finished_files(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
+    with pytest.raises(HubError, match="404"):
+        get("org/tiny", tmp_path)
+    hub.faults.clear()
+    (folder,) = (tmp_path / "sources").glob("*/tiny")
+    finished = names(folder)
+    hub.requests.clear()
+
+    get("org/tiny", tmp_path)
+
+    asked_again = {name for name in finished for r in hub.asked("GET /org") if name in r.path}
+    assert provenance(folder) is not None
+    assert finished
+    assert SHARD not in finished
+    assert not asked_again
+
+
+def test_bytes_that_differ_from_the_digest_are_fetched_again(
+    hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    sha256 = hub.repos["org/tiny"]["commits"][hub.head("org/tiny", "main")][SHARD]["sha256"]
+    sound = hub.path_of(sha256).read_bytes()
+    hub.path_of(sha256).write_bytes(sound[:-1] + b"?")
+
+    with caplog.at_level(logging.WARNING, "exl2flow"), pytest.raises(HubUnavailable) as raised:
+        get("org/tiny", tmp_path)
+
+    assert f"`{SHARD}` of `org/tiny` arrived with sha256" in str(raised.value)
+    assert len(hub.asked(f"GET /objects/{sha256}")) == 3
+    hub.path_of(sha256).write_bytes(sound)
+    assert (get("org/tiny", tmp_path) / SHARD).read_bytes() == sound
+
+
+def test_an_outage_that_passes_is_waited_for(
+    hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    hub.fail("GET /api/models", "status", status=502)
+
+    with caplog.at_level(logging.WARNING, "exl2flow"):
+        assert get("org/tiny", tmp_path).is_dir()
+
+    assert "the Hub answered 502 (Bad Gateway) for `org/tiny`; next attempt in" in caplog.text
+
+
+def test_an_outage_that_stays_is_an_error_that_can_be_retried(hub: Hub, tmp_path: Path) -> None:
+    hub.fail("GET /api/models", "status", times=None, status=503)
+
+    with pytest.raises(HubUnavailable, match="the Hub answered 503") as raised:
+        get("org/tiny", tmp_path)
+
+    assert raised.value.retryable
+    assert len(hub.asked("GET /api/models/org/tiny")) == 3
+
+
+def test_the_hub_says_how_long_to_wait(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    hub.fail("GET /api/models", "status", status=429, headers={"Retry-After": "7"})
+    waited: list[float] = []
+    monkeypatch.setattr(hub_tasks, "time", SimpleNamespace(sleep=waited.append))
+
+    get("org/tiny", tmp_path)
+
+    assert waited == [7.0]
+
+
+def test_nobody_waits_for_hours(hub: Hub, tmp_path: Path) -> None:
+    hub.fail("GET /api/models", "status", status=429, headers={"Retry-After": "86400"})
+
+    with pytest.raises(HubUnavailable, match="429"):
+        get("org/tiny", tmp_path)
+
+
+def test_a_hub_that_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
+    hub.fail("GET /api/models", "cut", times=None)
+
+    with pytest.raises(HubUnavailable, match="the Hub cannot be reached for `org/tiny`"):
+        get("org/tiny", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda hub: hub.repos.clear(), "there is no `org/tiny` on the Hub, or it is private"),
+        (lambda hub: hub.tokens.clear(), "does not accept the token.*HF_TOKEN"),
+        (
+            lambda hub: hub.repos["org/tiny"].update(gated="manual"),
+            r"gated: accept its terms at http://127.0.0.1:\d+/org/tiny",
+        ),
+    ],
+)
+def test_what_cannot_pass_is_not_tried_again(
+    hub: Hub, tiny_source: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    change(hub)
+
+    with pytest.raises(HubError, match=message) as raised:
+        get("org/tiny", tmp_path)
+
+    assert not raised.value.retryable
+    assert len(hub.asked("GET /api/models/org/tiny$")) == 1
+
+
+def test_terms_that_were_accepted_open_a_gated_model(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    hub.add_folder("org/tiny", tiny_source, gated="manual", granted=[TOKEN])
+
+    found = provenance(get("org/tiny", tmp_path))
+
+    assert found is not None
+    assert found["gated"]
+
+
+def test_other_formats_are_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.create("org/tiny")
+
+    with pytest.raises(SourceModelError, match=r"has no \*\.safetensors at its top"):
+        get("org/tiny", tmp_path)
+
+
+def test_a_folder_goes_before_a_name_on_the_hub(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("org/tiny").mkdir(parents=True)
+
+    assert local_source(Path("org/tiny"), tmp_path, hub_tasks.Hub.open()) == Path("org/tiny")
+    assert not hub.requests
+
+
+def test_the_storage_never_sees_a_token(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
+    hub.add_folder("org/tiny", tiny_source, private=True)
+
+    get("org/tiny", tmp_path)
+
+    seen = {r.server: r.token for r in hub.requests}
+    assert seen == {"hub": TOKEN, "storage": None}
