@@ -4,11 +4,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from conversions import small_config
 from postgres import PASSWORD, cluster, programs
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from servers import LastingServer, long_conversion, wait_for_cursor
-from tiny import make_tiny
 
 
 @pytest.fixture
@@ -43,42 +41,35 @@ def test_home_without_a_server_is_told(server: LastingServer) -> None:
     assert "nothing ran" in server.call("down").stderr
 
 
-@pytest.mark.slow
-def test_down_leaves_no_process_and_the_run_goes_on_after_the_next_up(
-    server: LastingServer,
-) -> None:
+def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer) -> None:
     config = long_conversion(server.folder)
-    server.up()
-    run = server.submit("convert/convert", config.model_dump(mode="json"))
-    wait_for_cursor(config, "measure", 2)
-
-    done = server.call("down")
+    try:
+        server.up()
+        server.submit("convert/convert", config.model_dump(mode="json"))
+        wait_for_cursor(config, "measure", 2)
+    finally:
+        done = server.call("down")
 
     assert done.returncode == 0, done.stderr
     assert server.processes() == []
     assert server.call("status").returncode == 1
-    try:
-        server.up()
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
-            assert server.wait(run) == "Completed"
-    finally:
-        server.call("down")
-    assert server.processes() == []
 
 
 @pytest.mark.slow
-def test_postgresql_holds_the_runs_by_one_setting(server: LastingServer) -> None:
+def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> None:
     found = programs()
     if found is None:
         pytest.skip("PostgreSQL is not installed, and cannot be")
-    make_tiny("llama", server.folder / "tiny")
-    config = small_config(Path("tiny"), Path("out"))
-    with cluster(found) as url:
+    config = long_conversion(server.folder)
+    with cluster(found) as url, temporary_settings({PREFECT_API_URL: server.api_url}):
         try:
             server.up("--database", url)
-            with temporary_settings({PREFECT_API_URL: server.api_url}):
-                run = server.submit("convert/convert", config.model_dump(mode="json"))
-                assert server.wait(run) == "Completed"
+            run = server.submit("convert/convert", config.model_dump(mode="json"))
+            wait_for_cursor(config, "measure", 2)
+            server.call("down")
+            server.up()
+
+            assert server.wait(run) == "Completed"
             status = server.status()
         finally:
             server.call("down")
