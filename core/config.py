@@ -211,6 +211,7 @@ class SharedOptions(Options):
     source: Path = Field(description="folder with config.json, tokenizer and *.safetensors")
     out: Path = Field(description="folder that receives what is made")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
+    bpw: float | tuple[float, ...] | None = None  # narrowed below; here for its place in forms
     head_bits: int | None = Field(
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "
