@@ -214,6 +214,7 @@ class SharedOptions(Options):
     )
     out: Path = Field(description="folder that receives what is made")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
+    bpw: float | tuple[float, ...] | None = None  # narrowed below; here for its place in forms
     head_bits: int | None = Field(
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "

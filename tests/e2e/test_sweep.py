@@ -24,8 +24,9 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import Interrupted, SweepFailed
 from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.core.sweep import SWEEP_FILE, SweepConfig
+from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows import sweep, sweep_locally
+from exl2flow.inference.page import write_up
 
 SHARED = ("tokenize", "sensitivity", "measure")
 OWN = ("allocate", "quantize", "compile", "validate")
@@ -120,6 +121,18 @@ def test_folder_tells_what_every_bitrate_came_to(swept: Swept) -> None:
         assert found["error"] is None
         assert found["bpw"] == float(name.removesuffix("bpw"))
         assert found["score"]["kl_divergence"] > 0
+
+
+def test_folder_has_a_page_that_needs_no_network(swept: Swept) -> None:
+    page = (swept.config.out / REPORT_PAGE).read_text(encoding="utf-8")
+
+    assert page == write_up(swept.config.out)
+    assert all(f"<b>{name}</b>" in page for name in BITRATES)  # its sample
+    assert page.count("<svg") == 1 + len(BITRATES)
+    assert "calibration digest" in page
+    assert not re.search(r"<script|<link|src=|@import", page)
+    [work] = swept.config.work_dir_root.glob("tiny-*")
+    assert all(f"<b>{name}</b>" in write_up(work) for name in BITRATES)
 
 
 def test_second_run_is_cached_throughout_and_changes_no_model(swept: Swept) -> None:

@@ -6,16 +6,17 @@ import pytest
 from prefect import Flow
 
 from exl2flow.core.config import PRESETS, ConversionConfig, build_config
-from exl2flow.flows import convert
+from exl2flow.flows import convert, sweep
 
 
 def test_package_gives_flows_also_when_their_modules_were_imported_before() -> None:
     code = """
 import importlib
-for name in ("convert", "measure", "validate"):
+for name in ("convert", "measure", "sweep", "validate"):
     importlib.import_module(f"exl2flow.flows.{name}")
-from exl2flow.flows import convert, measure, validate
-assert [flow.name for flow in (convert, measure, validate)] == ["convert", "measure", "validate"]
+from exl2flow.flows import convert, measure, sweep, validate
+flows = (convert, measure, sweep, validate)
+assert [flow.name for flow in flows] == ["convert", "measure", "sweep", "validate"]
 """
 
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -72,3 +73,11 @@ def test_the_form_asks_for_source_and_output_only() -> None:
     for name in ("bpw", "bpw_total", "target_bytes", "head_bits"):
         assert {"type": "null"} in schema["properties"][name]["anyOf"]
     assert schema["properties"]["quality"]["enum"] == list(PRESETS)
+
+
+def test_the_form_of_a_sweep_asks_for_source_output_and_bits() -> None:
+    schema = sweep.parameters.model_dump()["definitions"]["SweepConfig"]
+
+    assert schema["required"] == ["source", "out", "bpw"]
+    assert list(schema["properties"])[:4] == ["source", "out", "quality", "bpw"]
+    assert schema["properties"]["bpw"]["minItems"] == 1

@@ -1,0 +1,109 @@
+"""Bitrates of a sweep, device slots, locks of stages that run side by side."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from exl2flow.core.errors import Interrupted, WorkDirBusy
+from exl2flow.core.slots import Slots
+from exl2flow.core.store import WorkDir
+from exl2flow.core.sweep import SweepConfig, bitrate_name
+
+TAKE = """
+import sys
+from pathlib import Path
+from exl2flow.core.slots import Slots
+print(Slots(Path(sys.argv[1])).take(), flush=True)
+sys.stdin.read()
+"""
+
+
+def sweep_of(**values: object) -> SweepConfig:
+    return SweepConfig.model_validate({"source": "model", "out": "out", **values})
+
+
+def test_folders_are_named_by_bits_with_a_decimal() -> None:
+    assert [bitrate_name(bpw) for bpw in (4, 2.5, 2.25)] == ["4.0bpw", "2.5bpw", "2.25bpw"]
+
+
+def test_bitrates_are_distinct_and_rise() -> None:
+    assert sweep_of(bpw=[4, 2.5, 4.0]).bpw == (2.5, 4.0)
+
+
+@pytest.mark.parametrize("bpw", [[], [1.5], [9], "3,4", None])
+def test_bitrates_out_of_range_are_refused(bpw: object) -> None:
+    with pytest.raises(ValidationError):
+        sweep_of(bpw=bpw)
+
+
+def test_conversions_differ_in_bits_and_folder_only() -> None:
+    config = sweep_of(bpw=[3, 4], quality="fast", calibration={"rows": 7})
+
+    low, high = config.conversions().values()
+
+    assert (low.bpw, low.out.name, high.out.name) == (3, "3.0bpw", "4.0bpw")
+    assert low.work_dir_root == config.work_dir_root == high.work_dir_root
+    assert low.calibration == config.calibration
+    assert low.model_copy(update={"bpw": 4.0, "out": high.out}) == high
+
+
+def test_configuration_survives_json() -> None:
+    config = sweep_of(bpw=[3, 4], quality="best", runner="dask", workers=2)
+
+    assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_each_process_has_a_slot_of_its_own_until_it_is_killed(tmp_path: Path) -> None:
+    slots = Slots(tmp_path / "slots")
+    slots.offer(["3", "5"])
+
+    def taker() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", TAKE, str(slots.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def taken(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    with taker() as first, taker() as second:
+        assert {taken(first), taken(second)} == {"3", "5"}
+        assert sorted(slots.owners()) == sorted([first.pid, second.pid])
+        refused = taker()
+        assert "no device is free" in refused.communicate()[1]
+        second.kill()
+        second.wait()
+        with taker() as third:
+            assert taken(third) in {"3", "5"}
+            third.kill()
+        first.kill()
+
+
+def test_stages_run_side_by_side_but_neither_twice_nor_into_one_output(tmp_path: Path) -> None:
+    work = WorkDir(tmp_path / "work")
+    a, b = (work.ref("quantize", letter * 64) for letter in "ab")
+
+    with work.lock_stage(a, tmp_path / "3"), work.lock_stage(b, tmp_path / "4"):
+        for ref, out in ((a, "5"), (work.ref("quantize", "c" * 64), "4")):
+            with pytest.raises(WorkDirBusy, match="is working in"):
+                work.lock_stage(ref, tmp_path / out).__enter__()
+        with pytest.raises(WorkDirBusy, match="is working in"):
+            work.lock().__enter__()
+
+    with work.lock(), pytest.raises(WorkDirBusy):
+        work.lock_stage(a, tmp_path / "3").__enter__()
+
+
+def test_interruption_passes_between_processes() -> None:
+    import pickle
+
+    found = pickle.loads(pickle.dumps(Interrupted("stopped", signum=15)))
+
+    assert (str(found), found.signum) == ("stopped", 15)
