@@ -129,7 +129,7 @@ def test_event_of_a_new_revision_starts_a_run_on_it(server: LastingServer) -> No
         [action] = automation.actions
         assert isinstance(action, RunDeployment)
         given = (action.parameters or {})["config"]
-        given |= {name: small[name] for name in SMALL_FIELDS}
+        given |= {name: small[name] for name in SMALL_FIELDS} | {"bpw": [4.0]}
         core = AutomationCore.model_validate(
             automation.model_dump(include={"name", "trigger", "actions"})
         )
