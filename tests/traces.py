@@ -13,7 +13,7 @@ def identity(path: Path) -> tuple[int, int]:
 
 def identities(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the identity of all files and folders below `folder`; locks, which say who, aside."""
-    paths = (path for path in folder.rglob("*") if path.name != "lock")
+    paths = (p for p in folder.rglob("*") if p.name != "lock" and p.parent.name != "locks")
     return {str(path.relative_to(folder)): identity(path) for path in paths}
 
 
