@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -97,6 +98,11 @@ class Hub:
         match error:
             case LocalEntryNotFoundError():
                 return None  # its cause tells more
+            case LocalTokenNotFoundError():
+                return HubError(
+                    f"`{subject}` asks for a token and there is none; set HF_TOKEN (or name a "
+                    "Secret block with `--token-block`)"
+                )
             case OfflineModeIsEnabled():
                 return HubError(f"`{subject}`: HF_HUB_OFFLINE is set; unset it to ask the Hub")
             case GatedRepoError():

@@ -203,6 +203,18 @@ def test_an_expired_token_is_found_before_anything_is_done(hub: Hub, models: lis
     assert not hub.asked("POST|PUT")
 
 
+def test_without_a_token_nothing_is_tried(
+    hub: Hub, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+    with pytest.raises(hub_tasks.HubError, match="there is none; set HF_TOKEN") as caught:
+        run(models)
+
+    assert not isinstance(caught.value, hub_tasks.HubUnavailable)
+    assert REPO not in hub.repos
+
+
 def test_a_token_that_expires_on_the_way_leaves_it_private(hub: Hub, models: list[Path]) -> None:
     hub.fail("POST .*/commit/6", "status", times=None, status=401)
 
