@@ -8,8 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.publication import Bitrate, Origin
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore
-from exl2flow.model import ModelSpec
+from exl2flow.model.footprint import cache_bytes
 
 TEMPLATE = "card.md.jinja"
 UNKNOWN = "–"
@@ -18,24 +17,6 @@ FORMS = ("fp16", "q8", "q6", "q4")  # of the cache, that the card lists
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
 SHORT = 12  # digits of digests for people
-
-
-def cache_bytes(spec: ModelSpec, tokens: int, form: str) -> int:
-    """Return the bytes of keys and values for so many tokens, in whole pages.
-
-    Args:
-        spec: the model.
-        tokens: positions.
-        form: key of `CACHE_FORMATS`.
-    """
-    layer = LayerStore.empty(
-        CACHE_FORMATS[form],
-        pages=-(-tokens // PAGE_TOKENS),
-        kv_heads=spec.attention.num_kv_heads,
-        head_dim=spec.attention.head_dim,
-        device="meta",
-    )
-    return spec.num_layers * layer.nbytes
 
 
 def render_card(
@@ -141,7 +122,7 @@ def _form(form: str, bitrates: Sequence[Bitrate], contexts: Sequence[int]) -> di
         {
             "branch": bitrate.branch,
             "sizes": [
-                bitrate.weight_bytes + cache_bytes(bitrate.spec, tokens, form)
+                bitrate.weight_bytes + cache_bytes(bitrate.spec, context=tokens, cache_format=form)
                 for tokens in contexts
             ],
         }

@@ -4,11 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from exl2flow.inference.cache.paged import PagedCache
-from exl2flow.inference.card import CONTEXTS, cache_bytes, render_card
+from exl2flow.inference.card import CONTEXTS, render_card
 from exl2flow.inference.licences import ALLOWED, FORBIDDEN, licence_problem
 from exl2flow.inference.publication import (
     Bitrate,
@@ -18,7 +16,7 @@ from exl2flow.inference.publication import (
     is_branch,
     without_paths,
 )
-from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.model.footprint import cache_bytes
 
 ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="LICENSE")
 
@@ -90,18 +88,8 @@ def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:
 
     head, _, first, _ = rows(text, "Cache **q4**")
     assert head[1:] == [f"{tokens:,}" for tokens in CONTEXTS[:4]]
-    total = long[0].weight_bytes + cache_bytes(spec, 32768, "q4")
+    total = long[0].weight_bytes + cache_bytes(spec, context=32768, cache_format="q4")
     assert first[4] == f"{total / 2**20:.1f} MiB"
-
-
-@pytest.mark.parametrize("form", CACHE_FORMATS)
-def test_cache_bytes_are_those_of_the_cache(bitrates: list[Bitrate], form: str) -> None:
-    spec = bitrates[0].spec
-    cache = PagedCache(
-        spec, batch=1, max_tokens=512, form=CACHE_FORMATS[form], device=torch.device("cpu")
-    )
-
-    assert cache_bytes(spec, 512, form) == cache_bytes(spec, 257, form) == cache.nbytes
 
 
 def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None:
