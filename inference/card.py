@@ -10,7 +10,7 @@ from exl2flow.inference.evaluate import Score
 from exl2flow.inference.publication import Bitrate, Origin
 from exl2flow.model.footprint import cache_bytes
 
-TEMPLATE = "card.md.jinja"
+TEMPLATE = "card.md.j2"
 UNKNOWN = "–"
 TAGS = ("exl2", "exllamav2", "exl2flow", "quantized")
 FORMS = ("fp16", "q8", "q6", "q4")  # of the cache, that the card lists
