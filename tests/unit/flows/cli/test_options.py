@@ -85,9 +85,9 @@ def test_problems_are_told_in_terms_of_options() -> None:
     with pytest.raises(ConfigError) as caught:
         build(Path("model"), Path("out"), {"bpw": 1.0, "calibration.row_tokens": 33})
 
-    rows, bits = str(caught.value).splitlines()
-    assert rows.startswith("`--row-tokens` is 33: ")
-    assert bits.startswith("`--bpw` is 1.0: ")
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("`--bpw` is 1.0: ")
+    assert second.startswith("`--row-tokens` is 33: ")
 
 
 def test_contradictions_name_the_option() -> None:
