@@ -18,7 +18,7 @@ class ColdTimer:
     def __call__(self, work: Callable[[], object]) -> float:
         """Return the milliseconds of one piece of work."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # of torch
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # of torch
         for _ in range(PASSES):
             self._other.sum()  # reads only: nothing is left to be written during the work
         begin.record()

@@ -252,7 +252,7 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes = str(kwargs.get("name", "")).endswith(".transfer")
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # tqdm
             self._received = 0
 
         def update(self, n: float | None = 1) -> None:
@@ -270,7 +270,7 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
 
 def _record(wanted: HubModel, info: ModelInfo) -> dict[str, object]:
     """Return what `core.source.provenance` reads."""
-    card = dict(info.card_data.to_dict()) if info.card_data else {}  # type: ignore[no-untyped-call]
+    card = dict(info.card_data.to_dict()) if info.card_data else {}  # type: ignore[no-untyped-call]  # theirs
     return {
         "repo": wanted.repo,
         "revision": wanted.revision,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.errors import HTTPError as ConnectionFailed  # type: ignore[attr-defined]
+from huggingface_hub.errors import HTTPError as ConnectionFailed  # type: ignore[attr-defined]  # of httpx
 from prefect import task
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
