@@ -1,4 +1,4 @@
-"""The cache's operations on a GPU: kernels write rows, and attend for one new token per sequence.
+"""The cache's operations on a GPU: kernels write and read rows, and attend for one new token each.
 
 The rest is torch on the device.
 """
@@ -70,12 +70,27 @@ def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
             x, slots, rows.data, pieces, threads=PUT_THREADS, early=True,
         )  # fmt: skip
         return
+    _launch_rows("write_rows", rows, slots, x)
+
+
+def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.read_cache`."""
+    keys, values = (
+        torch.empty(len(slots), rows.width, dtype=torch.float16, device=slots.device)
+        for rows in (store.keys, store.values)
+    )
+    _launch_rows("read_rows", store.keys, slots, keys)
+    _launch_rows("read_rows", store.values, slots, values)
+    shape = (len(slots), store.kv_heads, store.head_dim)
+    return keys.view(shape), values.view(shape)
+
+
+def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """Launch a warp for each unit of slots int64 (t,) and fp16 rows (t, width)."""
     units = padded_width(rows.width) // UNIT
     grid = (len(slots), -(-units // (THREADS // 32)))
     element = list(Element).index(rows.element)
-    launch(
-        "attention.cu", "write_rows", grid, x, slots, rows.data, rows.scales, rows.width, element
-    )
+    launch("attention.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
 
 
 def paged_attention(

@@ -12,6 +12,42 @@ struct Rows {  // keys or values of a layer by slot: bytes; scales fp16 by run o
     half_bits* scales;
 };
 
+// Multiply a warp's even places by H₃₂, and its odd ones; places 2 lane, 2 lane + 1 of 64.
+__device__ __forceinline__ void rotate_unit(float* two, int lane) {
+    for (int i = 0; i < 2; ++i)
+        for (int s = 1; s < 32; s <<= 1) {
+            const float other = __shfl_xor_sync(~0u, two[i], s);
+            two[i] = lane & s ? other - two[i] : two[i] + other;
+        }
+}
+
+// Load what `store` stored, as `torch_cache.decode` does.
+__device__ __forceinline__ void load(const Rows& rows, int element, integer at, half_bits* two,
+                                     int lane) {
+    if (element == HALF) {
+        const u32 both = ((const u32*)rows.data)[at / 2];
+        two[0] = both & 0xffff, two[1] = both >> 16;
+        return;
+    }
+    if (element == UPPER_BYTE) {
+        const u32 both = ((const unsigned short*)rows.data)[at / 2];
+        two[0] = both << 8, two[1] = both & 0xff00;
+        return;
+    }
+    u32 codes[2];
+    if (element == ROTATED_8) {
+        const u32 both = ((const unsigned short*)rows.data)[at / 2];
+        codes[0] = both & 0xff, codes[1] = both >> 8;
+    } else {
+        codes[0] = rows.data[at / 2] & 0xf, codes[1] = rows.data[at / 2] >> 4;
+    }
+    const float center = element == ROTATED_8 ? 128.0f : 8.0f;
+    const float scale = from_half(rows.scales[at / 32]);
+    float v[2] = {(codes[0] - center) * scale, (codes[1] - center) * scale};
+    rotate_unit(v, lane);
+    for (int i = 0; i < 2; ++i) two[i] = to_half(v[i] / 32.0f);
+}
+
 // Store elements 2 lane, 2 lane + 1 of 64 as `torch_cache.encode` does; at: of the first; a warp.
 __device__ __forceinline__ void store(const Rows& rows, int element, integer at,
                                       const half_bits* two, int lane) {
@@ -24,11 +60,7 @@ __device__ __forceinline__ void store(const Rows& rows, int element, integer at,
         return;
     }
     float v[2] = {from_half(two[0]), from_half(two[1])};
-    for (int i = 0; i < 2; ++i)
-        for (int s = 1; s < 32; s <<= 1) {
-            const float other = __shfl_xor_sync(~0u, v[i], s);
-            v[i] = lane & s ? other - v[i] : v[i] + other;
-        }
+    rotate_unit(v, lane);
     const float center = element == ROTATED_8 ? 128.0f : 8.0f;
     float largest = fmaxf(fabsf(v[0]), fabsf(v[1]));
     for (int s = 1; s < 16; s <<= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, s));

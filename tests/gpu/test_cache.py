@@ -48,6 +48,21 @@ def test_rows_are_stored_as_the_twin_stores_them(name: str, shape: tuple[int, in
         assert error <= 1e-2
 
 
+@pytest.mark.parametrize("shape", [(4, 64), (1, 64), (5, 24), (8, 128), (3, 15)])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_rows_are_read_as_the_twin_reads_them(name: str, shape: tuple[int, int]) -> None:
+    store = store_of(name, pages=2, kv_heads=shape[0], head_dim=shape[1])
+    slots = torch.randperm(512, device=DEVICE)[:100]
+    torch_cache.write_cache(store, slots, *torch.randn(2, 100, *shape, device=DEVICE).half())
+    order = slots[torch.randperm(100, device=DEVICE)]
+
+    found = get_ops(DEVICE).read_cache(store, order)
+
+    for mine, twin in zip(found, torch_cache.read_cache(store, order), strict=True):
+        assert mine.shape == twin.shape
+        torch.testing.assert_close(mine, twin, rtol=1e-3, atol=1e-3)  # other order of the same sum
+
+
 def test_rows_at_an_odd_address_are_stored() -> None:
     found, expected = (store_of("fp16", pages=1, kv_heads=2, head_dim=64) for _ in range(2))
     slots = torch.randperm(256, device=DEVICE)[:9]
