@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl2flow.kernels import Product
@@ -161,8 +162,10 @@ def attend(
     is_windowed = window is not None and positions > window
     is_causal = count == positions and not is_windowed
     mask = None
-    if not is_causal and (count > 1 or is_windowed):
+    if is_windowed or (1 < count < positions and not q.is_cuda):
         mask = _visible(count, positions, window, q.device)
+    elif 1 < count < positions:  # the fused kernels know this one by name
+        mask = causal_lower_right(count, positions)
     if q.is_cuda and q.dtype == torch.float32:  # its fused kernels know no groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return scaled_dot_product_attention(
