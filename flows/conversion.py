@@ -27,8 +27,13 @@ class Conversion:
 
 def open_pipeline(config: ConversionConfig, stages: Sequence[Stage]) -> Pipeline:
     """Resolve the stages of a configuration on the device it names."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)  # read when a GPU is first used
+    choose_allocator()
     return Pipeline(config, stages, device=resolve_device(config.device).type)
+
+
+def choose_allocator() -> None:
+    """Say how a GPU's memory is reserved, before it is first used, unless the user said it."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
 def conclude(pipeline: Pipeline) -> Conversion:

@@ -14,6 +14,7 @@ from exl2flow.inference.cache.layered import check_room
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.sampling import SamplerRows, sample
 from exl2flow.model import Decoder, RopeTable, step_table
+from exl2flow.model.footprint import PROMPT_TOKENS
 
 WARM_UP = 2  # steps before a recording: kernels are compiled, plans and workspaces made
 
@@ -22,6 +23,8 @@ Cache = PagedCache | ContiguousCache
 
 class LaunchedStep:
     """Any number of tokens for each sequence of a cache, on any device.
+
+    A long prompt is read in pieces, so that the memory it takes does not grow with its length.
 
     logits: fp32 (b, 1, v), those that the last call sampled from.
     """
@@ -44,7 +47,10 @@ class LaunchedStep:
         Raises:
             ContextOverflow: the cache has no room for the ids that are read.
         """
-        hidden = self._decoder.hidden(self.ids, self._cache)
+        batch, count = self.ids.shape
+        check_room(self._cache.length + count, self._cache.max_tokens)  # before any is read
+        for part in torch.split(self.ids, max(1, PROMPT_TOKENS // batch), dim=1):
+            hidden = self._decoder.hidden(part, self._cache)
         self.logits = self._decoder.head(hidden[:, -1:])
         self.ids = sample(self.logits[:, 0], self._rows, draws)[:, None]
         return self.ids[:, 0]

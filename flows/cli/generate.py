@@ -126,9 +126,11 @@ def generate(
     ] = False,
 ) -> None:
     """Generate text from a model; the prompt is plain text, special tokens in it are not read."""
+    from exl2flow.flows.conversion import choose_allocator
     from exl2flow.inference.load import load_model
     from exl2flow.inference.sampling import SamplingSettings
 
+    choose_allocator()
     settings = (
         SamplingSettings.greedy()
         if greedy

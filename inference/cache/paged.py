@@ -88,19 +88,21 @@ class PagedLayer(CountedLayer):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """Attend with many tokens: to a copy of what is stored, and to themselves."""
-        end = self.length + k.shape[-2]
-        slots = self.places.slots_between(self.length, end)
+        slots = self.places.slots_between(self.length, self.length + k.shape[-2])
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]  # (b · t, kv_heads, head_dim)
-        if self.length:
-            k, v = (torch.cat(both, dim=2) for both in zip(self._held(k), (k, v), strict=True))
         self._ops.write_cache(self.store, slots.flatten(), *rows)
+        if self.length:
+            k, v = self._behind_held(k, v)
         return attend(q, k, v, scale=scale, window=window)
 
-    def _held(self, k: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield keys and values that are stored, (b, kv_heads, length, head_dim), of k's dtype."""
-        slots = self.places.slots_between(0, self.length)
-        for x in self._ops.read_cache(self.store, slots.flatten()):
-            yield x.view(*slots.shape, *x.shape[1:]).transpose(1, 2).to(k.dtype)
+    def _behind_held(self, *new: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield keys and values (b, kv_heads, length + t, head_dim): stored ones, then these."""
+        slots = self.places.slots_between(0, self.length + new[0].shape[-2])
+        found = self._ops.read_cache(self.store, slots.flatten())  # room for the new ones as well
+        for x, own in zip(found, new, strict=True):
+            both = x.view(*slots.shape, *x.shape[1:]).transpose(1, 2).to(own.dtype)
+            both[:, :, self.length :] = own
+            yield both
 
 
 class PagedCache(LayeredCache[PagedLayer]):

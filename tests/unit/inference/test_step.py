@@ -104,6 +104,45 @@ def test_replays_sample_what_launches_do(
 
 
 @torch.inference_mode()
+def test_long_prompts_are_read_in_pieces(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = torch.randint(0, model.spec.vocab_size, (3, 21))
+    rows, draws = SamplerRows.of((GREEDY,) * 3), torch.rand(3, dtype=torch.float64)
+    caches = [cache_of(model, batch=3) for _ in range(2)]
+    whole, pieces = (LaunchedStep(model.decoder, cache) for cache in caches)
+    for each in (whole, pieces):
+        each.begin(prompts, rows)
+    read = list[int]()
+    hidden = model.decoder.hidden
+    whole(draws)
+    monkeypatch.setattr(step, "PROMPT_TOKENS", 15)
+    monkeypatch.setattr(
+        model.decoder, "hidden", lambda ids, cache: read.append(ids.numel()) or hidden(ids, cache)
+    )
+    pieces(draws)
+
+    assert read == [15, 15, 15, 15, 3]
+    assert [cache.length for cache in caches] == [21, 21]
+    torch.testing.assert_close(pieces.logits, whole.logits, atol=2e-3, rtol=2e-3)  # fp16 cache
+
+
+@torch.inference_mode()
+def test_prompts_without_room_are_not_read_in_part(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PROMPT_TOKENS", 8)
+    cache = cache_of(model, batch=1)
+    launched = LaunchedStep(model.decoder, cache)
+    launched.begin(torch.zeros(1, 33, dtype=torch.int64), SamplerRows.of((GREEDY,)))
+
+    with pytest.raises(ContextOverflow):
+        launched(torch.zeros(1, dtype=torch.float64))
+
+    assert cache.length == 0
+
+
+@torch.inference_mode()
 def test_each_kind_of_settings_is_recorded_once(
     model: LoadedModel, recordings: list[Again]
 ) -> None:
