@@ -12,6 +12,7 @@ import threading
 import uvicorn
 
 FINISH = b"\n"
+NICENESS = 10
 
 
 def _follow_parent(server: uvicorn.Server) -> None:
@@ -22,7 +23,11 @@ def _follow_parent(server: uvicorn.Server) -> None:
 
 
 def main() -> None:
-    """Serve Prefect's API and UI on a listening socket that was inherited."""
+    """Serve Prefect's API and UI on a listening socket that was inherited.
+
+    Where all cores are at work, a thread that waits for this process keeps all others waiting.
+    """
+    os.nice(NICENESS)
     config = uvicorn.Config(
         "prefect.server.api.server:create_app",
         factory=True,
