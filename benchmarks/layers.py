@@ -14,7 +14,6 @@ TFLOP/s count the products of a stage; the limit is their time at the peak of fp
 import argparse
 import json
 import logging
-import os
 import re
 import shutil
 import statistics
@@ -30,7 +29,7 @@ import torch
 from exl2flow.core.config import ConversionConfig, build_config
 from exl2flow.core.files import write_tensors
 from exl2flow.core.progress import report
-from exl2flow.flows.conversion import ALLOCATOR, open_pipeline
+from exl2flow.flows.conversion import choose_allocator, open_pipeline
 from exl2flow.quant.gpu_needs import GpuNeed
 from exl2flow.quant.preflight import preflight
 from exl2flow.tasks.stages import STAGES
@@ -38,6 +37,7 @@ from exl2flow.tasks.stages import STAGES
 TOKENIZER = Path(__file__).parent.parent / "demo" / "model"
 SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
     "tiny": (128, 352, 4, 2, 4096),
+    "small": (512, 1408, 8, 4, 4096),
     "7b": (4096, 11008, 32, 32, 32000),
     "8b": (4096, 14336, 32, 8, 128256),
     "70b": (8192, 28672, 64, 8, 32000),
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--max-memory", help="of the GPU, as 24GB")
     parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")
     arguments = parser.parse_args()
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)  # before the model is made
+    choose_allocator()  # before the model is made
     logging.getLogger("exl2flow.core.background").addHandler(logging.StreamHandler())
     rows = arguments.rows
     few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}

@@ -1,0 +1,93 @@
+"""What Prefect costs: the same conversion as a flow and as plain calls of its stages.
+
+    python benchmarks/overhead.py [--model DIR | --layers 24] [--pairs 2] [--at-once]
+        [-- OPTIONS of `exl2flow convert`]
+
+Every conversion is a process with an empty work root. They take turns, or run at once on equal
+shares of the CPU's cores. Those with Prefect start its temporary server and end it, too.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+from layers import make_model
+
+WAYS = {"stages called directly": ["--no-prefect"], "as a Prefect flow": []}
+
+
+def command(model: Path, folder: Path, options: list[str]) -> list[str]:
+    """Return a conversion whose files all lie in a folder."""
+    words = [sys.executable, "-m", "exl2flow.flows.cli", "convert", str(model), "--bpw", "4"]
+    return [*words, "--out", str(folder / "out"), "--work-root", str(folder / "work"), *options]
+
+
+def started(words: list[str], folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:
+    """Start a conversion, and a server of its own, on some cores."""
+    folder.mkdir()
+    env = {**os.environ, "PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": str(len(cores))}
+    env.pop("PREFECT_API_URL", None)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=log)
+    os.sched_setaffinity(process.pid, cores)  # before it has threads, which inherit it
+    return process
+
+
+def timed(
+    model: Path, root: Path, runs: list[list[str]], options: list[str], *, at_once: bool
+) -> Iterator[tuple[int, float]]:
+    """Yield (place in `runs`, seconds) as conversions end."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // len(runs) if at_once else len(cores)
+    waiting, alive = list(range(len(runs))), dict[int, tuple[subprocess.Popen[bytes], float]]()
+    while waiting or alive:
+        while waiting and (at_once or not alive):
+            place = waiting.pop(0)
+            own = cores[place * share :][:share] if at_once else cores
+            words = command(model, root / str(place), [*options, *runs[place]])
+            alive[place] = started(words, root / str(place), own), time.monotonic()
+        for place, (process, begun) in list(alive.items()):
+            if process.poll() is not None:
+                if process.returncode:
+                    sys.exit((root / str(place) / "log").read_text())
+                yield place, time.monotonic() - begun
+                del alive[place]
+        time.sleep(0.02)
+
+
+def main() -> None:
+    """Convert in both ways and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a folder in place of random weights")
+    parser.add_argument("--layers", type=int, default=24, help="of the random model")
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--at-once", action="store_true")
+    parser.add_argument("options", nargs="*", help="further options of `exl2flow convert`")
+    given = parser.parse_args()
+    ways = list(WAYS) * given.pairs
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        model = given.model or Path(folder) / "model"
+        if given.model is None:
+            make_model(model, "small", given.layers)
+        runs = [WAYS[way] for way in ways]
+        for place, taken in timed(model, Path(folder), runs, given.options, at_once=given.at_once):
+            seconds[ways[place]].append(taken)
+            print(f"{ways[place]}: {taken:.1f} s", flush=True)
+    print(f"\n{os.cpu_count()} cores, torch {torch.__version__}\n\n| way | median s | all |")
+    print("|---|---|---|")
+    for way, times in seconds.items():
+        print(f"| {way} | {median(times):.1f} | {', '.join(f'{t:.1f}' for t in times)} |")
+    direct, flow = (median(times) for times in seconds.values())
+    print(f"\nPrefect adds {flow - direct:.1f} s, {100 * (flow / direct - 1):.2f} %")
+
+
+if __name__ == "__main__":
+    main()
