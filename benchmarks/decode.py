@@ -22,7 +22,7 @@ from exl2flow.core.files import write_tensors
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format
 from exl2flow.inference.sampling import SamplerRows
-from exl2flow.inference.step import RecordedStep
+from exl2flow.inference.step import LaunchedStep, RecordedStep
 from exl2flow.model import QuantizedMatrix, QuantParams
 
 HEAD_BITS = 6
@@ -76,9 +76,17 @@ def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[flo
     )
     ids = torch.randint(0, spec.vocab_size, (batch, context), device="cuda")
 
+    launched = LaunchedStep(decoder, cache)
+    draws = torch.rand(batch, dtype=torch.float64, device="cuda")
+    greedy, drawn = (
+        SamplerRows.of([settings] * batch, "cuda")
+        for settings in (SamplingSettings.greedy(), SamplingSettings())
+    )
+
     def prompt() -> None:
         cache.truncate(0)
-        decoder.head(decoder.hidden(ids, cache)[:, -1:])
+        launched.begin(ids, greedy)
+        launched(draws)
 
     def step() -> None:
         cache.truncate(context)
@@ -87,15 +95,14 @@ def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[flo
     times = [seconds(prompt, 3), seconds(step, 5)]
     cache.truncate(context)
     recorded = RecordedStep(decoder, cache)
-    draws = torch.rand(batch, dtype=torch.float64, device="cuda")
 
     def replay() -> None:
         cache.truncate(context)
         recorded(draws)
 
-    for settings in (SamplingSettings.greedy(), SamplingSettings()):
+    for rows in (greedy, drawn):
         cache.truncate(context)
-        recorded.begin(ids[:, :1], SamplerRows.of([settings] * batch, "cuda"))
+        recorded.begin(ids[:, :1], rows)
         times.append(seconds(replay))
     return times
 
