@@ -13,7 +13,8 @@ from exl2flow.core.config import (
 )
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.options import build, build_validation
-from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, Setting
+from exl2flow.flows.cli.setting import Setting, group_of
+from exl2flow.flows.cli.settings import CONVERSION, EVALUATION
 
 SETTINGS = [setting for _, members in (*CONVERSION, EVALUATION) for setting in members]
 GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option
@@ -21,8 +22,9 @@ GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if isinstance(field.default, BaseModel):
-            yield from leaves(type(field.default), f"{prefix}{name}.")
+        group = group_of(field)
+        if group is not None:
+            yield from leaves(group, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -33,6 +35,7 @@ IN_PYTHON_ONLY |= {f"rounding.{name}" for name in RoundingOptions.model_fields} 
     "rounding.rounds"
 }
 IN_PYTHON_ONLY |= {"sensitivity.block", "sensitivity.seed", "allocate.rounds"}
+IN_PYTHON_ONLY |= {"publish.sample_tokens", "publish.token_block"}  # the latter: `--token-block`
 
 
 def test_every_field_of_the_configuration_has_an_option() -> None:
