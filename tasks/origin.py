@@ -65,7 +65,8 @@ def check_account(repo: str, hub: Hub) -> None:
         raise ConfigError(f"`{repo}` is no name for a repository: {error}") from error
     account = hub.call(repo, hub.api.whoami)
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
-    owners = [account.get("name"), *(org.get("name") for org in account.get("orgs") or ())]
+    orgs = [org for org in account.get("orgs") or () if org.get("roleInOrg") != "read"]
+    owners = [account.get("name"), *(org.get("name") for org in orgs)]
     owner = repo.partition("/")[0]
     is_owner = owner.casefold() in (str(name).casefold() for name in owners)
     if role == "read" or (role == "write" and not is_owner):

@@ -121,6 +121,8 @@ def sweep(
         try:
             _run(config, prefect=not no_prefect)
         except (SweepFailed, *NOT_PUBLISHED) as error:
+            if not (config.out.expanduser() / SWEEP_FILE).exists():
+                raise
             failure = error  # what was made is shown first
     _tell(config, plans, time.monotonic() - begun, as_json=as_json)
     if isinstance(failure, NOT_PUBLISHED):
