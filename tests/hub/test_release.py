@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from conversions import small_config, small_options, snapshot
-from hub_server import Hub
+from hub_server import TOKEN, Hub
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import (
@@ -20,6 +21,8 @@ from exl2flow.core.errors import (
 from exl2flow.core.source import HubModel
 from exl2flow.core.stage import RECORD_FILE
 from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
+from exl2flow.flows.cli.main import app
+from exl2flow.flows.cli.running import ONLY_PUBLISHING
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.local import run_locally, sweep_locally
 from exl2flow.flows.release import check_release
@@ -218,6 +221,27 @@ def test_measurement_goes_out_without_paths_of_this_machine(
 def test_name_without_an_owner_is_no_repository(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"publish\.repo"):
         conversion(tmp_path, tmp_path, repo="tiny-exl2")
+
+
+def test_command_shows_what_was_made_before_it_says_that_publishing_failed(
+    hub: Hub, source: Path, tmp_path: Path
+) -> None:
+    rows = ("--rows", "2", "--measure-rows", "1", "--row-tokens", "64")
+    words = ["sweep", str(source), "--out", str(tmp_path / "out"), "--bpw", "3", "--no-prefect"]
+    words += [*rows, "--measure-row-tokens", "64", "--quality", "fast", "--device", "cpu"]
+    words += ["--validate-row-tokens", "64", "--publish", REPO, "--max-kl", "100"]
+    hub.fail("POST .*/commit/3", "status", status=403)
+
+    failed = CliRunner().invoke(app, words)
+    again = CliRunner().invoke(app, words)
+
+    assert failed.exit_code == 1
+    assert f"report  {tmp_path / 'out' / REPORT_PAGE}" in failed.stdout
+    assert ONLY_PUBLISHING in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert again.exit_code == 0, again.stderr
+    assert f"public     {hub.url}/{REPO}" in again.stdout
+    assert TOKEN not in failed.output + again.output
 
 
 def test_fingerprints_do_not_know_where_a_result_goes(source: Path, tmp_path: Path) -> None:
