@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     ByteSize,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -19,8 +18,10 @@ from pydantic import (
 )
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options import Device as Device
+from exl2flow.core.options import Options as Options
+from exl2flow.core.publication import PublishOptions
 
-Device = Literal["auto", "cpu", "cuda"]
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
@@ -50,12 +51,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "rounding": {"scale_search": "grid", "damping": 0.12, "rounds": 0, "correction": 0.0},
     },
 }
-
-
-class Options(BaseModel):
-    """Base of all option groups: immutable, unknown fields are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class CalibrationOptions(Options):
@@ -232,6 +227,9 @@ class SharedOptions(Options):
     )
     token_block: str | None = Field(
         None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
+    )
+    publish: PublishOptions | None = Field(
+        None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
     )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     calibration: CalibrationOptions = CalibrationOptions()

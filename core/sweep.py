@@ -58,12 +58,16 @@ class SweepConfig(SharedOptions):
         return f"{self.source.resolve().name}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
 
     def conversion(self, bpw: float) -> ConversionConfig:
-        """Return the conversion of one bitrate; all of them share their work directory."""
+        """Return the conversion of one bitrate; all of them share their work directory.
+
+        It publishes nothing: the sweep does, when all bitrates are made.
+        """
         shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
         own = {
             "bpw": bpw,
             "out": self.out.expanduser().resolve() / bitrate_name(bpw),
             "work_root": self.work_dir_root,
+            "publish": None,
         }
         return ConversionConfig.model_validate({**shared, **own})
 

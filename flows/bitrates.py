@@ -1,23 +1,26 @@
 """What the bitrates of a sweep came to: `sweep.json`, `report.html`, and one error for all."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.files import read_json, write_json, write_text
+from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import versions
 from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.release import release_of
 from exl2flow.inference.comparison import check_bitrates, compared, known_score
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.page import write_up
 from exl2flow.inference.validate import REPORT_FILE
 from exl2flow.quant.plan import Plan
 from exl2flow.quant.preflight import check_disk, preflight
-from exl2flow.tasks.stages import STAGES
+from exl2flow.tasks.publish import Published
+from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings", "failures")
 Failures = Mapping[str, BaseException]  # name of a bitrate → why it could not be made
@@ -31,6 +34,7 @@ class Sweep:
     scores: tuple[Score, ...]
     samples: tuple[str, ...]
     warnings: tuple[str, ...]
+    published: Published | None = None
 
 
 def preflight_sweep(config: SweepConfig) -> dict[str, Plan]:
@@ -66,6 +70,7 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
                 for name, pipeline in pipelines.items()
             },
             "warnings": warnings,
+            "published": None,
         },
     )
     if scores:
@@ -109,7 +114,24 @@ def raise_failures(config: SweepConfig, failures: Failures) -> None:
         lines = [f"`{name}`: {_first_line(error)}" for name, error in failures.items()]
         made = len(config.bpw) - len(failures)
         rest = f"{made} of {len(config.bpw)} bitrates are made; the same command makes the others"
+        if config.publish is not None:
+            rest += f", and publishes all. Nothing of this went to `{config.publish.repo}`"
         raise SweepFailed("\n".join([*lines, rest]))
+
+
+def release_of_sweep(config: SweepConfig) -> PublishConfig | None:
+    """Return how all bitrates are published together, if they shall be."""
+    measured = open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES)
+    return release_of(config, measured, [c.out for c in config.conversions().values()])
+
+
+def noted(made: Sweep, published: Published) -> Sweep:
+    """Have the files of a sweep, and what is returned of it, tell where it was published."""
+    where = {name: value for name, value in published.to_json().items() if name != "sent"}
+    content = read_json(made.out / SWEEP_FILE)
+    write_json(made.out / SWEEP_FILE, {**content, "published": where})
+    write_text(made.out / REPORT_PAGE, write_up(made.out))
+    return replace(made, published=published)
 
 
 def _first_line(error: BaseException) -> str:

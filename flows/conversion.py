@@ -9,6 +9,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.inference.validate import check_verdict
 from exl2flow.kernels import resolve_device
+from exl2flow.tasks.publish import Published
 
 # A GPU's memory splinters without the first; pinning gigabytes takes seconds without the others
 ALLOCATOR = (
@@ -18,11 +19,12 @@ ALLOCATOR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Where the model and the stages' folders lie, and what validation warned of."""
+    """Where model and stages' folders lie, what validation warned of, what was published."""
 
     out: Path
     stages: Mapping[str, Path]
     warnings: tuple[str, ...]
+    published: Published | None = None
 
 
 def open_pipeline(config: ConversionConfig, stages: Sequence[Stage]) -> Pipeline:

@@ -1,14 +1,18 @@
 """The flow `convert`: from a Hugging Face folder to a validated EXL2 model."""
 
+from dataclasses import replace
+
 from prefect import flow
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.release import release_of, target_of
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.quant.fit import fitted
 from exl2flow.quant.preflight import preflight
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
+from exl2flow.tasks.publishing import check_publication, publish_models
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import STAGES
 
@@ -20,17 +24,23 @@ from exl2flow.tasks.stages import STAGES
     persist_result=False,
 )
 def convert(config: ConversionConfig) -> Conversion:
-    """Run all stages that the configuration has, in order; finished ones are cached.
+    """Run all stages that the configuration has, in order, and publish; finished ones are cached.
 
     Raises:
-        HubError: the source cannot be fetched.
+        HubError: the source cannot be fetched, or the Hub refuses the model.
+        PublicationRefused: before any work, or for the quality of the model, which is there.
+        PublicationDamaged: what arrived is not what was sent; the repository stays private.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
     with logged():
+        if (target := target_of(config)) is not None:
+            check_publication(target, config.source, config.token_block)
         config = fitted(with_local_source(config))
         preflight(config)
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)
-        return conclude(pipeline)
+        made = conclude(pipeline)
+        release = release_of(config, pipeline, [made.out])
+        return made if release is None else replace(made, published=publish_models(release))

@@ -1,33 +1,52 @@
 """The stages of the flows, in the same order, without Prefect."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.interrupt import listening
 from exl2flow.core.progress import Tick, labelled, report
+from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.bitrates import Sweep, conclude_sweep, preflight_sweep, raise_failures
+from exl2flow.flows.bitrates import (
+    Sweep,
+    conclude_sweep,
+    noted,
+    preflight_sweep,
+    raise_failures,
+    release_of_sweep,
+)
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.release import check_release, hub_of, release_of
 from exl2flow.quant.fit import fitted
 from exl2flow.quant.preflight import preflight
+from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 
 def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -> Conversion:
-    """Run the stages in this process; ticks go to the current progress sink.
+    """Run the stages in this process, and publish; ticks go to the current progress sink.
 
     Raises:
+        HubError, PublicationRefused, PublicationDamaged: as the flow `convert`.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
+    check_release(config)
     config = fitted(config)
     preflight(config)
     pipeline = open_pipeline(config, stages)
     _run(pipeline)
-    return conclude(pipeline)
+    made = conclude(pipeline)
+    release = release_of(config, pipeline, [made.out]) if "validate" in made.stages else None
+    return made if release is None else replace(made, published=_publish(release))
+
+
+def _publish(release: PublishConfig) -> Published:
+    return publish(release, hub_of(release.token_block))
 
 
 def _run(pipeline: Pipeline, *, done: Collection[str] = ()) -> None:
@@ -41,13 +60,15 @@ def _run(pipeline: Pipeline, *, done: Collection[str] = ()) -> None:
 
 
 def sweep_locally(config: SweepConfig) -> Sweep:
-    """Make the bitrates of a sweep one after the other in this process.
+    """Make the bitrates of a sweep one after the other in this process, and publish them.
 
     Raises:
+        HubError, PublicationRefused, PublicationDamaged: as the flow `sweep`.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         SweepFailed: some bitrates could not be made; the others are.
     """
+    check_release(config)
     preflight_sweep(config)
     failures: dict[str, BaseException] = {}
     with listening():
@@ -65,4 +86,5 @@ def sweep_locally(config: SweepConfig) -> Sweep:
                 failures[name] = error
     made = conclude_sweep(config, failures)
     raise_failures(config, failures)
-    return made
+    release = release_of_sweep(config)
+    return made if release is None else noted(made, _publish(release))

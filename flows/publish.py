@@ -4,10 +4,9 @@ from prefect import flow
 
 from exl2flow.core.publication import PublishConfig
 from exl2flow.flows.runs import cancelled_if_interrupted
-from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publish import Published
-from exl2flow.tasks.publishing import publication_page, publish_models
+from exl2flow.tasks.publishing import publish_models
 
 
 @flow(
@@ -25,7 +24,4 @@ def publish(config: PublishConfig) -> Published:
         HubError: the Hub refuses or cannot be reached.
     """
     with logged():
-        published = publish_models(config)
-        artifacts = Artifacts(config.repo.replace("/", "-"))
-        artifacts.markdown("published", publication_page(config.repo, published), config.repo)
-        return published
+        return publish_models(config)

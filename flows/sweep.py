@@ -4,13 +4,22 @@ from prefect import flow
 
 from exl2flow.core.interrupt import listening
 from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.bitrates import Sweep, conclude_sweep, preflight_sweep, raise_failures
+from exl2flow.flows.bitrates import (
+    Sweep,
+    conclude_sweep,
+    noted,
+    preflight_sweep,
+    raise_failures,
+    release_of_sweep,
+)
 from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.release import target_of
 from exl2flow.flows.runners import make_all
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
+from exl2flow.tasks.publishing import check_publication, publish_models
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
 
@@ -22,15 +31,27 @@ from exl2flow.tasks.stages import MEASURE_STAGES
     persist_result=False,
 )
 def sweep(config: SweepConfig) -> Sweep:
-    """Measure once, make every bitrate, compare all; finished stages are cached.
+    """Measure once, make every bitrate, compare all, publish all; finished stages are cached.
 
     Raises:
+        HubError: the source cannot be fetched, or the Hub refuses the models.
+        PublicationRefused: before any work, or for the quality of the models, which are there.
+        PublicationDamaged: what arrived is not what was sent; the repository stays private.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
-        SweepFailed: some bitrates could not be made; the others are.
+        SweepFailed: some bitrates could not be made; the others are. Nothing is published.
     """
-    with logged(), listening() as stop:
+    with logged():
+        if (target := target_of(config)) is not None:
+            check_publication(target, config.source, config.token_block)
         config = with_local_source(config)
+        made = _make(config)
+        release = release_of_sweep(config)
+        return made if release is None else noted(made, publish_models(release))
+
+
+def _make(config: SweepConfig) -> Sweep:
+    with listening() as stop:
         preflight_sweep(config)
         run_stages(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = make_all(config, stop)

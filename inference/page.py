@@ -64,7 +64,7 @@ def write_up(folder: Path) -> str:
     ordered = sorted(zip(scores, models, strict=True), key=lambda pair: pair[1].bytes)
     entries = [_entry(score, model, found[Path(score.model)]) for score, model in ordered]
     failed = {path.name: known["error"] for path, known in found.items() if known.get("error")}
-    return _render(entries, failed)
+    return _render(entries, failed, read_object(folder / SWEEP_FILE).get("published"))
 
 
 def _found(folder: Path) -> Found:
@@ -103,7 +103,9 @@ def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> Entry:
     )
 
 
-def _render(entries: Sequence[Entry], failed: Mapping[str, str]) -> str:
+def _render(
+    entries: Sequence[Entry], failed: Mapping[str, str], published: Mapping[str, Any] | None
+) -> str:
     first = entries[0]
     sound, warnings = check_bitrates([entry.figures for entry in entries])
     environment = Environment(
@@ -119,6 +121,7 @@ def _render(entries: Sequence[Entry], failed: Mapping[str, str]) -> str:
         first=first,
         entries=entries,
         failed=failed,
+        published=published,
         sound=sound,
         warnings=warnings,
         parts=[part.name for part in first.contents.parts],

@@ -129,21 +129,21 @@ def origin_problems(origin: Origin) -> list[str]:
 
 def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
     """Return where the sources of these models came from, each once; none for local folders."""
-    found = []
-    for bitrate in bitrates:
-        known = bitrate.record.get("provenance")
-        if isinstance(known, Mapping):
-            found.append(
-                Origin(
-                    repo=known.get("repo"),
-                    commit=known.get("commit"),
-                    license=known.get("license"),
-                    license_name=known.get("license_name"),
-                    license_link=known.get("license_link"),
-                    gated=bool(known.get("gated")),
-                )
-            )
+    records = (bitrate.record.get("provenance") for bitrate in bitrates)
+    found = [origin_from(known) for known in records if isinstance(known, Mapping)]
     return list(dict.fromkeys(found))
+
+
+def origin_from(known: Mapping[str, Any]) -> Origin:
+    """Return the origin that a record of provenance tells of."""
+    return Origin(
+        repo=known.get("repo"),
+        commit=known.get("commit"),
+        license=known.get("license"),
+        license_name=known.get("license_name"),
+        license_link=known.get("license_link"),
+        gated=bool(known.get("gated")),
+    )
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:

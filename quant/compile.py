@@ -51,7 +51,7 @@ from exl2flow.quant.tune import TUNING_FILE
 log = logging.getLogger(__name__)
 
 NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
-NOT_RECORDED = {"work_root", "out", "token_block"}
+NOT_RECORDED = {"work_root", "out", "token_block", "publish"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 
 

@@ -42,7 +42,10 @@ ALLOTTING = (
     *("bpw", "bpw_total", "target_bytes", "fit", "head_bits"),
     *("measurement", "allocate", "tune"),
 )
-NOT_RECORDED = {"work_root", "out", "token_block", "quality", "shard_size_mb", *ALLOTTING}
+NOT_RECORDED = {
+    *("work_root", "out", "token_block", "publish", "quality", "shard_size_mb"),
+    *ALLOTTING,
+}
 
 
 def other_files(model: Path) -> list[Path]:

@@ -5,22 +5,17 @@ looks at what the Hub has and does what is missing, so that a repeated run goes 
 right digest are not sent again; branches are downloaded and tried once per commit.
 """
 
+import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from exl2flow.core.config import default_work_root
-from exl2flow.core.errors import (
-    ConfigError,
-    Exl2FlowError,
-    PublicationDamaged,
-    PublicationRefused,
-)
+from exl2flow.core.errors import ConfigError, Exl2FlowError, PublicationDamaged
 from exl2flow.core.files import digest, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
@@ -31,16 +26,16 @@ from exl2flow.inference.load import load_model
 from exl2flow.inference.publication import (
     CARD_FILE,
     Bitrate,
-    Origin,
     describe,
     is_branch,
     origin_problems,
     public_files,
     quality_problems,
-    recorded_origins,
+    without_paths,
 )
 from exl2flow.inference.record import read_object
 from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.origin import check_account, origin_of_models, refusal
 from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository
 
 log = logging.getLogger(__name__)
@@ -119,17 +114,15 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     twice = sorted({name for name in branches if branches.count(name) > 1})
     if twice:
         raise ConfigError(f"several folders belong to branch `{twice[0]}`; publish one of them")
-    origin = _origin(config, bitrates, hub)
-    hub.call(config.repo, hub.api.whoami)  # a token that expired is found before the work
-    memory = default_work_root(config.models[0]) / "digests.json"
+    origin = origin_of_models(bitrates, config, hub)
+    check_account(config.repo, hub)
+    memory = (config.work_root or default_work_root(config.models[0])) / "digests.json"
     repository = Repository(name=config.repo, hub=hub, memory=memory)
     with tempfile.TemporaryDirectory() as folder:
         others = _published_already(repository, set(branches), Path(folder))
         problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)
         if problems and not config.force:
-            raise PublicationRefused(
-                "\n".join(problems) + "\n`--force` publishes in spite of this and notes it"
-            )
+            raise refusal(problems)
         for problem in problems:
             log.warning("forced in spite of: %s", problem)
         notes = tuple(_for_people(problem, bitrates) for problem in problems)
@@ -151,12 +144,17 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     )
 
 
-def _measurement(config: PublishConfig) -> dict[str, Path]:
-    if config.measurement is None:
+def _measurement(config: PublishConfig) -> Contents:
+    """Return the file for `main`; if it names folders of this machine, a copy that does not."""
+    path = config.measurement
+    if path is None:
         return {}
-    if not config.measurement.is_file():
-        raise ConfigError(f"there is no measurement `{config.measurement}`")
-    return {MEASUREMENT_FILE: config.measurement}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`{path}` is no measurement that can be read: {error}") from error
+    public = without_paths(content)
+    return {MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()}
 
 
 def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:
@@ -164,29 +162,6 @@ def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:
     for bitrate in bitrates:
         problem = problem.replace(str(bitrate.folder), bitrate.branch)
     return problem
-
-
-def _origin(config: PublishConfig, bitrates: Sequence[Bitrate], hub: Hub) -> Origin:
-    """Return the one source of all bitrates, as their records or the options tell.
-
-    Raises:
-        ConfigError: they have several sources.
-    """
-    found = recorded_origins(bitrates)
-    if len(found) > 1:
-        names = ", ".join(f"`{origin.repo}@{origin.commit}`" for origin in found)
-        raise ConfigError(f"the models have several sources: {names}; publish them one by one")
-    if found:
-        origin = found[0]
-    elif config.base_model is not None:
-        name = config.base_model
-        info = hub.call(name, lambda: hub.api.model_info(name))
-        card: Any = info.card_data or {}
-        known = {key: card.get(key) for key in ("license", "license_name", "license_link")}
-        origin = Origin(repo=name, gated=bool(info.gated), **known)
-    else:
-        origin = Origin()
-    return origin if config.license is None else replace(origin, license=config.license)
 
 
 def _published_already(repository: Repository, ours: set[str], folder: Path) -> list[Bitrate]:

@@ -1,13 +1,30 @@
-"""The task of the flow `publish`, and what the run's page shows of it."""
+"""The tasks that publish, in a flow of their own or at the end of others; what the page shows."""
+
+from pathlib import Path
 
 from prefect import task
 
-from exl2flow.core.publication import PublishConfig
+from exl2flow.core.publication import PublishConfig, PublishOptions
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.origin import check_target
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+
+
+@task(
+    name="check publication",
+    task_run_name="check {options.repo}",
+    persist_result=False,
+    retries=len(RETRY_DELAYS_SECONDS),
+    retry_delay_seconds=RETRY_DELAYS_SECONDS,
+    retry_condition_fn=is_retryable,
+)
+def check_publication(options: PublishOptions, source: Path, token_block: str | None) -> None:
+    """Find out before any work whether its result could be published; see `check_target`."""
+    writer, reader = (Hub.open(read_token(b)) for b in (options.token_block, token_block))
+    check_target(options, source, writer=writer, reader=reader)
 
 
 @task(
@@ -19,9 +36,15 @@ from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
     retry_condition_fn=is_retryable,
 )
 def publish_models(config: PublishConfig) -> Published:
-    """Publish, with the token of the environment or of a Secret block, which is read here."""
-    progress = ProgressArtifact(Artifacts(config.repo.replace("/", "-")), "publish")
-    return publish(config, Hub.open(read_token(config.token_block)), progress=progress)
+    """Publish, with the token of the environment or of a Secret block, which is read here.
+
+    The run's page then has links to the branches.
+    """
+    artifacts = Artifacts(config.repo.replace("/", "-"))
+    progress = ProgressArtifact(artifacts, "publish")
+    published = publish(config, Hub.open(read_token(config.token_block)), progress=progress)
+    artifacts.markdown("published", publication_page(config.repo, published), config.repo)
+    return published
 
 
 def publication_page(repo: str, published: Published) -> str:

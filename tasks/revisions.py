@@ -1,22 +1,19 @@
 """What the Hub holds now, and the event that tells of a new revision of a model."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.errors import HTTPError as ConnectionFailed  # type: ignore[attr-defined]  # of httpx
+from huggingface_hub.hf_api import ModelInfo
 from prefect import task
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 
-from exl2flow.core.errors import HubError, HubUnavailable
+from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
 
 EVENT = "exl2flow.revision"
 TIMEOUT_SECONDS = 30.0
-TOO_MANY_REQUESTS, SERVER_ERRORS = 429, 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,34 +54,18 @@ def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> lis
 
 
 def _newest(repositories: Iterable[str], authors: Iterable[str]) -> Iterator[tuple[str, str]]:
-    hub = HfApi()
+    hub = Hub.open()
     for repo_id in repositories:
-        with _explained(f"the repository `{repo_id}`"):
-            info = hub.model_info(repo_id, timeout=TIMEOUT_SECONDS)
+        info = hub.call(repo_id, partial(hub.api.model_info, repo_id, timeout=TIMEOUT_SECONDS))
         if info.sha:
             yield repo_id, info.sha
     for author in authors:
-        with _explained(f"the models of `{author}`"):
-            models = list(hub.list_models(author=author, expand=["sha"]))
+        models = hub.call(author, partial(_models_of, hub, author))
         yield from ((model.id, model.sha) for model in models if model.sha)
 
 
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == TOO_MANY_REQUESTS or status >= SERVER_ERRORS:
-            raise HubUnavailable(f"the Hub cannot tell of {what} now (HTTP {status})") from error
-        raise HubError(
-            f"the Hub does not tell of {what} (HTTP {status}); check the name, and HF_TOKEN if it "
-            "is private or gated"
-        ) from error
-    except HFValidationError as error:
-        raise HubError(f"{what} cannot exist: {error}") from error
-    except ConnectionFailed as error:
-        raise HubUnavailable(f"the Hub does not answer about {what}: {error}") from error
+def _models_of(hub: Hub, author: str) -> list[ModelInfo]:
+    return list(hub.api.list_models(author=author, expand=["sha"]))
 
 
 def announce(revisions: Sequence[Revision]) -> None:

@@ -1,6 +1,5 @@
 """`exl2flow convert`: plan, run all stages, report."""
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,13 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import ValidationFailed
+from exl2flow.core.errors import Exl2FlowError, ValidationFailed
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, run_flow
 from exl2flow.flows.cli.settings import CONVERSION
 from exl2flow.flows.cli.sources import with_local_source
-from exl2flow.flows.cli.tables import plan_table, print_report
+from exl2flow.flows.cli.tables import plan_table, print_published, print_report
 
 EXAMPLES = (
     "Examples:",
@@ -22,6 +22,7 @@ EXAMPLES = (
     "exl2flow convert org/name --out ./out --bpw 4   (fetches the model from the Hub)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --bpw 2.5 --dry-run   (checks only)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --calibration mine.parquet --rows 64",
+    "exl2flow convert org/name --out ./out --bpw 4 --publish me/name-exl2",
     "An interrupted conversion goes on where it stopped when the command is repeated; another "
     "`--bpw` into the same `--work-root` measures nothing again.",
 )
@@ -70,10 +71,13 @@ def convert(
     is kept under the work root.
     """
     begun = time.monotonic()
-    config = with_local_source(build(source, out, values), plain=as_json)
-    from exl2flow.quant.fit import find_fit, fitted  # these import torch
+    config = build(source, out, values)
+    from exl2flow.flows.release import check_release  # these import torch
+    from exl2flow.quant.fit import find_fit, fitted
     from exl2flow.quant.preflight import preflight
 
+    check_release(config)
+    config = with_local_source(config, plain=as_json)
     fit, config = find_fit(config), fitted(config)
     plan = preflight(config)
     outline = {"plan": plan.to_json(), **({"fit": fit.to_json()} if fit else {})}
@@ -84,51 +88,42 @@ def convert(
             emit_json(outline)
         return
     with shown(plain=as_json):
-        report = _run(config, restart=restart, prefect=not no_prefect)
+        report, failure = _run(config, restart=restart, prefect=not no_prefect)
     seconds = time.monotonic() - begun
     if as_json:
         emit_json({**outline, "seconds": round(seconds, 1), **report})
     else:
         print_report(report, seconds)
-    if report["failures"]:
-        from exl2flow.inference.validate import check_verdict
+        if report["published"]:
+            print_published(report["published"])
+    if isinstance(failure, NOT_PUBLISHED):
+        say(ONLY_PUBLISHING)
+    if failure is not None:
+        raise failure
 
-        check_verdict(Path(report["report_folder"]))
 
-
-def _run(config: ConversionConfig, *, restart: bool, prefect: bool) -> dict[str, Any]:
-    """Run the stages and return the validation report, whatever its verdict."""
+def _run(
+    config: ConversionConfig, *, restart: bool, prefect: bool
+) -> tuple[dict[str, Any], Exl2FlowError | None]:
+    """Run the stages, publish, and return the report and what speaks against model or release."""
     from exl2flow.core.files import read_json
     from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline
+    from exl2flow.flows.local import run_locally
     from exl2flow.inference.validate import REPORT_FILE
     from exl2flow.tasks.stages import STAGES
 
     pipeline = open_pipeline(config, STAGES)
     if restart:
         forget(pipeline)
+    failure, published = None, None
     try:
-        if prefect:
-            _run_flow(config)
-        else:
-            from exl2flow.flows.local import run_locally
-
-            run_locally(config)
-    except ValidationFailed:
-        pass  # the report is shown first; its verdict is raised again after it
+        made = run_flow("convert", config) if prefect else run_locally(config)
+        published = made.published and made.published.to_json()
+    except (ValidationFailed, *NOT_PUBLISHED) as error:
+        if not pipeline.is_complete("validate"):
+            raise
+        failure = error  # the report is shown first
     folder = pipeline.path("validate")
-    return {**read_json(folder / REPORT_FILE), "report_folder": str(folder)}
-
-
-def _run_flow(config: ConversionConfig) -> None:
-    """Run the Prefect flow; its own console log would repeat the progress shown here."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
-    from exl2flow.flows.convert import convert as flow
-    from exl2flow.flows.server import api
-
-    with api() as server:
-        if server.is_temporary:
-            say("starting a temporary Prefect server; PREFECT_API_URL names a lasting one")
-        server.wait()
-        say(f"this run in the Prefect UI: {server.ui_url}")
-        flow(config)
+    report = read_json(folder / REPORT_FILE)
+    return {**report, "published": published, "report_folder": str(folder)}, failure

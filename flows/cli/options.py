@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, SWEEP, Panel
+from exl2flow.flows.cli.setting import Panel
+from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, SWEEP
 
 Model = TypeVar("Model", bound=BaseModel)
 Values = Mapping[str, object]  # dotted field → value, of the options that are given
@@ -117,4 +118,8 @@ def _in_words(problem: ErrorDetails, flags: Mapping[str, str]) -> str:
     if not problem["loc"]:
         return message
     field = ".".join(part for part in problem["loc"] if isinstance(part, str))
+    if problem["type"] == "missing":
+        group = field.rpartition(".")[0]
+        others = [f"`{flags.get(f'{group}.{name}', name)}`" for name in problem["input"]]
+        return f"{', '.join(others)}: only together with `{flags.get(field, field)}`"
     return f"`{flags.get(field, field)}` is {problem['input']}: {message.lower()}"

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from exl2flow.flows.cli.console import OUT, emit_json, say
+from exl2flow.flows.cli.console import emit_json
 from exl2flow.flows.cli.options import validated
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.tables import print_published
 
 EXAMPLES = (
     "Examples:",
@@ -126,22 +127,12 @@ def publish(
     }
     known = {key: value for key, value in given.items() if value is not None}
     config = validated(PublishConfig, known, FLAGS)
-    from exl2flow.tasks.hub import Hub
+    from exl2flow.flows.release import hub_of  # these import torch
     from exl2flow.tasks.publish import publish as run
 
-    token = None
-    if token_block is not None:
-        from exl2flow.tasks.credentials import read_token
-
-        token = read_token(token_block)
     with shown(plain=as_json) as progress:
-        published = run(config, Hub.open(token), progress=progress)
+        published = run(config, hub_of(config.token_block), progress=progress).to_json()
     if as_json:
-        emit_json(published.to_json())
-        return
-    for branch, commit in published.branches.items():
-        OUT.print(f"{branch:<10} {commit}", markup=False, soft_wrap=True)
-    visible = "private" if published.private else "public"
-    OUT.print(f"{visible:<10} {published.url}", markup=False, soft_wrap=True)
-    for note in published.notes:
-        say(f"warning: published in spite of: {note}", style="yellow")
+        emit_json(published)
+    else:
+        print_published(published)

@@ -1,62 +1,6 @@
-"""The table of options that set a field of `ConversionConfig`: flag, field, help.
+"""The table of options that set a field of `ConversionConfig`: flag, field, help."""
 
-Types, bounds and defaults are the field's, so that none of them is written twice.
-"""
-
-import inspect
-from dataclasses import dataclass
-from typing import Annotated, Optional
-
-import typer
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from exl2flow.core.config import ConversionConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """`--flag` sets `field`, a dotted path inside `ConversionConfig`; `default` is for people."""
-
-    flag: str
-    field: str
-    help: str
-    metavar: str | None = None
-    default: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in Python."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    def field_info(self) -> FieldInfo:
-        """Return the field of the configuration that this sets."""
-        model: type[BaseModel] = ConversionConfig
-        *groups, last = self.field.split(".")
-        for group in groups:
-            model = type(model.model_fields[group].default)
-        return model.model_fields[last]
-
-    def parameter(self, panel: str) -> inspect.Parameter:
-        """Return the command's parameter, None unless given: presets fill the others."""
-        field = self.field_info()
-        shown = self.default or field.default
-        option = typer.Option(
-            self.flag,
-            help=self.help,
-            metavar=self.metavar,
-            show_default=False if shown is None else str(shown),
-            rich_help_panel=panel,
-        )
-        return inspect.Parameter(
-            self.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[Optional[field.annotation], option],  # noqa: UP045  # a value
-            default=None,
-        )
-
-
-Panel = tuple[str, tuple[Setting, ...]]
+from exl2flow.flows.cli.setting import Panel, Setting
 
 DEVICE = Setting(
     flag="--device",
@@ -328,6 +272,54 @@ VALIDATION: Panel = (
         ),
     ),
 )
+PUBLISHING: Panel = (
+    "Publishing",
+    (
+        Setting(
+            flag="--publish",
+            field="publish.repo",
+            metavar="ORG/NAME",
+            default="nowhere",
+            help="Repository on the Hugging Face Hub that receives a branch per bitrate in the "
+            "end, as `exl2flow publish` does it. What can be refused is asked before any work.",
+        ),
+        Setting(
+            flag="--private",
+            field="publish.private",
+            metavar="",  # a switch, which typer would show as `<bool>`
+            default="public",
+            help="With `--publish`: leave the repository private when all is verified.",
+        ),
+        Setting(
+            flag="--force",
+            field="publish.force",
+            metavar="",  # a switch, which typer would show as `<bool>`
+            default="refuse",
+            help="With `--publish`: publish in spite of quality, gating or licence; the card "
+            "says so.",
+        ),
+        Setting(
+            flag="--max-kl",
+            field="publish.max_kl",
+            metavar="NATS",
+            help="With `--publish`: refuse models whose KL divergence is above this.",
+        ),
+        Setting(
+            flag="--base-model",
+            field="publish.base_model",
+            metavar="ORG/NAME",
+            default="as recorded",
+            help="With `--publish`: the source on the Hub, if it is a folder of your own.",
+        ),
+        Setting(
+            flag="--license",
+            field="publish.license",
+            metavar="ID",
+            default="as recorded",
+            help="With `--publish`: licence of the source by the Hub's ids, if it is not recorded.",
+        ),
+    ),
+)
 EVALUATION: Panel = (
     "Evaluation",
     (
@@ -366,7 +358,7 @@ EVALUATION: Panel = (
         TOKEN_BLOCK,
     ),
 )
-CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, RUNNING)
+CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, PUBLISHING, RUNNING)
 BITS = ("bpw", "bpw_total", "target_bytes", "fit")
 EACH: Panel = ("Result", tuple(s for s in RESULT[1] if not s.field.startswith(BITS)))
 SWEEP = (EACH, *CONVERSION[1:])

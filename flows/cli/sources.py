@@ -26,16 +26,12 @@ def local_or_fetched(
     if source.exists():
         say(f"source  `{source}` is a folder here and is taken, not the Hub's model")
         return source
-    from exl2flow.tasks.hub import Hub, fetch
+    from exl2flow.flows.release import hub_of  # these import torch
+    from exl2flow.tasks.hub import fetch
 
-    token = None
-    if token_block is not None:
-        from exl2flow.tasks.credentials import read_token
-
-        token = read_token(token_block)
     say(f"source  `{source}` is no folder here and is taken from the Hub")
     with shown(plain=plain):
-        folder = fetch(wanted, work_root, Hub.open(token))
+        folder = fetch(wanted, work_root, hub_of(token_block))
     say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
     return folder
 

@@ -1,6 +1,5 @@
 """`exl2flow sweep`: one model at several bits per weight, from one measurement."""
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build_sweep, with_settings
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, run_flow
 from exl2flow.flows.cli.settings import SWEEP
 from exl2flow.flows.cli.sources import with_local_source
-from exl2flow.flows.cli.tables import plan_table, print_sweep
+from exl2flow.flows.cli.tables import plan_table, print_published, print_sweep
 from exl2flow.flows.cli.wording import clock, size
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ EXAMPLES = (
     "Examples:",
     "exl2flow sweep ./Llama-3.2-1B --out ./Llama-3.2-1B-exl2 --bpw 2.5,3,4,5,6",
     "exl2flow sweep ./Llama-3.2-1B --out ./exl2 --bpw 3,4,5,6 --runner processes   (a GPU each)",
+    "exl2flow sweep org/name --out ./exl2 --bpw 3,4,5,6 --publish me/name-exl2",
     "A bitrate that fails does not stop the others; repeating the command makes only what is "
     "missing.",
 )
@@ -101,11 +102,13 @@ def sweep(
     running = {"runner": runner, "workers": workers, "cluster": cluster}
     given = {name: value for name, value in running.items() if value is not None}
     config = build_sweep(source, out, {**values, **given, "bpw": _bits(bpw)})
-    config = with_local_source(config, plain=as_json)
     if no_prefect and (runner != "threads" or (workers or 1) > 1):
         raise ConfigError("`--no-prefect` makes one bitrate after the other; leave out `--runner`")
-    from exl2flow.flows.bitrates import preflight_sweep  # imports torch
+    from exl2flow.flows.bitrates import preflight_sweep  # these import torch
+    from exl2flow.flows.release import check_release
 
+    check_release(config)
+    config = with_local_source(config, plain=as_json)
     plans = preflight_sweep(config)
     if not as_json:
         show(plan_table(_plan_rows(config, plans)))
@@ -117,9 +120,13 @@ def sweep(
     with shown(plain=as_json):
         try:
             _run(config, prefect=not no_prefect)
-        except SweepFailed as error:
+        except (SweepFailed, *NOT_PUBLISHED) as error:
+            if not (config.out.expanduser() / SWEEP_FILE).exists():
+                raise
             failure = error  # what was made is shown first
     _tell(config, plans, time.monotonic() - begun, as_json=as_json)
+    if isinstance(failure, NOT_PUBLISHED):
+        say(ONLY_PUBLISHING)
     if failure is not None:
         raise failure
 
@@ -148,21 +155,12 @@ def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[s
 
 
 def _run(config: SweepConfig, *, prefect: bool) -> None:
-    if not prefect:
+    if prefect:
+        run_flow("sweep", config)
+    else:
         from exl2flow.flows.local import sweep_locally
 
         sweep_locally(config)
-        return
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
-    from exl2flow.flows.server import api
-    from exl2flow.flows.sweep import sweep as flow
-
-    with api() as server:
-        if server.is_temporary:
-            say("starting a temporary Prefect server; PREFECT_API_URL names a lasting one")
-        server.wait()
-        say(f"this run in the Prefect UI: {server.ui_url}")
-        flow(config)
 
 
 def _tell(
@@ -177,4 +175,6 @@ def _tell(
         emit_json({"plans": outline, "seconds": round(seconds, 1), "out": str(out), **content})
         return
     print_sweep(out, content)
+    if content["published"]:
+        print_published(content["published"])
     OUT.print(f"time    {clock(seconds)}", markup=False)

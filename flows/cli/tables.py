@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from exl2flow.core.sweep import REPORT_PAGE
-from exl2flow.flows.cli.console import OUT, show
+from exl2flow.flows.cli.console import OUT, say, show
 from exl2flow.flows.cli.wording import brief, clock, number, percent, printable, short, size
 
 if TYPE_CHECKING:
@@ -162,3 +162,13 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
         OUT.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
     OUT.print(f"models  {out}", markup=False, soft_wrap=True)
     OUT.print(f"report  {out / REPORT_PAGE}", markup=False, soft_wrap=True)
+
+
+def print_published(published: Mapping[str, Any]) -> None:
+    """Print what lies on the Hub, and where."""
+    for branch, commit in published["branches"].items():
+        OUT.print(f"{branch:<10} {commit}", markup=False, soft_wrap=True)
+    visible = "private" if published["private"] else "public"
+    OUT.print(f"{visible:<10} {published['url']}", markup=False, soft_wrap=True)
+    for note in published["notes"]:
+        say(f"warning: published in spite of: {note}", style="yellow")

@@ -135,7 +135,7 @@ def test_unknown_repository_is_told(hub: SmallHub, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.http.server_port}")
 
-    with pytest.raises(HubError, match=r"does not tell of the repository `org/none`"):
+    with pytest.raises(HubError, match=r"there is no `org/none` on the Hub"):
         newest_revisions.fn(["org/none"], [])
 
 

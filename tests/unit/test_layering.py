@@ -50,13 +50,18 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "sqlalchemy": ("flows/ordering.py",),
 }
 LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
-RUNNING_FLOWS = {"flows/cli/convert.py", "flows/cli/measure.py", "flows/cli/sweep.py"}
-RUNNING_FLOWS |= {"flows/cli/server.py", "flows/cli/webhook.py", "flows/cli/main.py"}
-RUNNING_FLOWS |= {"flows/cli/sources.py", "flows/cli/publish.py"}  # tokens in Secret blocks
+RUNNING_FLOWS = {
+    "flows/cli/measure.py",
+    "flows/cli/running.py",
+    "flows/cli/server.py",
+    "flows/cli/webhook.py",
+    "flows/cli/main.py",
+}
+RUNNING_FLOWS |= {"flows/cli/running.py"}
 PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
 WITHOUT_PREFECT = (
     *("quant/", "inference/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),
-    *("flows/cli/", "flows/local.py", "flows/__init__.py"),
+    *("tasks/origin.py", "flows/cli/", "flows/local.py", "flows/__init__.py"),
 )
 LONGEST_FILE = 400
 PURE_TABLES: tuple[str, ...] = ()

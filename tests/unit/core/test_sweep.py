@@ -50,8 +50,17 @@ def test_conversions_differ_in_bits_and_folder_only() -> None:
     assert low.model_copy(update={"bpw": 4.0, "out": high.out}) == high
 
 
+def test_conversions_of_a_sweep_publish_nothing_themselves() -> None:
+    publish = {"repo": "me/model-exl2"}
+    config = sweep_of(bpw=[3, 4], publish=publish)
+
+    assert config.publish is not None
+    assert config.conversions() == sweep_of(bpw=[3, 4]).conversions()
+
+
 def test_configuration_survives_json() -> None:
-    config = sweep_of(bpw=[3, 4], quality="best", runner="dask", workers=2)
+    publish = {"repo": "me/model-exl2", "token_block": "block"}
+    config = sweep_of(bpw=[3, 4], quality="best", runner="dask", workers=2, publish=publish)
 
     assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
 

@@ -75,6 +75,18 @@ def test_the_form_asks_for_source_and_output_only() -> None:
     assert schema["properties"]["quality"]["enum"] == list(PRESETS)
 
 
+@pytest.mark.parametrize(("flow", "model"), [(convert, "ConversionConfig"), (sweep, "SweepConfig")])
+def test_the_form_offers_publishing_and_asks_then_for_a_repository_only(
+    flow: Flow[..., object], model: str
+) -> None:
+    definitions = flow.parameters.model_dump()["definitions"]
+
+    offered = definitions[model]["properties"]["publish"]["anyOf"]
+    assert offered == [{"$ref": "#/definitions/PublishOptions"}, {"type": "null"}]
+    assert definitions["PublishOptions"]["required"] == ["repo"]
+    assert all("description" in p for p in definitions["PublishOptions"]["properties"].values())
+
+
 def test_the_form_of_a_sweep_asks_for_source_output_and_bits() -> None:
     schema = sweep.parameters.model_dump()["definitions"]["SweepConfig"]
 

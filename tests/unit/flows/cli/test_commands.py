@@ -7,22 +7,24 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from exl2flow.flows.cli import convert, generate, inspection, measure, refine, validate
+from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
 from exl2flow.flows.cli.main import app
+from exl2flow.flows.cli.setting import Panel
 from exl2flow.flows.cli.settings import (
     CALIBRATION,
     CONVERSION,
     EVALUATION,
     QUALITY,
     RUNNING,
+    SWEEP,
     VALIDATION,
-    Panel,
 )
 from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.tasks.stages import STAGES
 
 COMMANDS = {
     "convert": (convert.EXAMPLES, CONVERSION),
+    "sweep": (sweep.EXAMPLES, SWEEP),
     "measure": (measure.EXAMPLES, (QUALITY, CALIBRATION, RUNNING)),
     "refine": (refine.EXAMPLES, (QUALITY, CALIBRATION, VALIDATION, RUNNING)),
     "inspect": (inspection.EXAMPLES, ()),
@@ -92,6 +94,18 @@ def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
         ["convert", "model", "--out", "o", "--target-bytes", "many"],
         ["convert", "model", "--out", "o", "--quality", "fine"],
         ["convert", "model", "--out", "o", "--sensitivity", "hessian"],
+        ["convert", "model", "--out", "o", "--publish", "no-organization"],
+        ["convert", "model", "--out", "o", "--private"],
+        ["sweep", "model", "--out", "o"],
+        ["sweep", "model", "--out", "o", "--bpw", "3,four"],
+        ["sweep", "model", "--out", "o", "--bpw", "3,9"],
+        ["sweep", "model", "--out", "o", "--bpw", ","],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--bpw-total", "3"],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--runner", "slurm"],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--workers", "0"],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--workers", "2", "--no-prefect"],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--runner", "dask", "--no-prefect"],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--max-kl", "1"],
         ["measure", "model", "--out", "measurement.txt"],
         ["validate", "model", "--warn-ratio", "0"],
         ["generate", "model", "--prompt", "x", "--top-p", "2"],

@@ -12,8 +12,10 @@ from exl2flow.core.config import (
     build_config,
 )
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.options import build, build_validation
-from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, Setting
+from exl2flow.core.publication import PublishOptions
+from exl2flow.flows.cli.options import build, build_sweep, build_validation
+from exl2flow.flows.cli.setting import Setting, group_of
+from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, SWEEP
 
 SETTINGS = [setting for _, members in (*CONVERSION, EVALUATION) for setting in members]
 GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option
@@ -21,8 +23,9 @@ GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if isinstance(field.default, BaseModel):
-            yield from leaves(type(field.default), f"{prefix}{name}.")
+        group = group_of(field)
+        if group is not None:
+            yield from leaves(group, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -33,6 +36,7 @@ IN_PYTHON_ONLY |= {f"rounding.{name}" for name in RoundingOptions.model_fields} 
     "rounding.rounds"
 }
 IN_PYTHON_ONLY |= {"sensitivity.block", "sensitivity.seed", "allocate.rounds"}
+IN_PYTHON_ONLY |= {"publish.sample_tokens", "publish.token_block"}  # the latter: `--token-block`
 
 
 def test_every_field_of_the_configuration_has_an_option() -> None:
@@ -102,3 +106,47 @@ def test_contradictions_name_the_option() -> None:
 def test_problems_of_an_evaluation_name_its_own_options() -> None:
     with pytest.raises(ConfigError, match="`--rows` is 0"):
         build_validation({"validate_options.rows": 0, "device": "cpu"})
+
+
+def test_a_sweep_has_the_options_of_a_conversion_but_its_targets() -> None:
+    of_a_conversion = {setting.flag for _, members in CONVERSION for setting in members}
+    of_a_sweep = {setting.flag for _, members in SWEEP for setting in members}
+
+    targets = {"--bpw", "--bpw-total", "--target-bytes", "--fit", "--context", "--cache"}
+    assert of_a_sweep == of_a_conversion - targets
+
+
+def test_options_of_a_sweep_reach_every_conversion() -> None:
+    values = {"bpw": (3.0, 4.0), "rounding.rounds": 2, "quality": "fast", "workers": 2}
+
+    config = build_sweep(Path("model"), Path("out"), values)
+
+    assert config.workers == 2
+    assert [c.bpw for c in config.conversions().values()] == [3.0, 4.0]
+    assert {c.rounding.rounds for c in config.conversions().values()} == {2}
+
+
+def test_problems_of_a_sweep_name_its_own_options() -> None:
+    values = {"bpw": (9.0,), "workers": 0, "publish.repo": "nobody"}
+
+    with pytest.raises(ConfigError) as caught:
+        build_sweep(Path("model"), Path("out"), values)
+
+    problems = str(caught.value).splitlines()
+    assert {line.split("`")[1] for line in problems} == {"--publish", "--bpw", "--workers"}
+
+
+def test_options_of_publishing_make_one_group() -> None:
+    values = {"publish.repo": "me/model-exl2", "publish.private": True, "token_block": "block"}
+
+    config = build(Path("model"), Path("out"), values)
+
+    assert config.publish == PublishOptions(repo="me/model-exl2", private=True)
+    assert config.token_block == "block"
+
+
+def test_options_of_publishing_ask_for_a_repository() -> None:
+    values = {"publish.private": True, "publish.license": "mit"}
+
+    with pytest.raises(ConfigError, match=r"^`--private`, `--license`: only .* `--publish`$"):
+        build(Path("model"), Path("out"), values)

@@ -1,0 +1,69 @@
+"""An option of the command line that sets a field of `ConversionConfig`.
+
+Types, bounds and defaults are the field's, so that none of them is written twice.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Annotated, Optional, get_args
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from exl2flow.core.config import ConversionConfig
+
+
+def group_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the group of options that a field holds, None if it holds a value."""
+    for kind in (*get_args(field.annotation), field.annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """`--flag` sets `field`, a dotted path inside `ConversionConfig`; `default` is for people."""
+
+    flag: str
+    field: str
+    help: str
+    metavar: str | None = None
+    default: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in Python."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    def field_info(self) -> FieldInfo:
+        """Return the field of the configuration that this sets."""
+        model: type[BaseModel] = ConversionConfig
+        *groups, last = self.field.split(".")
+        for group in groups:
+            found = group_of(model.model_fields[group])
+            assert found is not None
+            model = found
+        return model.model_fields[last]
+
+    def parameter(self, panel: str) -> inspect.Parameter:
+        """Return the command's parameter, None unless given: presets fill the others."""
+        field = self.field_info()
+        shown = self.default or field.default
+        option = typer.Option(
+            self.flag,
+            help=self.help,
+            metavar=self.metavar,
+            show_default=False if shown is None else str(shown),
+            rich_help_panel=panel,
+        )
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[Optional[field.annotation], option],  # noqa: UP045  # a value
+            default=None,
+        )
+
+
+Panel = tuple[str, tuple[Setting, ...]]

@@ -1,0 +1,72 @@
+"""Publishing at the end of a conversion or a sweep, with Prefect and without.
+
+What can be refused is asked before any work; published is only what is made as a whole.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from exl2flow.core.config import SharedOptions
+from exl2flow.core.publication import PublishConfig, PublishOptions
+from exl2flow.core.stage import Pipeline
+from exl2flow.quant.measurement import MEASUREMENT_FILE
+from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.origin import check_target
+
+
+def hub_of(token_block: str | None) -> Hub:
+    """Return a client with the token of a Secret block, or else of the environment.
+
+    Raises:
+        ConfigError: there is no such block.
+    """
+    if token_block is None:
+        return Hub.open()
+    from exl2flow.tasks.credentials import read_token  # imports Prefect
+
+    return Hub.open(read_token(token_block))
+
+
+def target_of(config: SharedOptions) -> PublishOptions | None:
+    """Return where the result shall go, with the block of the token that holds; None: nowhere."""
+    if config.publish is None:
+        return None
+    block = config.publish.token_block or config.token_block
+    return config.publish.model_copy(update={"token_block": block})
+
+
+def check_release(config: SharedOptions) -> None:
+    """Find out before any work whether the result could be published, if it shall be.
+
+    Raises:
+        ConfigError, HubError, PublicationRefused: see `check_target`.
+    """
+    target = target_of(config)
+    if target is not None:
+        writer, reader = hub_of(target.token_block), hub_of(config.token_block)
+        check_target(target, config.source, writer=writer, reader=reader)
+
+
+def release_of(
+    config: SharedOptions, measured: Pipeline, models: Sequence[Path]
+) -> PublishConfig | None:
+    """Return how finished models are published, if they shall be.
+
+    Args:
+        config: of the conversion or the sweep.
+        measured: its pipeline, whose measurement goes along unless the options name another one.
+        models: all folders that were made.
+    """
+    target = target_of(config)
+    if target is None:
+        return None
+    measurement = config.measurement
+    if measurement is None:
+        measurement = measured.path("measure") / MEASUREMENT_FILE
+    return PublishConfig(
+        **dict(target),
+        models=tuple(models),
+        measurement=measurement,
+        device=config.device,
+        work_root=config.work_dir_root,
+    )
