@@ -13,8 +13,8 @@ from exl2flow.kernels.cache_formats import LayerStore
 from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.model.spec import ModelSpec
 
-# What a process takes besides its tensors: the CUDA context and compiled kernels (about 0.5 GB),
-# cuBLAS's workspace (32 MB a stream), recorded steps with their pool, splinters of the allocator.
+# What a process takes besides its tensors: the CUDA context, compiled kernels, cuBLAS's workspace
+# and recorded steps (0.80 GB on an H200, docs/benchmarks.md), splinters of the allocator.
 DEVICE_BYTES = 2**30
 PROMPT_TOKENS = 2048  # of a prompt that are worked on at a time
 SCALE_BYTES = 1  # of a column and group, laid out; files have half of it
