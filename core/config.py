@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.naming import model_name
 
 Device = Literal["auto", "cpu", "cuda"]
 ScaleSearch = Literal["grid", "column"]
@@ -307,7 +308,7 @@ class ConversionConfig(SharedOptions):
     @property
     def run_name(self) -> str:
         """Model and bits per weight, for people."""
-        return f"{self.source.resolve().name}@{self.target}"
+        return f"{model_name(self.source)}@{self.target}"
 
     @property
     def target(self) -> str:

@@ -11,6 +11,7 @@ from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import STAGES
+from exl2flow.tasks.tags import tag_run
 
 
 @flow(
@@ -29,6 +30,7 @@ def convert(config: ConversionConfig) -> Conversion:
         ValidationFailed: the model is above a limit.
     """
     with logged():
+        tag_run(config.source, config.target)
         config = fitted(with_local_source(config))
         preflight(config)
         pipeline = open_pipeline(config, STAGES)

@@ -13,6 +13,7 @@ from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
+from exl2flow.tasks.tags import tag_run
 
 
 @flow(
@@ -30,6 +31,7 @@ def sweep(config: SweepConfig) -> Sweep:
         SweepFailed: some bitrates could not be made; the others are.
     """
     with logged(), listening() as stop:
+        tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))
         config = with_local_source(config)
         preflight_sweep(config)
         run_stages(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
