@@ -57,7 +57,7 @@ def validate(config: Comparison) -> list[Score]:
         samples = [sample_text(model, options, device=device) for model in config.models]
         artifacts = Artifacts((reference or config.models[0]).resolve().name)
         page = comparison_page(scores, samples)
-        artifacts.markdown("validation", page, config.run_name)
+        artifacts.markdown("validation", page, f"Figures, plot and samples of `{config.run_name}`")
         _judge(scores, options)
         return scores
 

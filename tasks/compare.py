@@ -78,8 +78,9 @@ def publish_comparison(
         return
     artifacts = Artifacts(source.resolve().name)
     rows = [comparison_row(s, m) for s, m in zip(scores, compared(scores), strict=True)]
-    artifacts.table("bitrates", rows, f"All figures of {title}")
-    artifacts.markdown("comparison", comparison_page(scores, samples, links=links), title)
+    artifacts.table("bitrates", rows, f"All figures of `{title}`")
+    page = comparison_page(scores, samples, links=links)
+    artifacts.markdown("comparison", page, f"Figures, plot and samples of `{title}`")
 
 
 def comparison_row(score: Score, model: Compared) -> Row:
