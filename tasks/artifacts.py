@@ -112,23 +112,23 @@ class ProgressArtifact:
         self._artifacts.attempt(lambda: self._publish(100.0 * tick.done / tick.total, words))
 
     def _publish(self, percent: float, words: str) -> None:
-        description = f"{self._stage}: {words}"
         if self._id is None:
             key = self._artifacts.key(self._stage)
-            made = create_progress_artifact(percent, key=key, description=description)
+            made = create_progress_artifact(percent, key=key, description=words)
             self._id = cast(UUID, made)  # a coroutine only in asynchronous flows
         else:
-            update_progress_artifact(self._id, percent, description=description)
+            update_progress_artifact(self._id, percent, description=words)
 
 
 def progress_words(tick: Tick, pace: Pace, now: float) -> str:
-    """Return how far a stage is, and how long it has taken and will take.
+    """Return how far a stage is, and how long it will take and has taken.
 
-    The page does not count down by itself, so the time of day at the end is told as well.
+    What matters most comes first, for lists show the beginning only. The page does not count down
+    by itself, so the time of day at the end is told as well.
     """
+    times, left = pace.times(now), pace.remaining(now)
     words = [f"{tick.done} of {tick.total}"]
-    words += [f"{what} {time}" for what, time in pace.times(now).items()]
-    left = pace.remaining(now)
+    words += [f"{what} {times[what]}" for what in ("remaining", "elapsed") if what in times]
     if left:
         end = datetime.now(UTC) + timedelta(seconds=left)
         words += [f"ends about {end:%H:%M} UTC"]

@@ -80,7 +80,7 @@ def test_page_of_a_run_leads_to_its_artifacts(run: UUID, ui: Browser) -> None:
 
 
 def test_progress_tells_steps_and_time(pages: dict[str, str], ui: Browser) -> None:
-    steps = "quantize: 5 of 5 · elapsed 0:00:"
+    steps = "5 of 5 · elapsed 0:00:"
 
     ui.open(pages["seen-3-0bpw-quantize"], "seen-3-0bpw-quantize", steps, "100%")
 

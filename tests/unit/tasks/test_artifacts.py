@@ -107,7 +107,7 @@ def test_progress_of_a_resumed_stage_tells_times_by_the_pace_of_this_run(
         now[0] += 60
 
     first, second, last = recorder.descriptions
-    assert first == "measure: 6 of 10 · last: sublayer 6"
-    assert second.startswith("measure: 7 of 10 · elapsed 0:01:00 · remaining 0:03:00 · ends about ")
+    assert first == "6 of 10 · last: sublayer 6"
+    assert second.startswith("7 of 10 · remaining 0:03:00 · elapsed 0:01:00 · ends about ")
     assert second.endswith(" UTC · last: sublayer 7")
-    assert last == "measure: 10 of 10 · elapsed 0:02:00"
+    assert last == "10 of 10 · elapsed 0:02:00"
