@@ -24,8 +24,9 @@ MODEL = "demo-llama"  # what it is called in the pictures
 WIDTH = 1280
 MOST_SECONDS = 1200.0  # of a run
 LITTLE_WORK = {
+    "source": MODEL,
     "device": "cpu",
-    "calibration": {"rows": 24, "row_tokens": 512, "measure_rows": 4, "measure_row_tokens": 512},
+    "calibration": {"rows": 16, "row_tokens": 256, "measure_rows": 4, "measure_row_tokens": 256},
 }
 
 
@@ -94,12 +95,10 @@ def main() -> None:
 
 def photograph(server: LastingServer, camera: Camera) -> None:
     """Run a sweep and a conversion, and take pictures while and when they run."""
-    common = {"source": MODEL, **LITTLE_WORK}
-    swept = server.submit("sweep/sweep", {**common, "out": "sweep", "bpw": [2.5, 3, 4, 5, 6]})
+    several = {"out": "sweep", "bpw": [2.5, 3, 4, 6], "quality": "fast"}
+    swept = server.submit("sweep/sweep", {**LITTLE_WORK, **several})
     completed(swept)
-    converted = server.submit(
-        "convert/convert", {**common, "out": "3.5bpw", "bpw": 3.5, "quality": "best"}
-    )
+    converted = server.submit("convert/convert", {**LITTLE_WORK, "out": "3.5bpw", "bpw": 3.5})
     wait_for(lambda: is_under_way(converted, "quantize"), MOST_SECONDS)
     camera.take(
         "run",

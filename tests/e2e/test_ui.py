@@ -67,7 +67,10 @@ def pages(run: UUID) -> dict[str, str]:
 
 
 def test_list_of_runs_shows_name_and_tags(run: UUID, ui: Browser) -> None:
-    ui.open("/runs", "seen@3,6bpw", "seen", "3bpw", "6bpw", "threads", "Completed")
+    page = ui.open("/runs", "seen@3,6bpw", "Completed")
+
+    for tag in ("seen", "3bpw", "6bpw", "threads"):
+        page.get_by_text(tag, exact=True).filter(visible=True).first.wait_for()
 
 
 def test_page_of_a_run_leads_to_its_artifacts(run: UUID, ui: Browser) -> None:
