@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.config import JsonDict
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.naming import model_name
@@ -30,6 +31,14 @@ CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes")
 DEFAULT_BPW = 4.0
+# How forms ask for a size: pydantic's own schema has choices within a choice, shown without names
+SIZE_FORM: JsonDict = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
+        {"type": "integer", "minimum": 1},
+        {"type": "null"},
+    ]
+}
 DEFAULT_HEAD_BITS = 6
 
 # What a preset changes of the defaults below, which are `standard`
@@ -200,7 +209,10 @@ class FitOptions(Options):
     """What the result must fit: a GPU's memory, with the cache of a context."""
 
     memory: ByteSize | None = Field(
-        None, gt=0, description="instead: memory of the GPU that will run the model, as 24GB"
+        None,
+        gt=0,
+        description="instead: memory of the GPU that will run the model, as 24GB",
+        json_schema_extra=SIZE_FORM,
     )
     context: int = Field(8192, ge=1, description="tokens whose cache must fit beside the weights")
     cache: CacheName = Field("fp16", description="how that cache is held")
@@ -226,7 +238,10 @@ class SharedOptions(Options):
     )
     device: Device = Field("auto", description="auto, cpu or cuda")
     max_memory: ByteSize | None = Field(
-        None, gt=0, description="memory of the GPU to use at most, as 24GB; empty: all there is"
+        None,
+        gt=0,
+        description="memory of the GPU to use at most, as 24GB; empty: all there is",
+        json_schema_extra=SIZE_FORM,
     )
     measurement: Path | None = Field(
         None, description="measurement.json to use instead of measuring"
