@@ -11,6 +11,8 @@ from exl2flow.inference.evaluate import Score
 from exl2flow.inference.plots import Measured
 from exl2flow.model import resolve
 from exl2flow.tasks.compare import comparison_page
+from exl2flow.tasks.publish import Published
+from exl2flow.tasks.publishing import branch_links, publication_page
 from exl2flow.tasks.quantize import errors_page, matrix_rows, measured_of, sublayer_rows
 
 
@@ -134,3 +136,18 @@ def test_page_of_a_comparison_has_a_row_per_model_and_a_plot_of_divergences(
     assert page.count("## What ") == 1
     assert "> One\n> morning" in page
     assert f"- `{folders[0]}`" in page
+
+
+def test_page_of_a_publication_links_repository_branches_and_commits() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    url = "http://hub/org/tiny-exl2"
+    published = Published(
+        url=url, branches={"4.0bpw": commit}, sent=("a", "b"), private=True, notes=("gated",)
+    )
+
+    page = publication_page("org/tiny-exl2", published)
+
+    assert page.startswith(f"[org/tiny-exl2]({url}) is private; 2 files were sent.")
+    assert f"| [4.0bpw]({url}/tree/4.0bpw) | [`01234567`]({url}/commit/{commit}) |" in page
+    assert "**Forced in spite of:** gated" in page
+    assert branch_links(published) == {"4.0bpw": f"{url}/tree/4.0bpw"}
