@@ -9,8 +9,6 @@ from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
 
-SHORT = 8  # digits of a commit
-
 
 @task(
     name="publish",
@@ -24,6 +22,9 @@ def publish_models(config: PublishConfig) -> Published:
     """Publish, with the token of the environment or of a Secret block, which is read here."""
     progress = ProgressArtifact(Artifacts(config.repo.replace("/", "-")), "publish")
     return publish(config, Hub.open(read_token(config.token_block)), progress=progress)
+
+
+SHORT = 8  # digits of a commit on a page
 
 
 def publication_page(repo: str, published: Published) -> str:
