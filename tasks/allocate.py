@@ -34,7 +34,7 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
         }
         if allocation["objective"] == NATS:
             chosen = allocation["choice"].get(projection.key, {})
-            row["estimated cost (nats)"] = fixed(chosen.get("nats"), 6)
+            row["cost (nats)"] = fixed(chosen.get("nats"), 6)
         rows.append(row)
     artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
 

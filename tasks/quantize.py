@@ -91,6 +91,6 @@ def _matrix_row(cost: MatrixCost, part: float | None) -> Row:
         "matrix": cost.key,
         "bits per weight": fixed(cost.bpw, 3),
         "relative error": fixed(cost.rel_err, 5),
-        "estimated cost (nats)": fixed(cost.nats, 6),
+        "cost (nats)": fixed(cost.nats, 6),
         "share of all": UNKNOWN if part is None else f"{100 * part:.1f} %",
     }

@@ -94,7 +94,7 @@ def test_matrices_show_cost_and_share() -> None:
         "matrix": "model.layers.0.mlp.up_proj",
         "bits per weight": "3.250",
         "relative error": "0.50000",
-        "estimated cost (nats)": "0.250000",
+        "cost (nats)": "0.250000",
         "share of all": "33.3 %",
     }
 
