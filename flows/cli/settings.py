@@ -286,12 +286,14 @@ PUBLISHING: Panel = (
         Setting(
             flag="--private",
             field="publish.private",
+            metavar="",  # a switch, which typer would show as `<bool>`
             default="public",
             help="With `--publish`: leave the repository private when all is verified.",
         ),
         Setting(
             flag="--force",
             field="publish.force",
+            metavar="",  # a switch, which typer would show as `<bool>`
             default="refuse",
             help="With `--publish`: publish in spite of quality, gating or licence; the card "
             "says so.",
