@@ -16,8 +16,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.config import JsonDict
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.naming import model_name
 from exl2flow.core.options import Device as Device
 from exl2flow.core.options import Options as Options
 from exl2flow.core.publication import PublishOptions
@@ -30,6 +32,14 @@ CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes")
 DEFAULT_BPW = 4.0
+# How forms ask for a size: pydantic's own schema has choices within a choice, shown without names
+SIZE_FORM: JsonDict = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
+        {"type": "integer", "minimum": 1},
+        {"type": "null"},
+    ]
+}
 DEFAULT_HEAD_BITS = 6
 
 # What a preset changes of the defaults below, which are `standard`
@@ -194,7 +204,10 @@ class FitOptions(Options):
     """What the result must fit: a GPU's memory, with the cache of a context."""
 
     memory: ByteSize | None = Field(
-        None, gt=0, description="instead: memory of the GPU that will run the model, as 24GB"
+        None,
+        gt=0,
+        description="instead: memory of the GPU that will run the model, as 24GB",
+        json_schema_extra=SIZE_FORM,
     )
     context: int = Field(8192, ge=1, description="tokens whose cache must fit beside the weights")
     cache: CacheName = Field("fp16", description="how that cache is held")
@@ -220,7 +233,10 @@ class SharedOptions(Options):
     )
     device: Device = Field("auto", description="auto, cpu or cuda")
     max_memory: ByteSize | None = Field(
-        None, gt=0, description="memory of the GPU to use at most, as 24GB; empty: all there is"
+        None,
+        gt=0,
+        description="memory of the GPU to use at most, as 24GB; empty: all there is",
+        json_schema_extra=SIZE_FORM,
     )
     measurement: Path | None = Field(
         None, description="measurement.json to use instead of measuring"
@@ -305,7 +321,7 @@ class ConversionConfig(SharedOptions):
     @property
     def run_name(self) -> str:
         """Model and bits per weight, for people."""
-        return f"{self.source.resolve().name}@{self.target}"
+        return f"{model_name(self.source)}@{self.target}"
 
     @property
     def target(self) -> str:

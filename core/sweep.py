@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from exl2flow.core.config import ConversionConfig, SharedOptions
+from exl2flow.core.naming import model_name
 
 SWEEP_FILE, REPORT_PAGE = "sweep.json", "report.html"  # in the sweep's folder
 
@@ -55,7 +56,7 @@ class SweepConfig(SharedOptions):
     @property
     def run_name(self) -> str:
         """Model and bitrates, for people."""
-        return f"{self.source.resolve().name}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
+        return f"{model_name(self.source)}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
 
     def conversion(self, bpw: float) -> ConversionConfig:
         """Return the conversion of one bitrate; all of them share their work directory.

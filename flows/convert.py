@@ -15,6 +15,7 @@ from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publishing import check_publication, publish_models
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import STAGES
+from exl2flow.tasks.tags import tag_run
 
 
 @flow(
@@ -35,6 +36,7 @@ def convert(config: ConversionConfig) -> Conversion:
         ValidationFailed: the model is above a limit.
     """
     with logged():
+        tag_run(config.source, config.target)
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.token_block)
         config = fitted(with_local_source(config))

@@ -14,6 +14,7 @@ from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
+from exl2flow.tasks.tags import tag_run
 
 
 @flow(
@@ -34,6 +35,7 @@ def measure(config: ConversionConfig) -> Path:
     if config.measurement is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
     with logged():
+        tag_run(config.source)
         config = with_local_source(config)
         preflight(config)
         pipeline = open_pipeline(config, MEASURE_STAGES)

@@ -19,9 +19,10 @@ from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
-from exl2flow.tasks.publishing import check_publication, publish_models
+from exl2flow.tasks.publishing import branch_links, check_publication, publish_models
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.stages import MEASURE_STAGES
+from exl2flow.tasks.tags import tag_run
 
 
 @flow(
@@ -42,12 +43,18 @@ def sweep(config: SweepConfig) -> Sweep:
         SweepFailed: some bitrates could not be made; the others are. Nothing is published.
     """
     with logged():
+        tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.token_block)
         config = with_local_source(config)
         made = _make(config)
         release = release_of_sweep(config)
-        return made if release is None else noted(made, publish_models(release))
+        if release is None:
+            return made
+        published = publish_models(release)
+        links = branch_links(published)
+        publish_comparison(config.source, config.run_name, made.scores, made.samples, links=links)
+        return noted(made, published)
 
 
 def _make(config: SweepConfig) -> Sweep:

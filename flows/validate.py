@@ -15,6 +15,7 @@ from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
 from exl2flow.tasks.fetch import local_or_fetched
 from exl2flow.tasks.logs import logged
+from exl2flow.tasks.tags import tag_run
 
 
 class Comparison(Options):
@@ -45,6 +46,7 @@ def validate(config: Comparison) -> list[Score]:
         ValidationFailed: a model is above a limit.
     """
     with logged():
+        tag_run(config.reference or config.models[0])
         device = resolve_device(config.device).type
         options = config.options
         reference = config.reference
@@ -55,7 +57,7 @@ def validate(config: Comparison) -> list[Score]:
         samples = [sample_text(model, options, device=device) for model in config.models]
         artifacts = Artifacts((reference or config.models[0]).resolve().name)
         page = comparison_page(scores, samples)
-        artifacts.markdown("validation", page, config.run_name)
+        artifacts.markdown("validation", page, f"Figures, plot and samples of `{config.run_name}`")
         _judge(scores, options)
         return scores
 

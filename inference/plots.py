@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from matplotlib import rc_context
@@ -13,6 +14,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from exl2flow.inference.comparison import MEGABYTE, Compared, by_series
 from exl2flow.inference.costs import MatrixCost, matrix_costs, total_nats
 
+MARKED_COLOR = "#222222"
+MOST_NAMES = 64  # of sublayers on an axis; of more every second, third … is named
 Point = tuple[str, float, float]  # label, place on the first axis, KL divergence
 Place = tuple[Literal["left", "right"], tuple[float, float]]  # of a label; offset in points
 
@@ -25,21 +28,39 @@ LEGEND_ROOM = 1.15  # height of a panel over its highest bar
 TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What measurement found before quantization, by sublayer, as far as it did: nats, errors."""
+
+    nats: Mapping[str, float] = field(default_factory=dict)
+    rel_err: Mapping[str, float] = field(default_factory=dict)
+
+
 def render_plot(report: Mapping[str, Any]) -> str:
     """Return bits and errors by sublayer, and what the errors cost if that is known."""
-    layers = report["layers"]
+    return _by_sublayer(report["layers"], Measured(), _title(report))
+
+
+def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured) -> str:
+    """Return the same with what was measured before, without a score."""
+    return _by_sublayer(layers, measured, "")
+
+
+def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title: str) -> str:
     costs = matrix_costs(layers)
     is_priced = total_nats(costs) is not None
+    names = [str(layer["name"]) for layer in layers]
     with _style():
         figure = Figure(figsize=(8, 5.4 if is_priced else 3.2), layout="constrained")
         panels = figure.subplots(1 + is_priced, squeeze=False, sharex=True)[:, 0]
-        _draw_bits(panels[0], layers)
+        _draw_bits(panels[0], layers, [measured.rel_err.get(name) for name in names])
         if is_priced:
-            _draw_costs(panels[1], [str(layer["name"]) for layer in layers], costs)
-        names = [str(layer["name"]).removeprefix("model.layers.") for layer in layers]
-        panels[-1].set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+            _draw_costs(panels[1], names, costs, [measured.nats.get(name) for name in names])
+        named = range(0, len(names), 1 + (len(names) - 1) // MOST_NAMES)
+        short = [names[index].removeprefix("model.layers.") for index in named]
+        panels[-1].set_xticks(named, short, rotation=90, fontsize=6)
         panels[-1].set_xlim(-0.6, len(layers) - 0.4)
-        panels[0].set_title(_title(report))
+        panels[0].set_title(title)
         return _as_svg(figure)
 
 
@@ -49,17 +70,35 @@ def _title(report: Mapping[str, Any]) -> str:
     return title if predicted is None else f"{title}, estimated {predicted:.4f}"
 
 
-def _draw_bits(axes: Axes, layers: Sequence[Mapping[str, Any]]) -> None:
+def _draw_bits(
+    axes: Axes, layers: Sequence[Mapping[str, Any]], measured: Sequence[float | None]
+) -> None:
     """Draw bits per weight as bars, and relative errors as a line."""
     axes.bar(range(len(layers)), [layer["bpw"] for layer in layers], color=BITS_COLOR)
     axes.set_ylabel("bits per weight")
     errors = axes.twinx()
     errors.plot([layer["rel_err"] for layer in layers], "o-", color=ERROR_COLOR, markersize=3)
     errors.set_ylabel("relative error", color=ERROR_COLOR)
+    if _mark(errors, measured):
+        errors.legend(loc="upper right", fontsize=6, frameon=False)
     errors.set_ylim(bottom=0)
 
 
-def _draw_costs(axes: Axes, sublayers: list[str], costs: Sequence[MatrixCost]) -> None:
+def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
+    """Mark what was measured before, and tell whether there was anything."""
+    known = [(index, value) for index, value in enumerate(measured) if value is not None]
+    places, values = [index for index, _ in known], [value for _, value in known]
+    if known:
+        axes.plot(places, values, "_", color=MARKED_COLOR, markersize=9, label="measured before")
+    return bool(known)
+
+
+def _draw_costs(
+    axes: Axes,
+    sublayers: list[str],
+    costs: Sequence[MatrixCost],
+    measured: Sequence[float | None],
+) -> None:
     """Draw estimated costs as bars, the matrices of a sublayer on top of each other."""
     names = list(dict.fromkeys(cost.name for cost in costs))
     filled = [0.0] * len(sublayers)
@@ -76,8 +115,9 @@ def _draw_costs(axes: Axes, sublayers: list[str], costs: Sequence[MatrixCost]) -
         for place, height in zip(places, heights, strict=True):
             filled[place] += height
     axes.set_ylabel("estimated cost (nats)")
-    axes.set_ylim(0, LEGEND_ROOM * max(filled) or None)
-    axes.legend(ncols=8, loc="upper center", fontsize=6, frameon=False)
+    _mark(axes, measured)
+    axes.set_ylim(0, LEGEND_ROOM * max([*filled, *(m or 0.0 for m in measured)]) or None)
+    axes.legend(ncols=9, loc="upper center", fontsize=6, frameon=False)
 
 
 def render_comparison(models: Sequence[Compared]) -> str:

@@ -23,7 +23,7 @@ def render_markdown(report: Report) -> str:
     score = report["score"]
     costs = matrix_costs(report["layers"])
     lines = [
-        f"# {report['source'].rpartition('/')[2]} at {report['bpw']:g} bits per weight",
+        f"# {report['source'].rpartition('/')[2]} at {report['bpw']:.3f} bits per weight",
         "",
         _verdict(report),
         "",

@@ -1,11 +1,20 @@
 """What the run's page shows of bit allocation: the chosen parameters of every matrix."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import resolve
-from exl2flow.quant.allocate import ALLOCATION_FILE, read_choice
+from exl2flow.quant.allocate import ALLOCATION_FILE, NATS, read_choice
 from exl2flow.quant.measurement import projection_bits
-from exl2flow.tasks.artifacts import Artifacts, Row
+from exl2flow.tasks.artifacts import Artifacts, Row, fixed
+
+LEGEND = (
+    "Parameters are shares of a matrix's in-features, their bits and the size of their groups: "
+    "`0.25:3b_32g/0.75:2b_32g s4` has a quarter at 3 bits and the others at 2, in groups of 32 "
+    "that share a scale of 4 bits."
+)
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
@@ -20,16 +29,19 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
         numel = projection.in_features * projection.out_features
         row: Row = {
             "matrix": projection.key,
+            "bits per weight": fixed(projection_bits(projection, params) / numel, 3),
             "parameters": str(params),
-            "bits per weight": round(projection_bits(projection, params) / numel, 4),
         }
-        chosen = allocation["choice"].get(projection.key)
-        if chosen is not None:
-            row["estimated nats"] = float(f"{chosen['nats']:.3g}")
+        if allocation["objective"] == NATS:
+            chosen = allocation["choice"].get(projection.key, {})
+            row["cost (nats)"] = fixed(chosen.get("nats"), 6)
         rows.append(row)
-    artifacts.table(
-        "bit-allocation",
-        rows,
-        f"{pipeline.config.run_name}: {allocation['bpw']:.4f} bits per weight, "
-        f"objective {allocation['objective']}",
-    )
+    artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
+
+
+def _result(allocation: Mapping[str, Any]) -> str:
+    """Return what the allocation came to, in words."""
+    text = f": {allocation['bpw']:.3f} bits per weight in the layers"
+    if allocation["objective"] == NATS:
+        text += f", estimated KL divergence {allocation['value']:.5f} nats"
+    return f"{text}."

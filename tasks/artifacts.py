@@ -1,9 +1,11 @@
 """What the run's page shows, published at best effort: whatever fails here never stops a run."""
 
+import base64
 import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar, cast
 from uuid import UUID
 
@@ -14,6 +16,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from exl2flow.core.pace import Pace
 from exl2flow.core.progress import Tick, report
 
 log = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ Row = dict[str, str | int | float]
 
 UPDATE_SECONDS = 2.0  # an update is a request and a row in the server's database
 PAUSE_SECONDS = 300.0  # after a failure: an API that is away can take a minute to say so
+UNKNOWN = "–"
 
 
 class Artifacts:
@@ -67,6 +71,23 @@ class Artifacts:
             return None
 
 
+def fixed(value: float | None, digits: int) -> str:
+    """Return a number for a column of numbers, or a dash for one that is unknown."""
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Return rows with the same columns, at least one, as Markdown."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[str(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown_plot(svg: str, description: str) -> str:
+    """Return a plot as Markdown that holds all of it, for a page may load nothing else."""
+    return f"![{description}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+
+
 class ProgressArtifact:
     """A `Progress` that also moves a bar on the run's page, if there is more than one step."""
 
@@ -74,22 +95,43 @@ class ProgressArtifact:
         self._artifacts = artifacts
         self._stage = stage
         self._id: UUID | None = None
+        self._pace: Pace | None = None
         self._updated = 0.0
 
     def __call__(self, tick: Tick) -> None:
         """Pass the tick on, and publish it unless the last one is recent."""
         report(tick)
-        recent = time.monotonic() - self._updated < UPDATE_SECONDS
+        now = time.monotonic()
+        self._pace = self._pace or Pace.start(tick, now)
+        self._pace.update(tick, now)
+        recent = now - self._updated < UPDATE_SECONDS
         if tick.total < 2 or (recent and tick.done < tick.total):
             return
-        self._updated = time.monotonic()
-        self._artifacts.attempt(lambda: self._publish(100.0 * tick.done / tick.total, tick))
+        self._updated = now
+        words = progress_words(tick, self._pace, now)
+        self._artifacts.attempt(lambda: self._publish(100.0 * tick.done / tick.total, words))
 
-    def _publish(self, percent: float, tick: Tick) -> None:
-        description = f"{tick.done} of {tick.total}"
+    def _publish(self, percent: float, words: str) -> None:
         if self._id is None:
             key = self._artifacts.key(self._stage)
-            made = create_progress_artifact(percent, key=key, description=self._stage)
+            made = create_progress_artifact(percent, key=key, description=words)
             self._id = cast(UUID, made)  # a coroutine only in asynchronous flows
         else:
-            update_progress_artifact(self._id, percent, description=f"{self._stage}: {description}")
+            update_progress_artifact(self._id, percent, description=words)
+
+
+def progress_words(tick: Tick, pace: Pace, now: float) -> str:
+    """Return how far a stage is, and how long it will take and has taken.
+
+    What matters most comes first, for lists show the beginning only. The page does not count down
+    by itself, so the time of day at the end is told as well.
+    """
+    times, left = pace.times(now), pace.remaining(now)
+    words = [f"{tick.done} of {tick.total}"]
+    words += [f"{what} {times[what]}" for what in ("remaining", "elapsed") if what in times]
+    if left:
+        end = datetime.now(UTC) + timedelta(seconds=left)
+        words += [f"ends about {end:%H:%M} UTC"]
+    if tick.detail and tick.done < tick.total:
+        words += [f"last: {tick.detail}"]
+    return " · ".join(words)

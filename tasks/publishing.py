@@ -47,18 +47,28 @@ def publish_models(config: PublishConfig) -> Published:
     return published
 
 
+SHORT = 8  # digits of a commit on a page
+
+
 def publication_page(repo: str, published: Published) -> str:
     """Return links to what was published, as Markdown."""
     visible = "private" if published.private else "public"
+    links = branch_links(published)
     lines = [
         f"[{repo}]({published.url}) is {visible}; {len(published.sent)} files were sent.",
         "",
         "| branch | commit |",
         "|---|---|",
         *(
-            f"| [{branch}]({published.url}/tree/{branch}) | `{commit}` |"
+            f"| [{branch}]({links[branch]}) "
+            f"| [`{commit[:SHORT]}`]({published.url}/commit/{commit}) |"
             for branch, commit in published.branches.items()
         ),
         *(f"\n**Forced in spite of:** {note}" for note in published.notes),
     ]
     return "\n".join(lines) + "\n"
+
+
+def branch_links(published: Published) -> dict[str, str]:
+    """Return branch → its page on the Hub."""
+    return {branch: f"{published.url}/tree/{branch}" for branch in published.branches}

@@ -3,39 +3,81 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
 from exl2flow.inference.costs import MatrixCost, matrix_costs, share, total_nats
-from exl2flow.model import resolve
+from exl2flow.inference.plots import Measured, render_errors
+from exl2flow.model import ModelSpec, resolve
+from exl2flow.quant.allocate import ALLOCATION_FILE
 from exl2flow.quant.quantize import read_report, result_files
-from exl2flow.tasks.artifacts import Artifacts, Row
+from exl2flow.tasks.artifacts import UNKNOWN, Artifacts, Row, fixed, markdown_plot, markdown_table
 
-UNKNOWN = "–"
+Report = Mapping[str, Any]  # of a sublayer or the head, as `quantize` wrote it
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a table with a row per sublayer and one of the head, and one with all matrices."""
+    """Publish a page with errors by sublayer and their plot, and a table of all matrices."""
     folder = pipeline.path("quantize")
     spec = resolve(pipeline.config.source)
     reports = [read_report(folder / name) for name in result_files(spec)]
-    costs = matrix_costs(reports)
-    name = pipeline.config.run_name
-    total = total_nats(costs)
-    estimate = "" if total is None else f", estimated KL divergence {total:.5f} nats"
-    artifacts.table("errors", sublayer_rows(reports), f"{name}: errors of sublayers{estimate}")
-    artifacts.table("matrices", matrix_rows(costs), f"{name}: errors of matrices and their cost")
+    chosen = read_json(pipeline.path("allocate") / ALLOCATION_FILE)["choice"]
+    total = total_nats(matrix_costs(reports))
+    estimate = "" if total is None else f", estimated KL divergence {fixed(total, 5)} nats"
+    page = errors_page(reports, measured_of(spec, chosen))
+    artifacts.markdown("errors", page, f"Errors of sublayers{estimate}")
+    rows = matrix_rows(matrix_costs(reports))
+    artifacts.table("matrices", rows, "Errors of matrices, and what each of them costs")
 
 
-def sublayer_rows(reports: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return a row per report, all with the same columns, for the page shows those of the first."""
-    return [
-        {
-            "sublayer": str(report["name"]),
-            "bits per weight": round(float(report["bpw"]), 4),
-            "estimated nats": _brief(total_nats(matrix_costs([report]))),
-            "relative error": round(float(report["rel_err"]), 6),
-        }
-        for report in reports
-    ]
+def measured_of(spec: ModelSpec, chosen: Mapping[str, Mapping[str, Any]]) -> Measured:
+    """Return what measurement had found of the chosen candidates, by name of sublayer.
+
+    Args:
+        spec: the model.
+        chosen: slot, a matrix or a sublayer, → entry of the measurement.
+    """
+    keys = {s.name: [p.key for p in s.projections] for s in spec.sublayers}
+    keys[spec.head.key] = [spec.head.key]
+    known = {key: entry["nats"] for key, entry in chosen.items() if "nats" in entry}
+    complete = {name: found for name, found in keys.items() if known.keys() >= set(found)}
+    errors = {s.name: chosen[s.name] for s in spec.sublayers if s.name in chosen}
+    return Measured(
+        nats={name: sum(map(known.__getitem__, found)) for name, found in complete.items()},
+        rel_err={name: 1 - entry["accuracy"] for name, entry in errors.items()},
+    )
+
+
+def errors_page(reports: Sequence[Report], measured: Measured) -> str:
+    """Return the plot and the table of sublayers, as Markdown."""
+    plot = markdown_plot(render_errors(reports, measured), "bits and errors by sublayer")
+    return (
+        f"{plot}\n\n"
+        "Relative errors are those of a sublayer's output, costs the KL divergence that they are "
+        "estimated to cause alone. What was measured is known before bits are allotted.\n\n"
+        f"{markdown_table(sublayer_rows(reports, measured))}\n"
+    )
+
+
+def sublayer_rows(reports: Sequence[Report], measured: Measured) -> list[Row]:
+    """Return a row per report, all with the same columns: those that are known at all."""
+    is_priced = total_nats(matrix_costs(reports)) is not None
+    return [_sublayer_row(report, measured, is_priced=is_priced) for report in reports]
+
+
+def _sublayer_row(report: Report, measured: Measured, *, is_priced: bool) -> Row:
+    name = str(report["name"])
+    row: Row = {
+        "sublayer": name.removeprefix("model.layers."),
+        "bits per weight": fixed(report["bpw"], 3),
+        "relative error": fixed(report["rel_err"], 5),
+    }
+    if measured.rel_err:
+        row["measured error"] = fixed(measured.rel_err.get(name), 5)
+    if is_priced:
+        row["cost (nats)"] = fixed(total_nats(matrix_costs([report])), 6)
+    if measured.nats:
+        row["measured cost"] = fixed(measured.nats.get(name), 6)
+    return row
 
 
 def matrix_rows(costs: Sequence[MatrixCost]) -> list[Row]:
@@ -47,13 +89,8 @@ def matrix_rows(costs: Sequence[MatrixCost]) -> list[Row]:
 def _matrix_row(cost: MatrixCost, part: float | None) -> Row:
     return {
         "matrix": cost.key,
-        "parameters": cost.params,
-        "bits per weight": UNKNOWN if cost.bpw is None else round(cost.bpw, 4),
-        "estimated nats": _brief(cost.nats),
-        "share of the estimate": UNKNOWN if part is None else f"{100 * part:.1f} %",
-        "relative error": UNKNOWN if cost.rel_err is None else round(cost.rel_err, 6),
+        "bits per weight": fixed(cost.bpw, 3),
+        "relative error": fixed(cost.rel_err, 5),
+        "cost (nats)": fixed(cost.nats, 6),
+        "share of all": UNKNOWN if part is None else f"{100 * part:.1f} %",
     }
-
-
-def _brief(nats: float | None) -> str | float:
-    return UNKNOWN if nats is None else float(f"{nats:.3g}")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rich.progress import (
     BarColumn,
@@ -17,47 +16,10 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from exl2flow.core.pace import Pace, clock
 from exl2flow.core.progress import Progress, Tick, reporting_to
 from exl2flow.flows.cli.console import ERR, say
-from exl2flow.flows.cli.wording import clock, short
-
-
-@dataclass(slots=True)
-class Pace:
-    """How fast a stage goes since its first tick; what a resume found done does not count."""
-
-    begun: float
-    found: int
-    done: int
-    total: int
-    changed: float
-
-    @classmethod
-    def start(cls, tick: Tick, now: float) -> "Pace":
-        """Begin with the first tick; a stage without a tick at zero has none to measure yet."""
-        return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
-
-    def update(self, tick: Tick, now: float) -> None:
-        """Take the next tick."""
-        self.done, self.total, self.changed = tick.done, tick.total, now
-
-    @property
-    def has_moved(self) -> bool:
-        """Tell whether anything was done since the first tick."""
-        return self.done > self.found
-
-    def elapsed(self, now: float) -> float:
-        """Return seconds since the first tick; a finished stage stands still."""
-        return (self.changed if self.done >= self.total else now) - self.begun
-
-    def remaining(self, now: float) -> float | None:
-        """Return the seconds left, or None before anything was done."""
-        if self.done >= self.total:
-            return 0.0
-        if not self.has_moved:
-            return None
-        each = (self.changed - self.begun) / (self.done - self.found)
-        return max(0.0, each * (self.total - self.done) - (now - self.changed))
+from exl2flow.flows.cli.wording import short
 
 
 class PlainLines:
@@ -72,9 +34,7 @@ class PlainLines:
         pace = self._paces.setdefault(tick.stage, Pace.start(tick, now))
         pace.update(tick, now)
         words = [tick.stage, f"{tick.done}/{tick.total}", tick.detail]
-        if pace.has_moved:
-            words += [f"elapsed={clock(pace.elapsed(now))}"]
-            words += [f"remaining={clock(pace.remaining(now))}"] * (tick.done < tick.total)
+        words += [f"{what}={time}" for what, time in pace.times(now).items()]
         say(" ".join(filter(None, words)))
 
 

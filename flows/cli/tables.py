@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from exl2flow.core.pace import clock
 from exl2flow.core.sweep import REPORT_PAGE
 from exl2flow.flows.cli.console import OUT, say, show
-from exl2flow.flows.cli.wording import brief, clock, number, percent, printable, short, size
+from exl2flow.flows.cli.wording import brief, number, percent, printable, short, size
 
 if TYPE_CHECKING:
     from exl2flow.inference.comparison import Compared

@@ -1,7 +1,5 @@
 """How values are written for people."""
 
-from datetime import timedelta
-
 
 def printable(text: str) -> str:
     """Replace what could move the cursor or command the terminal; models may generate anything."""
@@ -34,8 +32,3 @@ def percent(share: float | None, digits: int = 2) -> str:
 def short(text: str) -> str:
     """Return a text with sublayers and matrices named without what all names have in common."""
     return text.replace("model.layers.", "")
-
-
-def clock(seconds: float | None) -> str:
-    """Return h:mm:ss."""
-    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -140,6 +140,7 @@ def test_scheduled_sweep_of_the_demo_model_runs_by_itself_and_is_published(
     assert server.wait(run.id) == "Completed"
     assert_published(hub, "org/demo-exl2", {"3.0bpw", "6.0bpw"})
     page = str(artifacts(run.id)["org-demo-exl2-published"].data)
+    assert f"{hub.url}/org/demo-exl2/tree/6.0bpw" in str(artifacts(run.id)["model-comparison"].data)
     assert f"[6.0bpw]({hub.url}/org/demo-exl2/tree/6.0bpw)" in page
     content = json.loads((server.folder / "demo-exl2" / SWEEP_FILE).read_bytes())
     assert content["published"]["branches"]["6.0bpw"] == hub.head("org/demo-exl2", "6.0bpw")

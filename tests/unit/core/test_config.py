@@ -11,6 +11,7 @@ from exl2flow.core.config import (
     TARGETS,
     CalibrationOptions,
     ConversionConfig,
+    FitOptions,
     Options,
     build_config,
     tuning_file,
@@ -291,3 +292,13 @@ def test_measured_launches_are_kept_where_the_environment_says(
         monkeypatch.setenv(name, value)
 
     assert tuning_file() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [(ConversionConfig, "max_memory"), (FitOptions, "memory")]
+)
+def test_forms_ask_for_a_size_by_one_choice_with_names(options: type[Options], name: str) -> None:
+    asked = options.model_json_schema()["properties"][name]
+
+    assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", "null"]
+    assert "24GB" in asked["description"]

@@ -6,7 +6,13 @@ from xml.etree import ElementTree
 import pytest
 
 from exl2flow.inference.comparison import Compared
-from exl2flow.inference.plots import BITS_COLOR, render_comparison, render_plot
+from exl2flow.inference.plots import (
+    BITS_COLOR,
+    Measured,
+    render_comparison,
+    render_errors,
+    render_plot,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("model.layers.0.self_attn", "model.layers.0.mlp", "lm_head")
@@ -61,6 +67,15 @@ def test_known_costs_get_a_panel_of_their_own() -> None:
     assert bars(svg, BITS_COLOR) == 3
 
 
+def test_what_was_measured_is_marked_beside_what_came_of_it() -> None:
+    name = NAMES[0]
+    priced = render_errors(report(0.01)["layers"], Measured(nats={name: 0.02}))
+    by_error = render_errors(report(None)["layers"], Measured(rel_err={name: 0.02}))
+    plain = render_errors(report(0.01)["layers"], Measured())
+
+    assert [texts(svg).count("measured before") for svg in (priced, by_error, plain)] == [1, 1, 0]
+
+
 @pytest.mark.parametrize("nats", [None, 0.01])
 def test_plot_is_the_same_every_time(nats: float | None) -> None:
     assert render_plot(report(nats)) == render_plot(report(nats))
@@ -70,6 +85,14 @@ def test_plot_of_many_layers_is_drawn() -> None:
     layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(60)]
 
     assert render_plot({**report(None), "layers": layers}).count("59.mlp") == 1
+
+
+def test_names_of_very_many_layers_do_not_overlap() -> None:
+    layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(160)]
+
+    names = [t for t in texts(render_plot({**report(None), "layers": layers})) if "mlp" in t]
+
+    assert names == [f"{i}.mlp" for i in range(0, 160, 3)]
 
 
 def test_every_model_is_labelled_in_both_panels() -> None:

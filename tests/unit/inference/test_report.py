@@ -45,7 +45,7 @@ def test_markdown_shows_every_figure(report: dict[str, Any]) -> None:
     text = render_markdown(report)
 
     for line in (
-        "# tiny at 3.5 bits per weight",
+        "# tiny at 3.500 bits per weight",
         "**Passed.**",
         "| perplexity | 11.1111 | 12.3456 |",
         "| perplexity, calibration text | 21.2500 | 22.5000 |",

@@ -12,16 +12,19 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.percents: list[float] = []
+        self.descriptions: list[str] = []
         monkeypatch.setattr(artifacts, "create_progress_artifact", self.create)
         monkeypatch.setattr(artifacts, "update_progress_artifact", self.update)
 
     def create(self, percent: float, **values: object) -> str:
         self.percents.append(percent)
+        self.descriptions.append(str(values["description"]))
         return "id"
 
     def update(self, artifact: str, percent: float, **values: object) -> None:
         assert artifact == "id"
         self.percents.append(percent)
+        self.descriptions.append(str(values["description"]))
 
 
 def ticks(total: int) -> list[Tick]:
@@ -89,3 +92,22 @@ def test_single_step_has_no_progress_artifact(monkeypatch: pytest.MonkeyPatch) -
     ProgressArtifact(Artifacts("tiny"), "allocate")(Tick(stage="allocate", done=1, total=1))
 
     assert recorder.percents == []
+
+
+def test_progress_of_a_resumed_stage_tells_times_by_the_pace_of_this_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder(monkeypatch)
+    now = [1000.0]
+    monkeypatch.setattr(artifacts.time, "monotonic", lambda: now[0])
+    progress = ProgressArtifact(Artifacts("tiny"), "measure")
+
+    for done in (6, 7, 10):  # six were found done
+        progress(Tick(stage="measure", done=done, total=10, detail=f"sublayer {done}"))
+        now[0] += 60
+
+    first, second, last = recorder.descriptions
+    assert first == "6 of 10 · last: sublayer 6"
+    assert second.startswith("7 of 10 · remaining 0:03:00 · elapsed 0:01:00 · ends about ")
+    assert second.endswith(" UTC · last: sublayer 7")
+    assert last == "10 of 10 · elapsed 0:02:00"

@@ -4,11 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import make_tiny
 
 from exl2flow.inference.costs import matrix_costs
 from exl2flow.inference.evaluate import Score
+from exl2flow.inference.plots import Measured
+from exl2flow.model import resolve
 from exl2flow.tasks.compare import comparison_page
-from exl2flow.tasks.quantize import matrix_rows, sublayer_rows
+from exl2flow.tasks.publish import Published
+from exl2flow.tasks.publishing import branch_links, publication_page
+from exl2flow.tasks.quantize import errors_page, matrix_rows, measured_of, sublayer_rows
 
 
 def report(name: str, *projections: str, nats: float | None = 0.25) -> dict[str, Any]:
@@ -38,19 +43,46 @@ def score(folder: Path, kl: float | None) -> Score:
     )
 
 
-def test_sublayers_show_the_sum_of_their_matrices() -> None:
-    first, head = sublayer_rows(REPORTS)
+MEASURED = Measured(nats={"model.layers.0.mlp": 0.75})
+
+
+def test_sublayers_show_the_sum_of_their_matrices_and_what_was_measured() -> None:
+    first, head = sublayer_rows(REPORTS, MEASURED)
 
     assert first == {
-        "sublayer": "model.layers.0.mlp",
-        "bits per weight": 3.5,
-        "estimated nats": 0.5,
-        "relative error": 0.125,
+        "sublayer": "0.mlp",
+        "bits per weight": "3.500",
+        "relative error": "0.12500",
+        "cost (nats)": "0.500000",
+        "measured cost": "0.750000",
     }
     assert list(head) == list(first)
+    assert head["measured cost"] == "–"
 
 
-def test_matrices_show_parameters_cost_and_share() -> None:
+def test_sublayers_measured_by_their_errors_show_these() -> None:
+    layers = [report("model.layers.0.mlp", "up_proj", nats=None)]
+    measured = Measured(rel_err={"model.layers.0.mlp": 0.25})
+
+    assert sublayer_rows(layers, measured) == [
+        {
+            "sublayer": "0.mlp",
+            "bits per weight": "3.500",
+            "relative error": "0.12500",
+            "measured error": "0.25000",
+        }
+    ]
+
+
+def test_page_of_errors_has_a_plot_and_a_row_per_sublayer() -> None:
+    page = errors_page(REPORTS, MEASURED)
+
+    assert page.startswith("![bits and errors by sublayer](data:image/svg+xml;base64,")
+    assert "| 0.mlp | 3.500 | 0.12500 | 0.500000 | 0.750000 |" in page.splitlines()
+    assert "| lm_head |" in page
+
+
+def test_matrices_show_cost_and_share() -> None:
     rows = matrix_rows(matrix_costs(REPORTS))
 
     assert [row["matrix"] for row in rows] == [
@@ -60,32 +92,62 @@ def test_matrices_show_parameters_cost_and_share() -> None:
     ]
     assert rows[0] == {
         "matrix": "model.layers.0.mlp.up_proj",
-        "parameters": "1:3b_64g s4",
-        "bits per weight": 3.25,
-        "estimated nats": 0.25,
-        "share of the estimate": "33.3 %",
-        "relative error": 0.5,
+        "bits per weight": "3.250",
+        "relative error": "0.50000",
+        "cost (nats)": "0.250000",
+        "share of all": "33.3 %",
     }
 
 
-def test_unknown_costs_leave_a_dash() -> None:
+def test_unknown_costs_leave_a_dash_or_no_column() -> None:
     layers = [report("lm_head", "lm_head", nats=None)]
 
-    assert sublayer_rows(layers)[0]["estimated nats"] == "–"
-    assert matrix_rows(matrix_costs(layers))[0]["share of the estimate"] == "–"
+    assert "cost (nats)" not in sublayer_rows(layers, Measured())[0]
+    assert matrix_rows(matrix_costs(layers))[0]["share of all"] == "–"
+
+
+def test_measured_costs_of_a_sublayer_are_added_up_where_all_are_known(tmp_path: Path) -> None:
+    spec = resolve(make_tiny("llama", tmp_path / "tiny"))
+    attention, mlp = spec.sublayers[:2]
+    chosen: dict[str, dict[str, float]] = {
+        p.key: {"nats": 0.5, "accuracy": 0.9} for p in (*attention.projections, mlp.projections[0])
+    }
+
+    assert measured_of(spec, chosen) == Measured(nats={attention.name: 2.0})
+    assert measured_of(spec, {mlp.name: {"accuracy": 0.75}}) == Measured(rel_err={mlp.name: 0.25})
 
 
 @pytest.mark.parametrize(("kl", "is_plotted"), [(0.25, True), (None, False)])
 def test_page_of_a_comparison_has_a_row_per_model_and_a_plot_of_divergences(
     tmp_path: Path, kl: float | None, is_plotted: bool
 ) -> None:
-    folders = [tmp_path / name for name in ("a", "b")]
+    folders = [tmp_path / name for name in ("3.0bpw", "4.0bpw")]
+    links = {"4.0bpw": "http://hub/org/tiny/tree/4.0bpw"}
 
-    page = comparison_page([score(folder, kl) for folder in folders], ["One\nmorning", ""])
+    page = comparison_page(
+        [score(folder, kl) for folder in folders], ["One\nmorning", ""], links=links
+    )
 
-    header, _, *rows = page.splitlines()
-    assert all(f"| {f} |" in row for f, row in zip(folders, rows, strict=False))
+    header, _, *rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert rows[0].startswith("| 3.0bpw |")
+    assert rows[1].startswith("| [4.0bpw](http://hub/org/tiny/tree/4.0bpw) |")
     assert rows[0].count("|") == header.count("|")
     assert ("data:image/svg+xml;base64," in page) == is_plotted
-    assert page.count("## ") == 1
+    assert page.count("## What ") == 1
     assert "> One\n> morning" in page
+    assert f"- `{folders[0]}`" in page
+
+
+def test_page_of_a_publication_links_repository_branches_and_commits() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    url = "http://hub/org/tiny-exl2"
+    published = Published(
+        url=url, branches={"4.0bpw": commit}, sent=("a", "b"), private=True, notes=("gated",)
+    )
+
+    page = publication_page("org/tiny-exl2", published)
+
+    assert page.startswith(f"[org/tiny-exl2]({url}) is private; 2 files were sent.")
+    assert f"| [4.0bpw]({url}/tree/4.0bpw) | [`01234567`]({url}/commit/{commit}) |" in page
+    assert "**Forced in spite of:** gated" in page
+    assert branch_links(published) == {"4.0bpw": f"{url}/tree/4.0bpw"}

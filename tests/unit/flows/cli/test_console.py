@@ -5,7 +5,7 @@ import math
 import pytest
 
 from exl2flow.flows.cli.console import emit_json, logging_to_stderr
-from exl2flow.flows.cli.wording import clock, number, percent, printable, short, size
+from exl2flow.flows.cli.wording import number, percent, printable, short, size
 
 
 def test_json_is_one_line_of_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,6 @@ def test_values_are_worded_for_people() -> None:
         "–",
         "50.00 %",
     )
-    assert (clock(None), clock(3725.4)) == ("-:--:--", "1:02:05")
     assert short("model.layers.3.mlp") == "3.mlp"
 
 

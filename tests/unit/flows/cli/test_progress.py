@@ -6,7 +6,7 @@ from rich.progress import Progress as Bars
 
 from exl2flow.core.progress import Tick, report
 from exl2flow.flows.cli import progress
-from exl2flow.flows.cli.progress import Pace, PlainLines, StageBars, shown
+from exl2flow.flows.cli.progress import PlainLines, StageBars, shown
 
 
 @pytest.fixture
@@ -18,34 +18,6 @@ def clock_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def tick(done: int, detail: str = "") -> Tick:
     return Tick(stage="measure", done=done, total=10, detail=detail)
-
-
-def test_remaining_time_follows_the_pace_and_counts_down() -> None:
-    pace = Pace.start(tick(0), now=0.0)
-
-    pace.update(tick(2), now=10.0)
-
-    assert pace.remaining(10.0) == 40.0
-    assert pace.remaining(13.0) == 37.0
-    assert pace.remaining(1000.0) == 0.0
-
-
-def test_what_a_resume_found_does_not_count_as_speed() -> None:
-    pace = Pace.start(tick(6), now=0.0)
-    assert pace.remaining(1.0) is None
-
-    pace.update(tick(8), now=20.0)
-
-    assert pace.remaining(20.0) == 20.0
-
-
-def test_a_finished_stage_stands_still() -> None:
-    pace = Pace.start(tick(0), now=0.0)
-
-    pace.update(tick(10), now=30.0)
-
-    assert pace.elapsed(500.0) == 30.0
-    assert pace.remaining(500.0) == 0.0
 
 
 def test_plain_lines_say_stage_count_detail_and_times(

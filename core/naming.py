@@ -1,0 +1,11 @@
+"""How a model is called for people: in the names and tags of runs."""
+
+import re
+from pathlib import Path
+
+COMMIT = re.compile(r"(?<=@[0-9a-f]{7})[0-9a-f]{33}$")
+
+
+def model_name(source: Path) -> str:
+    """Return a source's name; of `name@commit` the commit is cut to the usual seven digits."""
+    return COMMIT.sub("", source.resolve().name)

@@ -1,0 +1,60 @@
+"""How fast a stage goes and how long it will take: one sum for the command line and for pages."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from exl2flow.core.progress import Tick
+
+UNKNOWN_TIME = "-:--:--"
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast a stage goes since its first tick; what a resume found done does not count."""
+
+    begun: float
+    found: int
+    done: int
+    total: int
+    changed: float
+
+    @classmethod
+    def start(cls, tick: Tick, now: float) -> "Pace":
+        """Begin with the first tick; a stage without a tick at zero has none to measure yet."""
+        return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
+
+    def update(self, tick: Tick, now: float) -> None:
+        """Take the next tick."""
+        self.done, self.total, self.changed = tick.done, tick.total, now
+
+    @property
+    def has_moved(self) -> bool:
+        """Tell whether anything was done since the first tick."""
+        return self.done > self.found
+
+    def elapsed(self, now: float) -> float:
+        """Return seconds since the first tick; a finished stage stands still."""
+        return (self.changed if self.done >= self.total else now) - self.begun
+
+    def remaining(self, now: float) -> float | None:
+        """Return the seconds left, or None before anything was done."""
+        if self.done >= self.total:
+            return 0.0
+        if not self.has_moved:
+            return None
+        each = (self.changed - self.begun) / (self.done - self.found)
+        return max(0.0, each * (self.total - self.done) - (now - self.changed))
+
+    def times(self, now: float) -> dict[str, str]:
+        """Return what is known of `elapsed` and `remaining`, each as h:mm:ss."""
+        if not self.has_moved:
+            return {}
+        known = {"elapsed": clock(self.elapsed(now))}
+        if self.done < self.total:
+            known["remaining"] = clock(self.remaining(now))
+        return known
+
+
+def clock(seconds: float | None) -> str:
+    """Return h:mm:ss."""
+    return UNKNOWN_TIME if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,125 @@
+"""What somebody sees of a sweep who has only Prefect's UI: its pages in a real browser."""
+
+from collections.abc import Iterator, Mapping
+from uuid import UUID
+
+import pytest
+from browser import Browser, browser, program
+from conversions import small_options
+from prefect.client.orchestration import get_client
+from prefect.utilities.callables import parameter_schema
+from prefect_runs import artifacts, task_states
+from tiny import make_tiny
+
+from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows import sweep
+
+BITRATES = (3.0, 6.0)
+TALL = (1280, 2400)  # what lies below the window is not there yet
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
+    root = tmp_path_factory.mktemp("ui")
+    given = {"source": make_tiny("llama", root / "seen"), "out": root / "out", "bpw": BITRATES}
+    return SweepConfig.model_validate({**given, **small_options()})
+
+
+@pytest.fixture(scope="module")
+def run(prefect_env: Mapping[str, str], single_thread: None, config: SweepConfig) -> UUID:
+    state = sweep(config, return_state=True)
+    assert state.is_completed(), state
+    run = state.state_details.flow_run_id
+    assert run is not None
+    task_states(run)  # pages show what has reached the database
+    return run
+
+
+@pytest.fixture(scope="module")
+def ui(prefect_env: Mapping[str, str]) -> Iterator[Browser]:
+    found = program()
+    if found is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    url = prefect_env["PREFECT_API_URL"].removesuffix("/api")
+    with browser(found, url, size=TALL) as opened:
+        yield opened
+
+
+@pytest.fixture
+def deployment(config: SweepConfig, run: UUID) -> Iterator[UUID]:
+    given = config.model_dump(mode="json", include={"source", "out", "bpw"})
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_by_name("sweep")
+        made = client.create_deployment(
+            found.id,
+            name="form",
+            parameters={"config": given},
+            parameter_openapi_schema=parameter_schema(sweep).model_dump(),
+        )
+        yield made
+        client.delete_deployment(made)
+
+
+@pytest.fixture(scope="module")
+def pages(run: UUID) -> dict[str, str]:
+    """Key of an artifact → the path of its page."""
+    return {key: f"/artifacts/artifact/{found.id}" for key, found in artifacts(run).items()}
+
+
+def test_list_of_runs_shows_name_and_tags(run: UUID, ui: Browser) -> None:
+    page = ui.open("/runs", "seen@3,6bpw", "Completed")
+
+    for tag in ("seen", "3bpw", "6bpw", "threads"):
+        page.get_by_text(tag, exact=True).filter(visible=True).first.wait_for()
+
+
+def test_page_of_a_run_leads_to_its_artifacts(run: UUID, ui: Browser) -> None:
+    page = ui.open(f"/runs/flow-run/{run}", "seen@3,6bpw", "Completed", "Artifacts")
+
+    page.get_by_text("Artifacts", exact=True).first.click()
+
+    for key in ("seen-comparison", "seen-bitrates", "seen-3-0bpw-errors", "seen-6-0bpw-report"):
+        page.get_by_text(key, exact=True).first.wait_for()
+
+
+def test_progress_tells_steps_and_time(pages: dict[str, str], ui: Browser) -> None:
+    steps = "5 of 5 · elapsed 0:00:"
+
+    ui.open(pages["seen-3-0bpw-quantize"], "seen-3-0bpw-quantize", steps, "100%")
+
+
+def test_bits_of_every_matrix_are_a_table(pages: dict[str, str], ui: Browser) -> None:
+    page = ui.open(pages["seen-3-0bpw-bit-allocation"], "bits per weight in the layers")
+
+    row = page.locator("tr").filter(has_text="model.layers.1.mlp.down_proj")
+    assert 2 <= float(row.locator("td").nth(1).inner_text()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("key", "texts"),
+    [
+        ("seen-3-0bpw-errors", ("estimated KL divergence", "measured cost", "lm_head")),
+        ("seen-6-0bpw-report", ("Passed", "perplexity", "Sample", "One morning")),
+        ("seen-comparison", ("3.0bpw", "KL divergence falls", "What 6.0bpw writes")),
+    ],
+)
+def test_pages_show_their_words_and_their_plot(
+    key: str, texts: tuple[str, ...], pages: dict[str, str], ui: Browser
+) -> None:
+    ui.open(pages[key], *texts)
+
+    [(width, height)] = ui.picture_sizes()
+    assert min(width, height) > 200
+
+
+def test_form_of_a_deployment_describes_the_options(deployment: UUID, ui: Browser) -> None:
+    fields = SweepConfig.model_fields
+    descriptions = [str(fields[name].description) for name in ("bpw", "runner", "quality")]
+
+    page = ui.open(f"/deployments/deployment/{deployment}/run", *descriptions)
+
+    assert page.get_by_role("textbox").filter(visible=True).count() > 2
+
+
+def test_none_of_these_pages_complained(ui: Browser) -> None:
+    assert ui.problems == []
