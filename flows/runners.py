@@ -146,6 +146,7 @@ def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
     with ExitStack() as stack:
         try:
             stack.enter_context(runner)
+            getattr(runner, "client", None)  # Dask connects now
         except OSError as error:
             where = f"`{config.cluster}`" if config.cluster else "this host"
             raise ConfigError(
@@ -240,11 +241,21 @@ def _outcome(future: PrefectFuture[Any], messenger: Messenger) -> BaseException 
         if future.state.is_final():
             found = _error(future.state)
             break
+        if (found := _lost(future)) is not None:
+            break
         messenger.pass_on()
     signum = messenger.stop.signum
     if isinstance(found, ProcessDied) and signum is not None:
         return Interrupted("stopped; everything finished is saved", signum=signum)
     return found
+
+
+def _lost(future: PrefectFuture[Any]) -> ProcessDied | None:
+    """Tell whether a Dask cluster gave a task up: to Prefect's future that is one under way."""
+    wrapped = getattr(future, "wrapped_future", None)
+    if getattr(wrapped, "status", "pending") not in ("error", "cancelled", "lost"):
+        return None
+    return _died(repr(wrapped.exception(timeout=POLL_SECONDS)))  # type: ignore[union-attr]
 
 
 def _error(state: State[Any]) -> BaseException | None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -14,10 +13,11 @@ from pathlib import Path
 import pytest
 from conversions import small_options
 from prefect_runs import log_lines, run_state
-from servers import free_port
+from servers import free_port, wait_for
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.slots import Slots
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows import sweep, sweep_locally
 
@@ -32,7 +32,12 @@ def env(
     for name in ("tmp", "home"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    own = {"TMPDIR": str(tmp_path / "tmp"), "PREFECT_HOME": str(tmp_path / "home")}
+    own = {
+        "TMPDIR": str(tmp_path / "tmp"),
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "DASK_TEMPORARY_DIRECTORY": str(tmp_path / "tmp"),
+        "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",  # gives a killed worker's task up
+    }
     return {n: v for n, v in prefect_env.items() if n != "PREFECT_API_URL"} | own
 
 
@@ -74,7 +79,6 @@ def dask_cluster(env: Environment) -> Iterator[str]:
             process = subprocess.Popen(
                 command,
                 env=env,
-                cwd=env["TMPDIR"],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -83,21 +87,46 @@ def dask_cluster(env: Environment) -> Iterator[str]:
         yield address
 
 
-def kill_a_quantizer(work_root: Path) -> None:
-    """Kill the first process that has finished a sublayer while it quantizes."""
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
-        for folder in work_root.glob("*/quantize/*"):
-            if any(folder.glob("sublayers/*.safetensors")):
-                lock = folder.parents[1] / "locks" / f"quantize-{folder.name}"
-                os.kill(int(lock.read_text()), signal.SIGKILL)
-                return
-        time.sleep(0.01)
+@contextmanager
+def ray_cluster(env: Environment) -> Iterator[str]:
+    """Run a node with two workers; yield its address."""
+    port, host = free_port(), "127.0.0.1"
+    options = [f"--node-ip-address={host}", f"--port={port}", "--num-cpus=2"]
+    off = ["--include-dashboard=false", "--disable-usage-stats"]
+    place = f"--temp-dir={env['TMPDIR']}"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    process = subprocess.Popen(
+        [*command, *options, *off, place],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with ended_after(process):
+        yield f"{host}:{port}"
 
 
-def check_killed_worker(config: SweepConfig, folder: Path) -> None:
+def quantizers(work_root: Path) -> list[int]:
+    """Return the processes that have finished a sublayer of a bitrate."""
+    found = []
+    for folder in work_root.glob("*/quantize/*"):
+        if any(folder.glob("sublayers/*.safetensors")):
+            lock = folder.parents[1] / "locks" / f"quantize-{folder.name}"
+            found.append(int(lock.read_text()))
+    return found
+
+
+def check_killed_worker(config: SweepConfig, env: Environment, folder: Path) -> None:
     """Run a sweep one of whose workers is killed, and ask for all that it shall give."""
-    killer = threading.Thread(target=kill_a_quantizer, args=(config.work_dir_root,))
+    slots = Slots(Path(env["TMPDIR"]) / f"exl2flow-slots-{os.getuid()}" / "cpu")
+    owners: set[int] = set()
+
+    def kill_one_of_two() -> None:
+        wait_for(lambda: len(slots.owners()) == 2 and quantizers(config.work_dir_root))
+        owners.update(slots.owners())
+        os.kill(quantizers(config.work_dir_root)[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one_of_two)
     killer.start()
 
     state = sweep(config, return_state=True)
@@ -107,12 +136,11 @@ def check_killed_worker(config: SweepConfig, folder: Path) -> None:
     assert state.is_completed(), state
     assert run is not None
     assert run_state(run) == "Completed"
+    assert len(owners) == 2  # a slot each
     lines = "\n".join(log.message for log in log_lines(run))
-    begun = re.findall(r"bitrate=(\S+) slot=(\d) process=(\d+)", lines)
-    assert {name for name, _, _ in begun} == {"3.0bpw", "4.0bpw", "6.0bpw"}
-    assert len(begun) > 3  # one of them twice
-    assert {slot for _, slot, _ in begun} == {"0", "1"}
-    assert str(os.getpid()) not in {process for _, _, process in begun}
+    begun = re.findall(r"bitrate=(\S+) slot=[01] process=(\d+)", lines)
+    assert {name for name, _ in begun} == {"3.0bpw", "4.0bpw", "6.0bpw"}
+    assert str(os.getpid()) not in {process for _, process in begun}
     plain = config.model_copy(
         update={"out": folder / "plain", "work_root": folder / "work", "runner": "threads"}
     )
@@ -126,18 +154,29 @@ def test_dask_cluster_makes_the_same_bytes_though_a_worker_is_killed(
     pytest.importorskip("prefect_dask", reason="comes with the extra `dask`")
     with dask_cluster(env) as address:
         options = {"runner": "dask", "cluster": address, "workers": 2}
-        check_killed_worker(config.model_copy(update=options), tmp_path)
+        check_killed_worker(config.model_copy(update=options), env, tmp_path)
 
 
-def test_cluster_that_does_not_answer_is_told(
-    env: Environment, config: SweepConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_ray_cluster_makes_the_same_bytes_though_a_worker_is_killed(
+    env: Environment, config: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("prefect_ray", reason="comes with the extra `ray`")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token into the user's home
+    with ray_cluster({**env, "RAY_AUTH_MODE": "disabled"}) as address:
+        options = {"runner": "ray", "cluster": address, "workers": 2}
+        check_killed_worker(config.model_copy(update=options), env, tmp_path)
+
+
+def test_cluster_that_does_not_answer_is_told(env: Environment, config: SweepConfig) -> None:
     pytest.importorskip("prefect_dask", reason="comes with the extra `dask`")
-    monkeypatch.setenv("DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT", "1s")
+    import dask
+
     address = f"tcp://127.0.0.1:{free_port()}"
     options = {"runner": "dask", "cluster": address}
 
-    state = sweep(config.model_copy(update=options), return_state=True)
+    with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
+        state = sweep(config.model_copy(update=options), return_state=True)
 
     with pytest.raises(ConfigError, match=f"no dask cluster answers at `{address}`"):
         state.result()

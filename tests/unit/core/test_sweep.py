@@ -9,6 +9,7 @@ from exl2flow.core.errors import Interrupted, WorkDirBusy
 from exl2flow.core.store import WorkDir
 from exl2flow.core.sweep import SweepConfig, bitrate_name
 
+
 def sweep_of(**values: object) -> SweepConfig:
     return SweepConfig.model_validate({"source": "model", "out": "out", **values})
 
