@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -93,17 +95,24 @@ def ray_cluster(env: Environment) -> Iterator[str]:
     port, host = free_port(), "127.0.0.1"
     options = [f"--node-ip-address={host}", f"--port={port}", "--num-cpus=2"]
     off = ["--include-dashboard=false", "--disable-usage-stats"]
-    place = f"--temp-dir={env['TMPDIR']}"
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    process = subprocess.Popen(
-        [*command, *options, *off, place],
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    with ended_after(process):
-        yield f"{host}:{port}"
+    with tempfile.TemporaryDirectory(prefix="ray-") as place:  # names of sockets must be short
+        process = subprocess.Popen(
+            [*command, *options, *off, f"--temp-dir={place}"],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with ended_after(process):
+            wait_for(lambda: listens(port))
+            yield f"{host}:{port}"
+
+
+def listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def quantizers(work_root: Path) -> list[int]:
