@@ -35,6 +35,8 @@ RETRIES = 3
 DAY_SECONDS = 24 * 3600
 TAG = "exl2flow"
 REQUEUED = "Requeued"
+STARTING = ("Pending", "Submitting", "InfrastructurePending")  # what a worker says before Running
+BACK = ("Scheduled", "AwaitingRetry", "Late", REQUEUED)
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
@@ -55,13 +57,13 @@ def automations() -> list[AutomationCore]:
         _automation(
             "without a heartbeat a run has crashed",
             f"No sign of life for {seconds} s: its process or its machine is gone.",
-            _trigger("heartbeat", *ENDS, after="heartbeat", seconds=seconds),
+            _trigger("heartbeat", *ENDS, after=("heartbeat",), seconds=seconds),
             ("Crashed", StateType.CRASHED, f"no heartbeat for {seconds} s"),
         ),
         _automation(
             "a run that did not begin goes back to the queue",
             f"At most {RETRIES} times a day. The worker that took it is gone.",
-            _trigger("*", after="Pending", seconds=START_SECONDS),
+            _trigger("Running", *BACK, *ENDS, after=STARTING, seconds=START_SECONDS),
             (REQUEUED, StateType.SCHEDULED, f"did not begin in {START_SECONDS} s"),
         ),
         _automation(
@@ -85,14 +87,14 @@ def automations() -> list[AutomationCore]:
 
 def _trigger(
     *events: str,
-    after: str | None = None,
+    after: Iterable[str] = (),
     seconds: float = 0,
     times: int = 1,
     starts: Iterable[int] | None = None,
 ) -> EventTrigger:
     """Return what waits for events of one of our runs.
 
-    With `after` it fires when none of them has come so long after that event; without, when they
+    With `after` it fires when none of them has come so long after one of those; without, when they
     came so many times within that time. `starts`: how often the run may have been started.
     """
     prefix = "prefect.flow-run"
@@ -103,7 +105,7 @@ def _trigger(
         match=match,
         match_related={"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"},
         for_each={"prefect.resource.id"},
-        after={f"{prefix}.{after}"} if after else set(),
+        after={f"{prefix}.{event}" for event in after},
         expect={f"{prefix}.{event}" for event in events},
         posture=Posture.Proactive if after else Posture.Reactive,
         threshold=times,
