@@ -17,8 +17,22 @@ from urllib.parse import quote
 
 from exl2flow.core.errors import WriteFailed
 
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 _devices: dict[Path, str] = {}  # folder → the device that this process stays with
 _choosing = threading.Lock()
+
+
+def named_gpus(count: int) -> list[str]:
+    """Return the names of the GPUs that this process sees, of which there are so many."""
+    seen = os.environ.get(VARIABLE)
+    if seen is None or count == 0:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in seen.split(",") if name.strip()]
+
+
+def see_only(gpu: str) -> None:
+    """Have CUDA see one GPU; in time before it is first used."""
+    os.environ[VARIABLE] = gpu
 
 
 class Slots:

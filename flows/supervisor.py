@@ -3,6 +3,7 @@
 It needs no Prefect. When it is killed, its services go on; the next one adopts them.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from exl2flow.flows.services import (
     command,
     environment,
 )
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0  # before a service that keeps ending is started again
@@ -64,7 +67,7 @@ class Supervisor:
             self.home.save_processes(self.processes)
         except OSError as error:
             self._is_saved = False
-            print(f"cannot write `services.json` ({error.strerror})", file=sys.stderr, flush=True)
+            log.warning("cannot write `services.json` (%s)", error.strerror)
         else:
             self._is_saved = True
 

@@ -20,7 +20,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.interrupt import StopRequest, listening
 from exl2flow.core.progress import labelled
-from exl2flow.core.slots import Slots
+from exl2flow.core.slots import Slots, named_gpus, see_only
 from exl2flow.core.stage import Pipeline
 from exl2flow.inference.validate import check_verdict
 from exl2flow.kernels import resolve_device
@@ -99,7 +99,7 @@ def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) ->
     with Slots.of_host("cuda" if gpus else "cpu").hold(devices, pause) as device:
         _raise_if_stopped(share, stop)  # now that a signal will be sent to this process
         if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = device
+            see_only(device)
         try:
             yield device
         finally:
@@ -117,8 +117,4 @@ def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
 
 def visible_gpus(device: str) -> list[str]:
     """Return the GPUs that this process may use, by name, without starting CUDA; none on a CPU."""
-    count = 0 if device == "cpu" else torch.cuda.device_count()
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None or count == 0:
-        return [str(index) for index in range(count)]
-    return [name.strip() for name in seen.split(",") if name.strip()]
+    return named_gpus(0 if device == "cpu" else torch.cuda.device_count())

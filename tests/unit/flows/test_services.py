@@ -92,7 +92,7 @@ def test_process_that_has_the_id_of_another_is_not_it(home: Home) -> None:
 
 
 def test_supervisor_that_cannot_write_tries_again(
-    home: Home, capsys: pytest.CaptureFixture[str]
+    home: Home, caplog: pytest.LogCaptureFixture
 ) -> None:
     obstacle = home.path / "services.json"
     obstacle.mkdir()
@@ -102,6 +102,6 @@ def test_supervisor_that_cannot_write_tries_again(
     obstacle.rmdir()
     supervisor._save()
 
-    assert "cannot write `services.json`" in capsys.readouterr().err
+    assert "cannot write `services.json`" in caplog.text
     assert home.alive().keys() == {SUPERVISOR}
     assert [path.name for path in home.path.glob(".services*")] == []
