@@ -16,7 +16,7 @@ from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.flows.provision import REQUEUED, RETRIES, STARTING
+from exl2flow.flows.provision import REQUEUED, RETRIES
 from exl2flow.flows.services import POOL
 
 
@@ -59,13 +59,13 @@ def submit(server: LastingServer, name: str) -> UUID:
 def test_runs_that_did_not_begin_go_back_to_the_queue_a_few_times(server: LastingServer) -> None:
     wait_for_begin(server, 90)  # the second process needs some time to begin
     run = submit(server, "early")
-    wait_for(lambda: run_state(run) in STARTING)
+    wait_for(lambda: run_state(run) == "Submitting")
     server.kill("worker")
     check_completed(server, run)
 
     pause_pool(server, paused=True)
     never = submit(server, "never")
-    wait_for_begin(server, 3)
+    wait_for_begin(server, 10)  # the least that Prefect allows
     for _ in range(RETRIES + 1):
         with server.client() as client:
             client.set_flow_run_state(never, Submitting())  # as a worker does that is killed then

@@ -23,6 +23,8 @@ from tiny import make_tiny
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows import sweep_locally
 
+pytestmark = pytest.mark.slow
+
 FLOW = """
 import sys
 from exl2flow.core.sweep import SweepConfig
@@ -111,7 +113,6 @@ def quantize_times(run: str) -> list[tuple[datetime, datetime]]:
     return [(t.start_time, t.end_time) for t in found if t.start_time and t.end_time]
 
 
-@pytest.mark.slow
 def test_two_sweeps_at_the_same_time_use_a_device_in_turn(env: Environment, tmp_path: Path) -> None:
     configs = [config_of(tmp_path, name, workers=1) for name in ("one", "two")]
 
