@@ -36,6 +36,7 @@ DAY_SECONDS = 24 * 3600
 TAG = "exl2flow"
 REQUEUED = "Requeued"
 STARTING = ("Pending", "Submitting", "InfrastructurePending")  # what a worker says before Running
+GOES_ON = ("Running", "Retrying", "Rerunning", "Cancelling", "heartbeat")
 BACK = ("Scheduled", "AwaitingRetry", "Late", REQUEUED)
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
@@ -63,7 +64,7 @@ def automations() -> list[AutomationCore]:
         _automation(
             "a run that did not begin goes back to the queue",
             f"At most {RETRIES} times a day. The worker that took it is gone.",
-            _trigger("Running", *BACK, *ENDS, after=STARTING, seconds=START_SECONDS),
+            _trigger(*GOES_ON, *BACK, *ENDS, after=STARTING, seconds=START_SECONDS),
             (REQUEUED, StateType.SCHEDULED, f"did not begin in {START_SECONDS} s"),
         ),
         _automation(
