@@ -1,18 +1,38 @@
-"""Device slots: each process takes one of them and keeps it until it ends, however it ends.
+"""Device slots of this host: a process holds one while it computes, sweeps beside it wait.
 
-A slot is a locked file named after a device. The kernel unlocks what a killed process held, so the
-process that takes its place finds its slot free.
+A slot is a locked file named after a device. The kernel unlocks what a killed process held, so
+whoever comes next finds the slot free. All processes of a user share the folder.
 """
 
 import fcntl
 import os
-from collections.abc import Iterable
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
-from exl2flow.core.errors import WorkDirBusy
+from exl2flow.core.errors import WriteFailed
 
-_taken: dict[Path, IO[str]] = {}  # folder → the slot file that this process has locked
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_devices: dict[Path, str] = {}  # folder → the device that this process stays with
+_choosing = threading.Lock()
+
+
+def named_gpus(count: int) -> list[str]:
+    """Return the names of the GPUs that this process sees, of which there are so many."""
+    seen = os.environ.get(VARIABLE)
+    if seen is None or count == 0:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in seen.split(",") if name.strip()]
+
+
+def see_only(gpu: str) -> None:
+    """Have CUDA see one GPU; in time before it is first used."""
+    os.environ[VARIABLE] = gpu
 
 
 class Slots:
@@ -21,45 +41,77 @@ class Slots:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def offer(self, devices: Iterable[str]) -> None:
-        """Make a slot for each device, named as in `CUDA_VISIBLE_DEVICES`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for device in devices:
-            (self.folder / device).touch()
+    @classmethod
+    def of_host(cls, kind: str) -> "Slots":
+        """Return the slots for devices of a kind, `cuda` or `cpu`, of this user on this host."""
+        return cls(Path(tempfile.gettempdir()) / f"exl2flow-slots-{os.getuid()}" / kind)
 
-    def take(self) -> str:
-        """Return the device of this process, and make it the only one that CUDA will see.
+    @contextmanager
+    def hold(self, devices: Sequence[str], pause: Callable[[], None]) -> Iterator[str]:
+        """Hold a device for the block; `pause` is called between looks for a free one.
+
+        A process stays with its first device, as CUDA would not see a second one.
+
+        Args:
+            devices: names, as in `CUDA_VISIBLE_DEVICES`, in the order of preference.
+            pause: waits a while, or raises to give up.
 
         Raises:
-            WorkDirBusy: other processes have all slots.
+            WriteFailed: the folder is another user's.
         """
-        if self.folder not in _taken:
-            _taken[self.folder] = self._lock_one()
-        device = Path(_taken[self.folder].name).name
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-        return device
+        self._make_folder()
+        while (file := self._lock_one(devices)) is None:
+            pause()
+        try:
+            yield _devices[self.folder]
+        finally:
+            file.truncate(0)
+            file.close()
 
-    def _lock_one(self) -> IO[str]:
-        for path in sorted(self.folder.iterdir()):
-            file = path.open("r+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                continue
-            file.truncate()
-            file.write(str(os.getpid()))
-            file.flush()
-            return file
-        raise WorkDirBusy(f"no device is free in `{self.folder}`; ask for fewer `--workers`")
+    def _make_folder(self) -> None:
+        """Make the folder; another user's could have links to our files under names of devices."""
+        top = self.folder.parent
+        top.mkdir(exist_ok=True, mode=0o700)
+        found = top.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise WriteFailed(
+                f"`{top}` is not a folder of this user; delete it, or set TMPDIR to another place"
+            )
+        self.folder.mkdir(exist_ok=True)
 
-    def owners(self) -> list[int]:
+    def _lock_one(self, devices: Sequence[str]) -> IO[str] | None:
+        with _choosing:
+            own = _devices.get(self.folder)
+            for device in devices if own is None else [own]:
+                if (file := self._lock(device)) is not None:
+                    _devices[self.folder] = device
+                    return file
+        return None
+
+    def _lock(self, device: str) -> IO[str] | None:
+        """Return the locked file of a device, None if another process has it."""
+        path = self.folder / quote(device, safe="")
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+        except (BlockingIOError, FileNotFoundError):  # taken; tidied away after it was opened
+            is_ours = False
+        if not is_ours:
+            file.close()
+            return None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+    def owners(self) -> set[int]:
         """Return the ids of the processes that hold a slot."""
-        found = []
-        for path in self.folder.iterdir():
-            with path.open("r+") as file:
+        found = set()
+        for path in self.folder.glob("*"):
+            with path.open("r") as file:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    found += [int(text)] if (text := file.read()) else []
+                    found |= {int(text)} if (text := file.read()) else set()
         return found

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from exl2flow.core.config import ConversionConfig, SharedOptions
 from exl2flow.core.naming import model_name
@@ -47,6 +47,12 @@ class SweepConfig(SharedOptions):
         if is_list and all(isinstance(bits, int | float) for bits in value):
             return tuple(sorted({float(bits) for bits in value}))
         return value
+
+    @model_validator(mode="after")
+    def _cluster_has_a_runner(self) -> Self:
+        if self.cluster and self.runner not in ("dask", "ray"):
+            raise ValueError("a cluster needs the runner `dask` or `ray`")
+        return self
 
     @property
     def work_dir_root(self) -> Path:

@@ -3,7 +3,7 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prefect.client.schemas.sorting import FlowRunSort
@@ -15,6 +15,7 @@ from exl2flow.flows.services import (
     SERVER,
     SUPERVISOR,
     Home,
+    Process,
     ServerSettings,
     answers,
     end,
@@ -58,40 +59,49 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
     Raises:
         ServerFailed: it runs with other settings, the port is taken, or the server ends.
     """
-    running = _is_supervised(home)
-    if running:
-        _refuse_other_settings(home, settings)
-    elif not answers(settings):
-        _check_port(settings)
-    home.save_settings(settings)
-    if not running:
-        say(f"starting the server in the background; its logs lie in `{home.path / 'logs'}`")
-        _start_supervisor(home)
-    _wait_for_server(home, settings)
-    say("applying work pool, deployments and automations")
-    Provision(settings.api_url, settings.folder).apply(home.path / "deployed")
-    if not wait_until(lambda: _workers_run(home, settings), START_SECONDS):
-        raise ServerFailed(
-            f"a worker does not stay; the end of its log:\n"
-            f"{home.last_lines(next(iter(settings.workers)))}"
-        )
+    with home.busy(say):
+        alive = home.alive()
+        if alive:
+            _refuse_other_settings(home, settings)
+        if not alive.keys() & {SERVER, SUPERVISOR}:
+            _check_port(settings)
+        home.save_settings(settings)
+        if SUPERVISOR in alive:
+            wait_until(lambda: answers(settings), START_SECONDS)
+        else:
+            say(f"starting the server in the background; its logs lie in `{home.path / 'logs'}`")
+            _start_supervisor(home, alive)
+            _wait_for_server(home, settings)
+        say("applying work pool, deployments and automations")
+        Provision(settings.api_url, settings.folder).apply(home.path / "deployed")
+        if not wait_until(lambda: home.alive().keys() >= settings.workers.keys(), START_SECONDS):
+            raise ServerFailed(
+                f"a worker does not stay; the end of its log:\n"
+                f"{home.last_lines(next(iter(settings.workers)))}"
+            )
 
 
-def down(home: Home) -> list[str]:
+def down(home: Home, *, say: Callable[[str], None]) -> list[str]:
     """End workers, then the server, and return the names of the processes that ran.
 
     Raises:
         ServerFailed: a process cannot be ended.
     """
-    processes = home.processes()
-    running = [name for name, process in processes.items() if process.is_alive()]
-    if SUPERVISOR in processes:
-        end([processes[SUPERVISOR]], STOP_SECONDS)
+    if not home.path.exists():
+        return []
+    with home.busy(say):
+        return _end_all(home)
+
+
+def _end_all(home: Home) -> list[str]:
+    running = home.alive()
+    if SUPERVISOR in running:
+        end([running[SUPERVISOR]], STOP_SECONDS)
     home.end_services()  # which a killed supervisor could not do
-    left = [f"{p.pid}" for p in processes.values() if p.is_alive()]
+    left = [str(process.pid) for process in running.values() if process.is_alive()]
     if left:
         raise ServerFailed(f"processes {', '.join(left)} do not end; look at them with `ps`")
-    return running
+    return list(running)
 
 
 def status(home: Home) -> Status:
@@ -164,11 +174,6 @@ def _runs(provision: Provision) -> tuple[dict[str, object], ...]:
     )
 
 
-def _is_supervised(home: Home) -> bool:
-    supervisor = home.processes().get(SUPERVISOR)
-    return supervisor is not None and supervisor.is_alive()
-
-
 def _refuse_other_settings(home: Home, settings: ServerSettings) -> None:
     running = home.settings()
     if running is not None and running != settings:
@@ -190,8 +195,7 @@ def _check_port(settings: ServerSettings) -> None:
         ) from error
 
 
-def _start_supervisor(home: Home) -> None:
-    alive = {name: process for name, process in home.processes().items() if process.is_alive()}
+def _start_supervisor(home: Home, alive: Mapping[str, Process]) -> None:
     home.save_processes(alive)  # the count of exits begins anew
     with home.log(SUPERVISOR).open("ab") as log:
         subprocess.Popen(
@@ -205,26 +209,23 @@ def _start_supervisor(home: Home) -> None:
 
 
 def _wait_for_server(home: Home, settings: ServerSettings) -> None:
-    """Return when the server answers.
+    """Return when the server that was started answers.
 
     Raises:
         ServerFailed: it ended, or took too long; the message has the end of its log.
     """
+    before = home.processes().get(SERVER)
+    exits = before.exits if before else 0
 
     def ended() -> bool:
         server = home.processes().get(SERVER)
-        return server is not None and (server.exits > 0 or not server.is_alive())
+        return server is not None and (server.exits > exits or not server.is_alive())
 
-    came = wait_until(lambda: answers(settings) or ended(), START_SECONDS)
-    if answers(settings):
+    came = wait_until(lambda: ended() or answers(settings), START_SECONDS)
+    if came and not ended():  # another program could answer at that port
         return
-    down(home)
+    _end_all(home)
     what = "ended" if came else f"does not answer after {START_SECONDS:.0f} s"
     raise ServerFailed(
         f"the Prefect server {what}; the end of `{home.log(SERVER)}`:\n{home.last_lines(SERVER)}"
     )
-
-
-def _workers_run(home: Home, settings: ServerSettings) -> bool:
-    processes = home.processes()
-    return all(name in processes and processes[name].is_alive() for name in settings.workers)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +32,13 @@ DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 MISSED_HEARTBEATS = 3
 START_SECONDS = 600  # from the worker's taking a run to its first line
 RETRIES = 3
+DAY_SECONDS = 24 * 3600
 TAG = "exl2flow"
-ENDS = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
+REQUEUED = "Requeued"
+STARTING = ("Pending", "Submitting", "InfrastructurePending")  # what a worker says before Running
+GOES_ON = ("Running", "Retrying", "Rerunning", "Cancelling", "heartbeat")
+BACK = ("Scheduled", "AwaitingRetry", "Late", REQUEUED)
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
 def deployment_names() -> list[str]:
@@ -43,74 +48,81 @@ def deployment_names() -> list[str]:
 
 
 def automations() -> list[AutomationCore]:
-    """Return what keeps runs going: lost ones become crashed, crashed ones run again."""
-    ours = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
-    lost = "prefect.flow-run.*"
-    common: dict[str, Any] = {"for_each": {"prefect.resource.id"}, "match_related": ours}
+    """Return what keeps runs going: lost ones become crashed, crashed ones run again.
+
+    A run that did not begin has no count of its starts to go by; its returns to the queue are
+    counted by the name of the state that they give it.
+    """
     seconds = MISSED_HEARTBEATS * HEARTBEAT_SECONDS
     return [
-        AutomationCore(
-            name=f"{TAG}: without a heartbeat a run has crashed",
-            description=f"No sign of life for {seconds} s: its process or its machine is gone.",
-            trigger=EventTrigger(
-                match={"prefect.resource.id": lost},
-                after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.heartbeat", *ENDS},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(seconds=seconds),
-                **common,
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    name="Crashed",
-                    state=StateType.CRASHED,
-                    message=f"no heartbeat for {seconds} s",
-                )
-            ],
+        _automation(
+            "without a heartbeat a run has crashed",
+            f"No sign of life for {seconds} s: its process or its machine is gone.",
+            _trigger("heartbeat", *ENDS, after=("heartbeat",), seconds=seconds),
+            ("Crashed", StateType.CRASHED, f"no heartbeat for {seconds} s"),
         ),
-        AutomationCore(
-            name=f"{TAG}: a run that did not begin goes back to the queue",
-            description="The worker that took it is gone.",
-            trigger=EventTrigger(
-                match={"prefect.resource.id": lost},
-                after={"prefect.flow-run.Pending"},
-                expect={"prefect.flow-run.*"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(seconds=START_SECONDS),
-                **common,
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    name="Scheduled",
-                    state=StateType.SCHEDULED,
-                    message=f"did not begin in {START_SECONDS} s",
-                )
-            ],
+        _automation(
+            "a run that did not begin goes back to the queue",
+            f"At most {RETRIES} times a day. The worker that took it is gone.",
+            _trigger(*GOES_ON, *BACK, *ENDS, after=STARTING, seconds=START_SECONDS),
+            (REQUEUED, StateType.SCHEDULED, f"did not begin in {START_SECONDS} s"),
         ),
-        AutomationCore(
-            name=f"{TAG}: a crashed run goes on",
-            description=f"At most {RETRIES} times. What is finished is not done again.",
-            trigger=EventTrigger(
-                match={
-                    "prefect.resource.id": lost,
-                    "prefect.run-count": [str(count) for count in range(1, RETRIES + 1)],
-                },
-                expect={"prefect.flow-run.Crashed"},
-                posture=Posture.Reactive,
-                threshold=1,
-                **common,
+        _automation(
+            "a run that never begins has failed",
+            f"It went back to the queue {RETRIES + 1} times in a day.",
+            _trigger(REQUEUED, seconds=DAY_SECONDS, times=RETRIES + 1),
+            (
+                "Failed",
+                StateType.FAILED,
+                f"did not begin {RETRIES + 1} times; see the worker's log",
             ),
-            actions=[
-                ChangeFlowRunState(
-                    name="AwaitingRetry",
-                    state=StateType.SCHEDULED,
-                    message="goes on after a crash",
-                )
-            ],
+        ),
+        _automation(
+            "a crashed run goes on",
+            f"At most {RETRIES} times. What is finished is not done again.",
+            _trigger("Crashed", starts=range(1, RETRIES + 1)),
+            ("AwaitingRetry", StateType.SCHEDULED, "goes on after a crash"),
         ),
     ]
+
+
+def _trigger(
+    *events: str,
+    after: Iterable[str] = (),
+    seconds: float = 0,
+    times: int = 1,
+    starts: Iterable[int] | None = None,
+) -> EventTrigger:
+    """Return what waits for events of one of our runs.
+
+    With `after` it fires when none of them has come so long after one of those; without, when they
+    came so many times within that time. `starts`: how often the run may have been started.
+    """
+    prefix = "prefect.flow-run"
+    match: dict[str, str | list[str]] = {"prefect.resource.id": f"{prefix}.*"}
+    if starts is not None:
+        match["prefect.run-count"] = [str(count) for count in starts]
+    return EventTrigger(
+        match=match,
+        match_related={"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"},
+        for_each={"prefect.resource.id"},
+        after={f"{prefix}.{event}" for event in after},
+        expect={f"{prefix}.{event}" for event in events},
+        posture=Posture.Proactive if after else Posture.Reactive,
+        threshold=times,
+        within=timedelta(seconds=seconds),
+    )
+
+
+def _automation(
+    name: str, description: str, trigger: EventTrigger, state: tuple[str, StateType, str]
+) -> AutomationCore:
+    """Return an automation that gives a run a state, by name, type and message."""
+    name_of_state, kind, message = state
+    action = ChangeFlowRunState(name=name_of_state, state=kind, message=message)
+    return AutomationCore(
+        name=f"{TAG}: {name}", description=description, trigger=trigger, actions=[action]
+    )
 
 
 class Provision:

@@ -1,18 +1,19 @@
 """Who makes the bitrates of a sweep: one of Prefect's task runners, by one option.
 
-Processes on this host have a device each: those of a pool, and those of a Dask cluster that is
-started here. Ray gives its workers devices itself, and so may a cluster that runs already.
+Every process that is not that of the flow takes a free device of its host, see `core.slots`: those
+of a pool, and those of a cluster, whether it is started here or runs already.
 """
 
+import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from prefect.client.schemas.objects import State
 from prefect.context import refresh_global_settings_context
 from prefect.futures import PrefectFuture
@@ -25,10 +26,11 @@ from exl2flow.core.interrupt import StopRequest
 from exl2flow.core.slots import Slots
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.kernels import resolve_device
-from exl2flow.tasks.sweep import make_bitrate
+from exl2flow.tasks.sweep import Share, make_bitrate, visible_gpus
 
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between looks for a signal
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 AnyRunner = TaskRunner[Any]  # of any kind of future
 
@@ -40,16 +42,19 @@ class ProcessDied(Exception):
 def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
     """Make all bitrates, several at a time if asked, and return those that failed, with why.
 
-    A bitrate whose process died is made again, from where it had come to.
+    A bitrate whose process died is made again, from where it had come to; at last by itself, as a
+    pool loses all its processes when one dies.
 
     Raises:
-        ConfigError: the runner is not installed.
+        ConfigError: the runner is not installed, or has more workers than devices.
         Interrupted: a signal came, and the runner's workers cannot be asked to stop.
     """
     outcomes: dict[str, BaseException | None] = {}
     remaining = config.conversions()
-    for _ in range(ATTEMPTS):
-        outcomes |= _attempt(config, remaining, stop)
+    for attempt in range(1, ATTEMPTS + 1):
+        alone = [{name: conversion} for name, conversion in remaining.items()]
+        for group in alone if attempt == ATTEMPTS else [remaining]:
+            outcomes |= _attempt(config, group, stop)
         remaining = {n: c for n, c in remaining.items() if isinstance(outcomes[n], ProcessDied)}
     return {name: error for name, error in outcomes.items() if error is not None}
 
@@ -60,7 +65,7 @@ def _settings_exported() -> Iterator[None]:
 
     They do not inherit settings that hold in a context only; without them Prefect starts servers.
     """
-    ours = get_current_settings().to_environment_variables(exclude_unset=True)
+    ours = QUIET | get_current_settings().to_environment_variables(exclude_unset=True)
     added = ours.keys() - os.environ.keys()
     os.environ.update({name: ours[name] for name in added})
     refresh_global_settings_context()
@@ -72,29 +77,19 @@ def _settings_exported() -> Iterator[None]:
         refresh_global_settings_context()
 
 
-@contextmanager
-def _device_slots(config: SweepConfig) -> Iterator[Slots | None]:
-    """Offer this host's devices to processes that have none of their own."""
-    if config.runner in ("threads", "ray") or config.cluster:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="exl2flow-slots-") as folder:
-        slots = Slots(Path(folder))
-        slots.offer(_devices(config))
-        yield slots
+def _workers(config: SweepConfig) -> int:
+    """Return how many bitrates are made at the same time, without a cluster that runs already.
 
-
-def _devices(config: SweepConfig) -> list[str]:
-    """Return the GPUs of this host that the sweep may use; on a CPU, a number per worker."""
-    if resolve_device(config.device).type == "cpu":
-        return [str(index) for index in range(config.workers or 1)]
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
-    if config.workers and config.workers > len(names):
+    Raises:
+        ConfigError: more than this host has devices for.
+    """
+    if config.runner == "threads" or not (gpus := visible_gpus(config.device)):
+        return config.workers or 1
+    if config.workers and config.workers > len(gpus):
         raise ConfigError(
-            f"{config.workers} workers are more than the {len(names)} GPUs; each has one of its own"
+            f"{config.workers} workers are more than the {len(gpus)} GPUs; each has one of its own"
         )
-    return names[: config.workers]
+    return config.workers or len(gpus)
 
 
 def _runner(config: SweepConfig, workers: int) -> AnyRunner:
@@ -108,7 +103,7 @@ def _runner(config: SweepConfig, workers: int) -> AnyRunner:
             case "threads":
                 return ThreadPoolTaskRunner(max_workers=workers)
             case "processes":
-                return ProcessPoolTaskRunner(max_workers=workers)
+                return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_the_flow)
             case "dask":
                 return _dask(config, workers)
             case "ray":
@@ -141,6 +136,25 @@ def _ray(config: SweepConfig, workers: int) -> AnyRunner:
     return runner
 
 
+@contextmanager
+def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
+    """Start a runner for the block.
+
+    Raises:
+        ConfigError: no cluster answers.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(runner)
+            getattr(runner, "client", None)  # Dask connects now
+        except OSError as error:
+            where = f"`{config.cluster}`" if config.cluster else "this host"
+            raise ConfigError(
+                f"no {config.runner} cluster answers at {where} ({error}); check `--cluster`"
+            ) from error
+        yield runner
+
+
 def _demands(config: SweepConfig) -> AbstractContextManager[None]:
     """Have Ray give every bitrate a GPU of its own."""
     if config.runner != "ray" or resolve_device(config.device).type == "cpu":
@@ -151,41 +165,97 @@ def _demands(config: SweepConfig) -> AbstractContextManager[None]:
     return options
 
 
+def _end_with_the_flow() -> None:
+    """Have a process of a pool end when the flow's is killed; it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _attempt(
     config: SweepConfig, conversions: Mapping[str, ConversionConfig], stop: StopRequest
 ) -> dict[str, BaseException | None]:
     """Make bitrates, and return why each of them failed, None if it did not."""
     if not conversions:
         return {}
-    with _settings_exported(), _device_slots(config) as slots:
-        workers = config.workers or (len(list(slots.folder.iterdir())) if slots else 1)
-        with _runner(config, workers) as runner, _demands(config):
-            folder = slots and slots.folder
+    workers = (os.cpu_count() or 1) if config.cluster else _workers(config)
+    with _settings_exported(), tempfile.TemporaryDirectory(prefix="exl2flow-") as folder:
+        share = Share(workers=config.workers or workers, stop=Path(folder) / "stop")
+        messenger = Messenger(config, stop, share.stop)
+        with _running(_runner(config, workers), config) as runner, _demands(config):
             futures = {
                 name: runner.submit(
-                    make_bitrate, {"name": name, "config": conversion, "slots": folder}
+                    make_bitrate,
+                    {
+                        "name": name,
+                        "config": conversion,
+                        "share": None if config.runner == "threads" else share,
+                    },
                 )
                 for name, conversion in conversions.items()
             }
-            return {name: _outcome(future, config, slots, stop) for name, future in futures.items()}
+            return {name: _outcome(future, messenger) for name, future in futures.items()}
 
 
-def _outcome(
-    future: PrefectFuture[Any], config: SweepConfig, slots: Slots | None, stop: StopRequest
-) -> BaseException | None:
+class Messenger:
+    """Passes a signal on to those that make bitrates, once."""
+
+    def __init__(self, config: SweepConfig, stop: StopRequest, file: Path) -> None:
+        self.stop = stop
+        self._runner = config.runner
+        self._file = file
+
+    def pass_on(self) -> None:
+        """Ask workers to stop; threads know, and Ctrl-C on a terminal has reached processes, too.
+
+        Raises:
+            Interrupted: the workers do not listen; they are ended with their cluster.
+        """
+        signum = self.stop.signum
+        if signum is None or self._file.exists():
+            return
+        self._file.write_text(str(signum))
+        if self._runner in ("dask", "ray"):
+            raise Interrupted("stopped; everything finished is saved", signum=signum)
+        if self._runner == "processes" and signum == signal.SIGTERM:
+            owners = Slots.of_host("cuda").owners() | Slots.of_host("cpu").owners()
+            for child in multiprocessing.active_children():
+                if child.pid in owners:  # others find the file before they begin
+                    with suppress(ProcessLookupError):
+                        os.kill(child.pid, signum)
+
+
+def _outcome(future: PrefectFuture[Any], messenger: Messenger) -> BaseException | None:
     """Wait for a bitrate, and return why it failed."""
-    is_told = False
     while True:
         try:
             future.wait(timeout=POLL_SECONDS)
         except Exception as error:  # whatever ended the process or the cluster
-            return ProcessDied(f"the process that made it died ({type(error).__name__})")
-        state = future.state
-        if state.is_final():
-            return _error(state)
-        if stop.signum is not None and not is_told:
-            _pass_on(stop.signum, config, slots)
-            is_told = True
+            found: BaseException | None = _died(type(error).__name__)
+            break
+        if future.state.is_final():
+            found = _error(future.state)
+            break
+        if (found := _lost(future)) is not None:
+            break
+        messenger.pass_on()
+    signum = messenger.stop.signum
+    if isinstance(found, ProcessDied) and signum is not None:
+        return Interrupted("stopped; everything finished is saved", signum=signum)
+    return found
+
+
+def _lost(future: PrefectFuture[Any]) -> ProcessDied | None:
+    """Tell whether a Dask cluster gave a task up: to Prefect's future that is one under way."""
+    wrapped = getattr(future, "wrapped_future", None)
+    if getattr(wrapped, "status", "pending") not in ("error", "cancelled", "lost"):
+        return None
+    return _died(repr(wrapped.exception(timeout=POLL_SECONDS)))  # type: ignore[union-attr]
 
 
 def _error(state: State[Any]) -> BaseException | None:
@@ -193,19 +263,9 @@ def _error(state: State[Any]) -> BaseException | None:
         return None
     error = state.result(raise_on_failure=False)
     if state.is_crashed() and not isinstance(error, Interrupted):
-        return ProcessDied(f"the process that made it died ({state.message})")
+        return _died(str(state.message))
     return error if isinstance(error, BaseException) else ProcessDied(str(state.message))
 
 
-def _pass_on(signum: int, config: SweepConfig, slots: Slots | None) -> None:
-    """Ask workers to stop; threads know, and Ctrl-C on a terminal has reached processes, too.
-
-    Raises:
-        Interrupted: the workers do not listen; they are ended with their cluster.
-    """
-    if config.runner in ("dask", "ray"):
-        raise Interrupted("stopped; everything finished is saved", signum=signum)
-    if slots is not None and signum == signal.SIGTERM:
-        for process in slots.owners():
-            with suppress(ProcessLookupError):
-                os.kill(process, signum)
+def _died(how: str) -> ProcessDied:
+    return ProcessDied(f"the process that made it died ({how})")

@@ -5,6 +5,7 @@ All lies in one folder, the home:
     server.json    what `exl2flow server up` was asked for; readable by its owner only
     services.json  the processes, as the supervisor last saw them
     lock           held by the supervisor while it runs
+    busy           held by `up` and `down` while they are at work
     logs/          one file per process
     prefect/       Prefect's own home: database, results, leases
 """
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ HEALTH_TIMEOUT_SECONDS = 5.0
 WORKER_STOP_SECONDS = 30.0
 RUN_STOP_SECONDS = 10.0
 SERVER_STOP_SECONDS = 10.0
+BUSY_SECONDS = 600.0  # that another `up` or `down` may take
 HOME_VARIABLE = "EXL2FLOW_SERVICE_OF"  # services have it in their environment, and so have runs
 QUIET = {"DO_NOT_TRACK": "1"}
 SERVER_ENVIRONMENT = {
@@ -157,26 +159,30 @@ class Home:
             ServerFailed: the file is damaged.
         """
         file = self.path / "server.json"
-        if not file.exists():
-            return None
         try:
             return ServerSettings.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            return None
         except ValidationError as error:
             raise ServerFailed(f"`{file}` is damaged ({error}); delete it") from error
+        except OSError as error:
+            raise ServerFailed(f"cannot read `{file}` ({error.strerror}); use `--home`") from error
 
     def save_settings(self, settings: ServerSettings) -> None:
         """Keep what the server is started with; the database's URL may hold a password."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.path / "logs").mkdir(exist_ok=True)
         self._write("server.json", settings.model_dump(mode="json"))
 
     def processes(self) -> dict[str, Process]:
         """Return service name → process, those that ended included."""
         try:
             content = json.loads((self.path / "services.json").read_bytes())
-        except (FileNotFoundError, ValueError):
+            return {name: Process(**fields) for name, fields in content.items()}
+        except (OSError, ValueError, TypeError, AttributeError):  # damaged: as if none had run
             return {}
-        return {name: Process(**fields) for name, fields in content.items()}
+
+    def alive(self) -> dict[str, Process]:
+        """Return service name → process of those that run."""
+        return {name: process for name, process in self.processes().items() if process.is_alive()}
 
     def save_processes(self, processes: Mapping[str, Process]) -> None:
         """Keep the processes."""
@@ -184,10 +190,15 @@ class Home:
         self._write("services.json", content)
 
     def _write(self, name: str, content: object) -> None:
-        draft = self.path / f".{name}"
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(content, file, indent=4)
-        draft.replace(self.path / name)
+        draft = self.path / f".{name}.{os.getpid()}"
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                json.dump(content, file, indent=4)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.path / name)
+        finally:
+            draft.unlink(missing_ok=True)
 
     def log(self, service: str) -> Path:
         """Return the log file of a service."""
@@ -213,15 +224,61 @@ class Home:
 
     @contextmanager
     def lock(self) -> Iterator[bool]:
-        """Hold the home, if nobody else does; the kernel lets it go when the process ends."""
-        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Hold the home as its supervisor, if nobody else does."""
+        handle = _lock_file(self.path / "lock")
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield True
-        except BlockingIOError:
-            yield False
+            yield _is_locked(handle)
         finally:
             os.close(handle)
+
+    @contextmanager
+    def busy(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Make the home, and change it alone; wait for another one that does.
+
+        Raises:
+            ServerFailed: the home cannot be used, or the other one takes too long.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (owner := self.path.stat().st_uid) != os.getuid():
+                raise ServerFailed(
+                    f"`{self.path}` belongs to the user with number {owner}; use another `--home`"
+                )
+            (self.path / "logs").mkdir(exist_ok=True)
+            with ExitStack() as stack:
+                self._wait_for_others(stack, say)
+                yield
+        except OSError as error:
+            raise ServerFailed(
+                f"cannot use `{error.filename or self.path}` ({error.strerror}); mend that, or "
+                "use another `--home`"
+            ) from error
+
+    def _wait_for_others(self, stack: ExitStack, say: Callable[[str], None]) -> None:
+        """Have nobody else at work in the home until the stack is closed."""
+        handle = _lock_file(self.path / "busy")
+        stack.callback(os.close, handle)
+        if _is_locked(handle):
+            return
+        say("waiting for another `exl2flow server up` or `down`")
+        if not wait_until(lambda: _is_locked(handle), BUSY_SECONDS):
+            raise ServerFailed(
+                f"another `exl2flow server up` or `down` is at work in `{self.path}` for "
+                f"{BUSY_SECONDS:.0f} s; end it first"
+            )
+
+
+def _lock_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _is_locked(handle: int) -> bool:
+    """Lock a file unless somebody else has; the kernel unlocks it when the process ends."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def command(settings: ServerSettings, service: str) -> list[str]:

@@ -3,6 +3,7 @@
 It needs no Prefect. When it is killed, its services go on; the next one adopts them.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from exl2flow.flows.services import (
     environment,
 )
 
+log = logging.getLogger(__name__)
+
 LOOK_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0  # before a service that keeps ending is started again
 STEADY_SECONDS = 60.0  # a service that ran that long begins anew with short pauses
@@ -40,19 +43,33 @@ class Supervisor:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._started: dict[str, float] = {}
         self._pauses: dict[str, float] = {}
+        self._is_saved = True
 
     def run(self, stop: threading.Event) -> None:
         """Keep all services running until asked to stop, then end them, workers first."""
-        self.home.save_processes(self.processes)
+        self._save()
         while True:
             self._keep(SERVER)
-            if answers(self.settings):
+            if self.processes[SERVER].is_alive() and answers(self.settings):
                 for worker in self.settings.workers:
                     self._keep(worker)
+            if not self._is_saved:
+                self._save()
             if stop.wait(LOOK_SECONDS):
                 break
         self.home.end_services()
-        self.home.save_processes({})
+        self.processes = {}
+        self._save()
+
+    def _save(self) -> None:
+        """Keep what runs; a full disk is told, and a reason to try again."""
+        try:
+            self.home.save_processes(self.processes)
+        except OSError as error:
+            self._is_saved = False
+            log.warning("cannot write `services.json` (%s)", error.strerror)
+        else:
+            self._is_saved = True
 
     def _keep(self, name: str) -> None:
         child = self._children.get(name)
@@ -87,7 +104,7 @@ class Supervisor:
             )
         self._children[name] = child
         self.processes[name] = Process.of(child.pid, exits=exits)
-        self.home.save_processes(self.processes)
+        self._save()
 
 
 def main() -> None:

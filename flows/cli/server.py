@@ -31,6 +31,15 @@ HomeOption = Annotated[
     ),
 ]
 HOME = Path("~/.exl2flow")
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="DIR",
+        help="Where relative paths in runs start.",
+        show_default="the current folder",
+    ),
+]
 
 
 @app.command("up")
@@ -63,15 +72,7 @@ def up(
             show_default="all",
         ),
     ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--folder",
-            metavar="DIR",
-            help="Where relative paths in runs start.",
-            show_default="the current folder",
-        ),
-    ] = None,
+    folder: FolderOption = None,
 ) -> None:
     """Start a Prefect server and a worker per GPU in the background; mend what is missing.
 
@@ -89,7 +90,7 @@ def up(
         "folder": None if folder is None else folder.absolute(),
     }
     settings = _settings(place.settings(), given)
-    lasting.up(place, settings, say=lambda text: say(text, style="dim"))
+    lasting.up(place, settings, say=_whisper)
     say(
         f"the server is up: {settings.url}\n"
         f"  export PREFECT_API_URL={settings.api_url}\n"
@@ -97,6 +98,10 @@ def up(
         "  exl2flow server status\n"
         "  exl2flow server down"
     )
+
+
+def _whisper(text: str) -> None:
+    say(text, style="dim")
 
 
 def _settings(before: "ServerSettings | None", given: dict[str, Any]) -> "ServerSettings":
@@ -141,15 +146,7 @@ def apply(
             show_default=False,
         ),
     ],
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--folder",
-            metavar="DIR",
-            help="Where relative paths in runs start.",
-            show_default="the current folder",
-        ),
-    ] = None,
+    folder: FolderOption = None,
 ) -> None:
     """Give a server that is run otherwise our work pool, deployments and automations."""
     from exl2flow.flows.provision import Provision
@@ -164,7 +161,7 @@ def down(*, home: HomeOption = HOME) -> None:
     from exl2flow.flows import lasting
     from exl2flow.flows.services import Home
 
-    ended = lasting.down(Home(home))
+    ended = lasting.down(Home(home), say=_whisper)
     say(f"ended: {', '.join(ended)}" if ended else "nothing ran")
 
 

@@ -212,7 +212,7 @@ def test_each_slot_makes_one_bitrate_at_a_time_with_the_same_bytes(
     swept: Swept, source: Path, tmp_path: Path, runner: str, threads_of_workers: None
 ) -> None:
     if runner == "dask":
-        pytest.importorskip("prefect_dask")
+        pytest.importorskip("prefect_dask", reason="comes with the extra `dask`")
     config = config_of(source, tmp_path, runner=runner, workers=2)
 
     run, state = run_flow(config)
@@ -260,9 +260,14 @@ def kill_a_quantizer(work_root: Path) -> None:
 
 @pytest.mark.slow
 def test_ray_gives_the_same_bytes(
-    swept: Swept, source: Path, tmp_path: Path, threads_of_workers: None
+    swept: Swept,
+    source: Path,
+    tmp_path: Path,
+    threads_of_workers: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("prefect_ray")
+    pytest.importorskip("prefect_ray", reason="comes with the extra `ray`")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token into the user's home
     config = config_of(source, tmp_path, runner="ray", workers=2)
 
     run, state = run_flow(config)

@@ -1,24 +1,13 @@
-"""Bitrates of a sweep, device slots, locks of stages that run side by side."""
+"""Bitrates of a sweep, locks of stages that run side by side."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from exl2flow.core.errors import Interrupted, WorkDirBusy
-from exl2flow.core.slots import Slots
 from exl2flow.core.store import WorkDir
 from exl2flow.core.sweep import SweepConfig, bitrate_name
-
-TAKE = """
-import sys
-from pathlib import Path
-from exl2flow.core.slots import Slots
-print(Slots(Path(sys.argv[1])).take(), flush=True)
-sys.stdin.read()
-"""
 
 
 def sweep_of(**values: object) -> SweepConfig:
@@ -65,34 +54,9 @@ def test_configuration_survives_json() -> None:
     assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_each_process_has_a_slot_of_its_own_until_it_is_killed(tmp_path: Path) -> None:
-    slots = Slots(tmp_path / "slots")
-    slots.offer(["3", "5"])
-
-    def taker() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", TAKE, str(slots.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def taken(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
-
-    with taker() as first, taker() as second:
-        assert {taken(first), taken(second)} == {"3", "5"}
-        assert sorted(slots.owners()) == sorted([first.pid, second.pid])
-        refused = taker()
-        assert "no device is free" in refused.communicate()[1]
-        second.kill()
-        second.wait()
-        with taker() as third:
-            assert taken(third) in {"3", "5"}
-            third.kill()
-        first.kill()
+def test_cluster_without_a_runner_that_has_any_is_refused() -> None:
+    with pytest.raises(ValidationError, match="needs the runner `dask` or `ray`"):
+        sweep_of(bpw=[3], runner="processes", cluster="tcp://127.0.0.1:8786")
 
 
 def test_stages_run_side_by_side_but_neither_twice_nor_into_one_output(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""What can go wrong around a lasting server: two commands at once, lost supervisors, strangers."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from servers import LastingServer, wait_for
+
+from exl2flow.flows.services import Home
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> LastingServer:
+    return LastingServer(home=tmp_path / "home of a server", folder=tmp_path)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stranger(server: LastingServer) -> Iterator[HTTPServer]:
+    """Another program at the server's port, which answers as if it were well."""
+    with HTTPServer(("127.0.0.1", server.port), Healthy) as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def test_another_server_at_the_port_is_not_taken_for_ours(
+    server: LastingServer, stranger: HTTPServer
+) -> None:
+    done = server.call("up", "--port", str(server.port), "--gpus", "none")
+
+    assert done.returncode == 1
+    assert f"cannot listen on `127.0.0.1:{server.port}`" in done.stderr
+    assert server.processes() == []
+
+
+@pytest.mark.slow
+def test_server_is_one_whoever_starts_it_and_whoever_is_killed(server: LastingServer) -> None:
+    options = ("up", "--port", str(server.port), "--gpus", "none")
+    try:
+        with ThreadPoolExecutor() as pool:
+            both = list(pool.map(lambda words: server.call(*words), (options, options)))
+        begun = Home(server.home).alive()
+        os.kill(begun["supervisor"].pid, signal.SIGKILL)
+        wait_for(lambda: not begun["supervisor"].is_alive())
+        other = server.call("up", "--gpus", "7")
+        again = server.call("up")
+        adopted = Home(server.home).alive()
+        status = server.status()
+    finally:
+        server.call("down")
+
+    assert [done.returncode for done in both] == [0, 0], both
+    assert sum("waiting for another" in done.stderr for done in both) == 1
+    assert begun.keys() == {"supervisor", "server", "worker"}
+    assert other.returncode == 1
+    assert "runs with another gpus" in other.stderr
+    assert again.returncode == 0, again.stderr
+    assert status["healthy"]
+    assert adopted["server"].pid == begun["server"].pid
+    assert adopted["worker"].pid == begun["worker"].pid
+    assert adopted["supervisor"].pid != begun["supervisor"].pid
+    assert server.processes() == []
