@@ -1,4 +1,4 @@
-"""How a lasting server begins and ends: on SQLite and PostgreSQL, at taken ports, under a run."""
+"""Lasting servers that do not start, and one on PostgreSQL."""
 
 import socket
 from pathlib import Path
@@ -39,20 +39,6 @@ def test_server_that_dies_is_told_with_the_end_of_its_log(server: LastingServer)
 def test_home_without_a_server_is_told(server: LastingServer) -> None:
     assert "no server was started in" in server.call("status").stderr
     assert "nothing ran" in server.call("down").stderr
-
-
-def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer) -> None:
-    config = long_conversion(server.folder)
-    try:
-        server.up()
-        server.submit("convert/convert", config.model_dump(mode="json"))
-        wait_for_cursor(config, "measure", 2)
-    finally:
-        done = server.call("down")
-
-    assert done.returncode == 0, done.stderr
-    assert server.processes() == []
-    assert server.call("status").returncode == 1
 
 
 @pytest.mark.slow
