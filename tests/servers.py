@@ -28,7 +28,8 @@ from exl2flow.core.config import ConversionConfig
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 300.0
+API_PAUSE_SECONDS = 0.5
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Prefect's services look around every 5 to 60 s: nothing but waiting for tests.
@@ -44,12 +45,12 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    """Return when the condition holds."""
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], *, pause: float = 0.1) -> None:
+    """Return when the condition holds; pause: seconds between looks, more where they cost more."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,12 @@ class LastingServer:
         return f"http://127.0.0.1:{self.port}/api"
 
     def call(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `exl2flow server …` for this home, to its end."""
+        """Run `exl2flow server …` for this home, to its end; no token is passed on."""
+        own = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
         return subprocess.run(
             [*PROGRAM, "server", *words, "--home", str(self.home)],
             cwd=self.folder,
-            env={**os.environ, **ENVIRONMENT, **self.env, **env},
+            env={**own, **ENVIRONMENT, **self.env, **env},
             capture_output=True,
             text=True,
         )
@@ -183,7 +185,7 @@ class LastingServer:
 
     def wait(self, run: UUID) -> str:
         """Return the name of the run's final state."""
-        wait_for(lambda: run_state(run) in FINAL)
+        wait_for(lambda: run_state(run) in FINAL, pause=API_PAUSE_SECONDS)
         return run_state(run)
 
 

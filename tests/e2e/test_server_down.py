@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 from postgres import PASSWORD, cluster, programs
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from servers import LastingServer, long_conversion, wait_for_cursor
+from servers import LastingServer, long_conversion, manifest_of, wait_for_cursor
+
+from exl2flow.flows import lasting
+from exl2flow.flows.services import Home
 
 
 @pytest.fixture
@@ -52,7 +55,8 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
             server.up("--database", url)
             run = server.submit("convert/convert", config.model_dump(mode="json"))
             wait_for_cursor(config, "measure", 2)
-            server.call("down")
+            lasting.down(Home(server.home))
+            assert manifest_of(config, "measure")["status"] == "partial"
             server.up()
 
             assert server.wait(run) == "Completed"
