@@ -93,7 +93,7 @@ def test_second_up_repairs_what_is_missing_and_keeps_schedules_as_they_were_set(
 ) -> None:
     with server.client() as client:
         client.delete_deployment(client.read_deployment_by_name("validate/validate").id)
-        automation = client.read_automations()[0]
+        [automation] = [a for a in client.read_automations() if "without a heartbeat" in a.name]
         client.delete_automation(automation.id)
         broken = server.call("status")
         yearly = IntervalSchedule(interval=timedelta(days=365), anchor_date=datetime.now(UTC))
