@@ -8,20 +8,19 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import DeploymentSchedule, StateType
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.workers import ProcessWorker
 
@@ -165,9 +164,10 @@ class Provision:
             deployed = {deployment.name for deployment in ours(client)}
             is_current = mark is not None and mark.exists() and mark.read_text() == self._mark()
             if not (is_current and deployed.issuperset(deployment_names())):
-                before = _schedules(client)
+                before, triggers = ours(client), client.read_automations()
                 self._deploy()
                 _restore(client, before)
+                _restore_triggers(client, triggers)
                 if mark is not None:
                     mark.write_text(self._mark())
 
@@ -217,22 +217,33 @@ def ours(client: SyncPrefectClient) -> list[DeploymentResponse]:
     return [d for d in client.read_deployments(limit=200) if d.work_pool_name == POOL]
 
 
-def _schedules(client: SyncPrefectClient) -> dict[tuple[UUID, str], DeploymentSchedule]:
-    return {
-        (deployment.id, schedule.slug): schedule
-        for deployment in ours(client)
-        for schedule in deployment.schedules
-        if schedule.slug
-    }
+def _restore(client: SyncPrefectClient, before: Sequence[DeploymentResponse]) -> None:
+    """Give deployments back what was set in the UI: parameters, and schedules with theirs."""
+    known = {deployment.id: deployment for deployment in before}
+    for now in ours(client):
+        then = known.get(now.id)
+        if then is None:
+            continue
+        if then.parameters != now.parameters:
+            client.update_deployment(now.id, DeploymentUpdate(parameters=then.parameters))
+        set_before = {schedule.slug: schedule for schedule in then.schedules}
+        for schedule in now.schedules:
+            if schedule.slug and (was := set_before.get(schedule.slug)) is not None:
+                client.update_deployment_schedule(
+                    now.id,
+                    schedule.id,
+                    active=was.active,
+                    schedule=was.schedule,
+                    parameters=was.parameters,
+                )
 
 
-def _restore(
-    client: SyncPrefectClient, before: Mapping[tuple[UUID, str], DeploymentSchedule]
-) -> None:
-    """Give schedules back what was set in the UI: whether they are active, and when."""
-    for (deployment, slug), now in _schedules(client).items():
-        then = before.get((deployment, slug))
-        if then is not None and (then.active, then.schedule) != (now.active, now.schedule):
-            client.update_deployment_schedule(
-                deployment, now.id, active=then.active, schedule=then.schedule
-            )
+def _restore_triggers(client: SyncPrefectClient, before: Sequence[Automation]) -> None:
+    """Give triggers of deployments back what was set: what they start with, and whether."""
+    known = {automation.name: automation for automation in before}
+    for now in client.read_automations():
+        then = known.get(now.name)
+        if then is not None and then.id != now.id:  # deploying makes triggers anew
+            kept = now.model_copy(update={"enabled": then.enabled, "actions": then.actions})
+            shown = kept.model_dump(exclude={"id", "owner_resource"})
+            client.update_automation(now.id, AutomationCore.model_validate(shown))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 PIECE = 1 << 16
 
@@ -19,6 +19,7 @@ class Request:
     method: str
     path: str
     headers: Mapping[str, str]
+    query: Mapping[str, list[str]] = field(default_factory=dict)
     body: bytes = b""
     groups: dict[str, str] = field(default_factory=dict)
 
@@ -81,8 +82,14 @@ def handler_of(
         def respond(self) -> None:
             """Answer a request, unless a fault does."""
             headers = {name.lower(): value for name, value in self.headers.items()}
-            path = urlsplit(self.path).path
-            request = Request(server=server, method=self.command, path=path, headers=headers)
+            target = urlsplit(self.path)
+            request = Request(
+                server=server,
+                method=self.command,
+                path=target.path,
+                headers=headers,
+                query=parse_qs(target.query),
+            )
             hub.requests.append(request)
             fault = hub.fault(request)
             has_body = self.command in ("POST", "PUT")

@@ -209,6 +209,19 @@ def whoami(hub: Hub, request: Request) -> Response:
     return Response.of({"type": "user", "name": USER, "orgs": orgs, "auth": access})
 
 
+@route(r"GET /api/models")
+def models_of(hub: Hub, request: Request) -> Response:
+    """Tell of all public models of an author; the client asks for nothing else."""
+    [author] = request.query["author"]
+    return Response.of(
+        [
+            {"_id": git_blob(repo.encode()), "id": repo, "sha": hub.head(repo, "main")}
+            for repo, found in hub.repos.items()
+            if repo.startswith(f"{author}/") and not found["private"]
+        ]
+    )
+
+
 @route(r"GET /api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
 def model_info(hub: Hub, request: Request) -> Response:
     repo = request.groups["repo"]

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ from uuid import UUID
 
 from conversions import small_config
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.events.actions import RunDeployment
+from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect_runs import run_state
 from tiny import make_tiny
 
@@ -22,7 +28,15 @@ from exl2flow.core.config import ConversionConfig
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 300.0
+API_PAUSE_SECONDS = 0.5
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Prefect's services look around every 5 to 60 s: nothing but waiting for tests.
+    "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.5",
+    "PREFECT_WORKER_QUERY_SECONDS": "1",
+}
 
 
 def free_port() -> int:
@@ -31,20 +45,43 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    """Return when the condition holds."""
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], *, pause: float = 0.1) -> None:
+    """Return when the condition holds; pause: seconds between looks, more where they cost more."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(pause)
+
+
+@dataclass(frozen=True, slots=True)
+class MigratedDatabase:
+    """A copy of the first server's SQLite file, which creating takes longest of its start."""
+
+    path: Path
+
+    def give(self, prefect_home: Path) -> None:
+        """Let a server that has yet to start find the database, if there is one."""
+        if self.path.exists():
+            prefect_home.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.path, prefect_home / self.path.name)
+
+    def keep(self, prefect_home: Path) -> None:
+        """Copy the database of a running server, if there is none yet."""
+        if not self.path.exists():
+            with (
+                closing(sqlite3.connect(prefect_home / self.path.name)) as source,
+                closing(sqlite3.connect(self.path)) as copy,
+            ):
+                source.backup(copy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastingServer:
-    """folder: where relative paths of runs start."""
+    """folder: where relative paths of runs start; env: what server and workers find besides."""
 
     home: Path
     folder: Path
+    env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
 
     @property
@@ -52,16 +89,12 @@ class LastingServer:
         return f"http://127.0.0.1:{self.port}/api"
 
     def call(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `exl2flow server …` for this home, to its end."""
+        """Run `exl2flow server …` for this home, to its end; no token is passed on."""
+        own = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
         return subprocess.run(
             [*PROGRAM, "server", *words, "--home", str(self.home)],
             cwd=self.folder,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PREFECT_WORKER_QUERY_SECONDS": "1",
-                **env,
-            },
+            env={**own, **ENVIRONMENT, **self.env, **env},
             capture_output=True,
             text=True,
         )
@@ -117,16 +150,59 @@ class LastingServer:
                 found.id, parameters={"config": config}
             ).id
 
+    @contextmanager
+    def schedule(
+        self, deployment: str, schedule: IntervalSchedule, config: dict[str, Any]
+    ) -> Iterator[None]:
+        """Switch the only schedule of a deployment on, with other times and parameters."""
+        with self.client() as client:
+            found = client.read_deployment_by_name(deployment)
+            [before] = found.schedules
+            given = {"schedule": schedule, "parameters": {"config": config} if config else {}}
+            client.update_deployment_schedule(found.id, before.id, active=True, **given)
+            try:
+                yield
+            finally:
+                [now] = client.read_deployment_by_name(deployment).schedules
+                given = {"schedule": before.schedule, "parameters": before.parameters}
+                client.update_deployment_schedule(found.id, now.id, active=False, **given)
+
+    @contextmanager
+    def trigger(self, *, enabled: bool = True, **options: Any) -> Iterator[None]:
+        """Change what the event of a new revision starts: whether, and with which options."""
+        with self.client() as client:
+            before = _trigger(client)
+            changed = before.model_copy(update={"enabled": enabled}, deep=True)
+            [action] = changed.actions
+            assert isinstance(action, RunDeployment)
+            assert action.parameters is not None
+            action.parameters["config"] |= options
+            client.update_automation(before.id, _core(changed))
+            try:
+                yield
+            finally:
+                client.update_automation(_trigger(client).id, _core(before))
+
     def wait(self, run: UUID) -> str:
         """Return the name of the run's final state."""
-        wait_for(lambda: run_state(run) in FINAL)
+        wait_for(lambda: run_state(run) in FINAL, pause=API_PAUSE_SECONDS)
         return run_state(run)
 
 
+def _trigger(client: SyncPrefectClient) -> Automation:
+    [found] = [a for a in client.read_automations() if "revision" in a.name]
+    return found
+
+
+def _core(automation: Automation) -> AutomationCore:
+    shown = automation.model_dump(exclude={"id", "owner_resource"})
+    return AutomationCore.model_validate(shown)
+
+
 def long_conversion(folder: Path) -> ConversionConfig:
-    """Return a conversion of many sublayers, each of which takes some tenths of a second."""
+    """Return a conversion of 16 sublayers, each of which takes some tenths of a second."""
     source = make_tiny(
-        "llama", folder / "tiny", num_hidden_layers=12, hidden_size=128, intermediate_size=256
+        "llama", folder / "tiny", num_hidden_layers=8, hidden_size=128, intermediate_size=256
     )
     return small_config(source, folder / "out", bpw=4.0)
 

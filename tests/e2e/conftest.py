@@ -1,4 +1,4 @@
-"""Shared by end-to-end tests: one Prefect server for the session, one torch thread."""
+"""Shared by end-to-end tests: servers for the session, one torch thread."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 from crash import Conversion, small_model
+from hub_server import Hub, serving
+from servers import LastingServer, MigratedDatabase
 
 
 @pytest.fixture(scope="session")
@@ -18,31 +20,88 @@ def single_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def prefect_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+def database(tmp_path_factory: pytest.TempPathFactory) -> MigratedDatabase:
+    """What the first server of the session leaves to the others, which need not migrate."""
+    return MigratedDatabase(tmp_path_factory.mktemp("database") / "prefect.db")
+
+
+@pytest.fixture(scope="session")
+def prefect_env(
+    database: MigratedDatabase, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, str]]:
     """Start our temporary server with a home of its own; yield the environment for subprocesses.
 
     This process uses the server, too, from the first test on that asks for it.
     """
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_HOME,
+        PREFECT_LOGGING_TO_API_BATCH_INTERVAL,
+        temporary_settings,
+    )
 
     from exl2flow.flows.server import api
 
     home = tmp_path_factory.mktemp("prefect-home")
+    database.give(home)
+    client = {PREFECT_HOME: home, PREFECT_LOGGING_TO_API_BATCH_INTERVAL: 0.5}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.5")
         patch.delenv("PREFECT_API_URL", raising=False)
-        with (
-            temporary_settings({PREFECT_HOME: home}, restore_defaults={PREFECT_API_URL}),
-            api() as link,
-        ):
+        with temporary_settings(client, restore_defaults={PREFECT_API_URL}), api() as link:
             patch.undo()
             link.wait()
+            database.keep(home)
             yield {
                 **os.environ,
                 "PREFECT_HOME": str(home),
                 "PREFECT_API_URL": str(link.url),
                 "OMP_NUM_THREADS": "1",
             }
+
+
+@pytest.fixture(scope="session")
+def server_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """The Hub of runs of the lasting server; each test has repositories of its own."""
+    with serving(tmp_path_factory.mktemp("server-hub")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def lasting_server(
+    database: MigratedDatabase, server_hub: Hub, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LastingServer]:
+    """The server of the fixture `server`."""
+    root = tmp_path_factory.mktemp("server")
+    server = LastingServer(
+        home=root / "home",
+        folder=tmp_path_factory.mktemp("runs"),
+        env={
+            "HF_ENDPOINT": server_hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(root / "huggingface"),
+        },
+    )
+    database.give(server.home / "prefect")
+    try:
+        server.up()
+        database.keep(server.home / "prefect")
+        yield server
+    finally:
+        server.call("down")
+
+
+@pytest.fixture
+def server(lasting_server: LastingServer) -> Iterator[LastingServer]:
+    """A lasting server with one worker, which this process uses during the test.
+
+    All tests share it: one that ends it or changes what it holds brings it back.
+    """
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: lasting_server.api_url}):
+        yield lasting_server
 
 
 @pytest.fixture(scope="session")

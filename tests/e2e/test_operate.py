@@ -4,7 +4,6 @@ A lasting server with a worker, and a Hub of our own; nobody starts a conversion
 """
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ from uuid import UUID
 
 import pytest
 from conversions import small_config
-from hub_server import TOKEN, Hub, serving
+from hub_server import TOKEN, Hub
 from prefect.blocks.system import Secret
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.events.actions import RunDeployment
-from prefect.events.schemas.automations import AutomationCore
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_runs import artifacts, log_lines, task_states
-from servers import LastingServer, wait_for
+from servers import API_PAUSE_SECONDS, LastingServer, wait_for
 from tiny import make_tiny
 
 from exl2flow.core.sweep import SWEEP_FILE
@@ -34,28 +30,15 @@ ON_MAIN = {".gitattributes", "README.md", "measurement.json"}
 PAGE_ROWS = 200  # of the API's lists
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    with serving(tmp_path_factory.mktemp("hub")) as running:
-        yield running
+@pytest.fixture
+def hub(server_hub: Hub) -> Hub:
+    return server_hub
 
 
-@pytest.fixture(scope="module")
-def server(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LastingServer]:
-    """A server whose runs ask our Hub; the token is in a Secret block only."""
-    server = LastingServer(
-        home=tmp_path_factory.mktemp("server") / "home", folder=tmp_path_factory.mktemp("runs")
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("HF_TOKEN", raising=False)
-        try:
-            home = str(server.folder / "hub-client")
-            server.up(HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1", HF_HOME=home)
-            with temporary_settings({PREFECT_API_URL: server.api_url}):
-                Secret(value=TOKEN).save(BLOCK)
-                yield server
-        finally:
-            server.call("down")
+@pytest.fixture(autouse=True)
+def token(server: LastingServer) -> None:
+    """Put the token into a Secret block, and nowhere else."""
+    Secret(value=TOKEN).save(BLOCK, overwrite=True)
 
 
 def publishing(repo: str, **values: object) -> dict[str, object]:
@@ -118,23 +101,11 @@ def test_scheduled_sweep_of_the_demo_model_runs_by_itself_and_is_published(
     to = publishing("org/demo-exl2", base_model="org/demo")
     config = small(source=str(DEMO), out="demo-exl2", bpw=[3, 6], publish=to)
     every = IntervalSchedule(
-        interval=timedelta(minutes=1), anchor_date=datetime.now(UTC) + timedelta(seconds=25)
+        interval=timedelta(minutes=1), anchor_date=datetime.now(UTC) + timedelta(seconds=8)
     )
-    with server.client() as client:
-        deployment = client.read_deployment_by_name("sweep/sweep")
-        [schedule] = deployment.schedules
-        client.update_deployment_schedule(
-            deployment.id,
-            schedule.id,
-            active=True,
-            schedule=every,
-            parameters={"config": config},
-        )
+    with server.schedule("sweep/sweep", every, config):
+        wait_for(lambda: runs_of(server, "org/demo-exl2"), pause=API_PAUSE_SECONDS)
 
-    wait_for(lambda: runs_of(server, "org/demo-exl2"))
-
-    with server.client() as client:
-        client.update_deployment_schedule(deployment.id, schedule.id, active=False)
     [run] = runs_of(server, "org/demo-exl2")
     assert run.auto_scheduled
     assert server.wait(run.id) == "Completed"
@@ -153,20 +124,13 @@ def test_scheduled_sweep_of_the_demo_model_runs_by_itself_and_is_published(
 def test_new_revision_on_the_hub_is_found_swept_and_published(
     server: LastingServer, hub: Hub, tmp_path: Path
 ) -> None:
-    with server.client() as client:
-        [automation] = [a for a in client.read_automations() if "revision" in a.name]
-        [action] = automation.actions
-        assert isinstance(action, RunDeployment)
-        given = (action.parameters or {})["config"]
-        repo = "org/{{ event.payload.repo_id.split('/')[1] }}-by-event-exl2"
-        given |= small(bpw=[3, 6], publish=publishing(repo))
-        changed = automation.model_dump(include={"name", "trigger", "actions"})
-        client.update_automation(automation.id, AutomationCore.model_validate(changed))
     folder = make_tiny("llama", tmp_path / "tiny")
     commit = hub.add_folder("someone/tiny", folder, card={"license": "mit"})
 
-    server.submit("watch/watch", {"repositories": ["someone/tiny"], "include_existing": True})
-    wait_for(lambda: runs_of(server, "org/tiny-by-event-exl2"))
+    repo = "org/{{ event.payload.repo_id.split('/')[1] }}-by-event-exl2"
+    with server.trigger(**small(bpw=[3, 6], publish=publishing(repo))):
+        server.submit("watch/watch", {"repositories": ["someone/tiny"], "include_existing": True})
+        wait_for(lambda: runs_of(server, "org/tiny-by-event-exl2"), pause=API_PAUSE_SECONDS)
 
     [run] = runs_of(server, "org/tiny-by-event-exl2")
     assert server.wait(run.id) == "Completed"

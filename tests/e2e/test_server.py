@@ -1,59 +1,79 @@
-"""A lasting server with real workers: what it runs, what starts runs, what survives kills."""
+"""A lasting server with a real worker: what starts runs, what survives kills, down and up."""
 
 import json
 import os
 import signal
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from conversions import FileIdentity, small_config, snapshot
+from conversions import FileIdentity, small_options, snapshot
+from hub_server import Hub
+from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.events.actions import RunDeployment
-from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from servers import LastingServer, long_conversion, manifest_of, wait_for, wait_for_cursor
+from prefect.states import Cancelling
+from prefect_runs import run_name, task_states
+from servers import (
+    API_PAUSE_SECONDS,
+    LastingServer,
+    long_conversion,
+    manifest_of,
+    wait_for,
+    wait_for_cursor,
+)
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.tasks.revisions import Revision, announce
-
-SMALL_FIELDS = ("device", "quality", "calibration", "validate_options")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LastingServer]:
-    server = LastingServer(
-        home=tmp_path_factory.mktemp("server") / "home", folder=tmp_path_factory.mktemp("runs")
-    )
-    try:
-        server.up()
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
-            yield server
-    finally:
-        server.call("down")
+from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows import lasting
+from exl2flow.flows.local import run_locally
+from exl2flow.flows.services import Home
 
 
-def parameters(config: ConversionConfig) -> dict[str, Any]:
+def parameters(config: ConversionConfig | SweepConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def test_run_of_a_deployment_finishes_with_paths_relative_to_the_folder(
-    server: LastingServer,
+def small_sweep(**values: object) -> dict[str, Any]:
+    config = {"source": "source", "out": "out", "bpw": (4,), **small_options(), **values}
+    return parameters(SweepConfig.model_validate(config))
+
+
+def runs_of(server: LastingServer, deployment: str) -> list[FlowRun]:
+    """Return the runs of a deployment that began."""
+    with server.client() as client:
+        found = client.read_deployment_by_name(deployment)
+        return [r for r in client.read_flow_runs() if r.deployment_id == found.id and r.run_count]
+
+
+def test_watch_starts_by_schedule_and_the_event_of_a_revision_starts_its_sweep(
+    server: LastingServer, server_hub: Hub, tmp_path: Path
 ) -> None:
-    make_tiny("llama", server.folder / "tiny")
+    sha = server_hub.add_folder("author/tiny", make_tiny("llama", tmp_path / "tiny"))
+    soon = datetime.now(UTC) + timedelta(seconds=8)
+    every = IntervalSchedule(interval=timedelta(minutes=1), anchor_date=soon)
+    watched = {"authors": ["author"], "include_existing": True, "work_root": "watched"}
+    small = small_sweep()
 
-    run = server.submit("convert/convert", parameters(small_config(Path("tiny"), Path("out"))))
+    with (
+        server.trigger(**{name: small[name] for name in (*small_options(), "bpw")}),
+        server.schedule("watch/watch", every, watched),
+    ):
+        wait_for(lambda: runs_of(server, "sweep/on-revision"), pause=API_PAUSE_SECONDS)
 
-    assert server.wait(run) == "Completed"
-    assert (server.folder / "out" / "model.safetensors").is_file()
+    assert all(run.auto_scheduled for run in runs_of(server, "watch/watch"))
+    assert (server.folder / "watched/revisions.json").is_file()
+    [run] = runs_of(server, "sweep/on-revision")
+    assert server.wait(run.id) == "Completed"
+    assert run_name(run.id).startswith(f"tiny@{sha[:7]}")
+    assert set(task_states(run.id).values()) == {"Completed"}
+    assert (server.folder / f"models/author/tiny/{sha}/4.0bpw/model.safetensors").is_file()
     status = server.status()
     assert status["healthy"]
-    assert [entry["state"] for entry in status["runs"] if entry["id"] == str(run)] == ["Completed"]
+    assert "Completed" in [r["state"] for r in status["runs"] if r["id"] == str(run.id)]
 
 
 def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -> None:
@@ -68,89 +88,48 @@ def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -
         assert len(client.read_flow_runs()) == before
 
 
-def test_second_up_repairs_what_is_missing_and_keeps_schedules_as_they_were_set(
+def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
     server: LastingServer,
 ) -> None:
-    def nightly(client: Any) -> Any:
-        deployment = client.read_deployment_by_name("convert/convert")
-        [schedule] = deployment.schedules
-        return deployment, schedule
-
     with server.client() as client:
-        deployment, schedule = nightly(client)
-        client.update_deployment_schedule(deployment.id, schedule.id, active=True)
         client.delete_deployment(client.read_deployment_by_name("validate/validate").id)
-        automation = client.read_automations()[0]
+        [automation] = [a for a in client.read_automations() if "without a heartbeat" in a.name]
         client.delete_automation(automation.id)
-    broken = server.call("status")
+        broken = server.call("status")
+        yearly = IntervalSchedule(interval=timedelta(days=365), anchor_date=datetime.now(UTC))
 
-    server.up()
+        config = {"source": "mine", "out": "out", "bpw": 3}
+        with server.schedule("convert/convert", yearly, config), server.trigger(enabled=False):
+            server.up()
+
+            [schedule] = client.read_deployment_by_name("convert/convert").schedules
+            [trigger] = [a for a in client.read_automations() if "revision" in a.name]
 
     assert broken.returncode == 1
     assert "missing: deployment `validate`" in broken.stderr
     assert f"missing: automation `{automation.name}`" in broken.stderr
     assert server.status()["healthy"]
-    with server.client() as client:
-        deployment, schedule = nightly(client)
-        client.update_deployment_schedule(deployment.id, schedule.id, active=False)
     assert schedule.active
+    assert schedule.schedule == yearly
+    assert schedule.parameters == {"config": config}
+    assert not trigger.enabled
 
 
-def test_schedule_starts_a_run_by_itself(server: LastingServer, tmp_path: Path) -> None:
-    config = small_config(make_tiny("llama", tmp_path / "tiny"), tmp_path / "out")
-    with server.client() as client:
-        deployment = client.read_deployment_by_name("convert/convert")
-        [schedule] = deployment.schedules
-        client.update_deployment_schedule(
-            deployment.id,
-            schedule.id,
-            active=True,
-            schedule=IntervalSchedule(
-                interval=timedelta(minutes=1), anchor_date=datetime.now(UTC) + timedelta(seconds=25)
-            ),
-            parameters={"config": parameters(config)},
-        )
+def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer, tmp_path: Path) -> None:
+    config = long_conversion(tmp_path)
+    run = server.submit("convert/convert", parameters(config))
+    wait_for_cursor(config, "measure", 2)
+    try:
+        ended = lasting.down(Home(server.home))
 
-    wait_for((config.out / "model.safetensors").is_file)
-
-    with server.client() as client:
-        client.update_deployment_schedule(deployment.id, schedule.id, active=False)
-        begun = [run for run in client.read_flow_runs() if run.auto_scheduled and run.run_count]
-    assert server.wait(begun[-1].id) == "Completed"
-
-
-def test_event_of_a_new_revision_starts_a_run_on_it(server: LastingServer) -> None:
-    sha = "0123456789abcdef0123456789abcdef01234567"
-    make_tiny("llama", server.folder / f"someone/tiny@{sha}")
-    small = parameters(small_config(Path("source"), Path("out")))
-    with server.client() as client:
-        [automation] = [a for a in client.read_automations() if "revision" in a.name]
-        [action] = automation.actions
-        assert isinstance(action, RunDeployment)
-        given = (action.parameters or {})["config"]
-        given |= {name: small[name] for name in SMALL_FIELDS} | {"bpw": [4.0]}
-        core = AutomationCore.model_validate(
-            automation.model_dump(include={"name", "trigger", "actions"})
-        )
-        client.update_automation(automation.id, core)
-
-    announce([Revision(repo_id="someone/tiny", revision=sha)])
-
-    out = server.folder / "models/someone/tiny" / sha
-    wait_for(lambda: any(out.rglob("model.safetensors")))
-    with server.client() as client:
-        [run] = [r for r in client.read_flow_runs() if sha in str(r.parameters)]
-    assert server.wait(run.id) == "Completed"
-
-
-def killed_in_the_middle(config: ConversionConfig) -> dict[str, FileIdentity]:
-    """Return the identity of what `quantize` has committed, which is a part."""
-    manifest = manifest_of(config, "quantize")
-    assert manifest["status"] == "partial"
-    assert 0 < manifest["cursor"] < manifest["total"]
-    [folder] = config.work_dir_root.glob("*/quantize/*")
-    files = snapshot(folder)
-    return {str(folder / name): files[str(folder / name)] for name in manifest["files"]}
+        assert set(ended) == {"supervisor", "server", "worker"}
+        assert server.processes() == []
+        assert killed_in_the_middle(config, "measure")
+        assert server.call("status").returncode == 1
+    finally:
+        server.up()
+        with server.client() as client:
+            client.delete_flow_run(run)  # it would go on
 
 
 def run_count(server: LastingServer, run: UUID) -> int:
@@ -176,18 +155,49 @@ def test_server_killed_in_the_middle_comes_back_and_the_run_ends_well(
     assert (config.out / "model.safetensors").is_file()
 
 
+def killed_in_the_middle(config: ConversionConfig, stage: str) -> dict[str, FileIdentity]:
+    """Return the identity of what a stage has committed, which is a part."""
+    manifest = manifest_of(config, stage)
+    assert manifest["status"] == "partial"
+    assert 0 < manifest["cursor"] < manifest["total"]
+    [folder] = config.work_dir_root.glob(f"*/{stage}/*")
+    files = snapshot(folder)
+    return {str(folder / name): files[str(folder / name)] for name in manifest["files"]}
+
+
 @pytest.mark.slow
-def test_run_whose_worker_was_killed_finishes_by_itself_and_repeats_nothing(
+def test_killed_run_finishes_by_itself_repeats_nothing_and_gives_the_same_bytes(
     server: LastingServer, tmp_path: Path
 ) -> None:
     config = long_conversion(tmp_path)
+    whole = config.model_copy(update={"out": tmp_path / "o2", "work_root": tmp_path / "other"})
+    run_locally(whole)
     run = server.submit("convert/convert", parameters(config))
-    wait_for_cursor(config, "quantize", 4)
 
+    wait_for_cursor(config, "measure", 4)
+    [flow] = server.flow_processes("worker")
+    os.kill(flow, signal.SIGKILL)
+    finished = killed_in_the_middle(config, "measure")
+    wait_for_cursor(config, "quantize", 4)
     server.kill("worker")
-    finished = killed_in_the_middle(config)
+    finished |= killed_in_the_middle(config, "quantize")
 
     assert server.wait(run) == "Completed"
-    assert run_count(server, run) == 2
+    assert run_count(server, run) == 3
     assert finished.items() <= snapshot(config.work_dir_root).items()
     assert json.loads((config.out / "config.json").read_text())["quantization_config"]
+    made, expected = (folder / "model.safetensors" for folder in (config.out, whole.out))
+    assert made.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.slow
+def test_cancelled_run_keeps_what_was_finished(server: LastingServer, tmp_path: Path) -> None:
+    config = long_conversion(tmp_path)
+    run = server.submit("convert/convert", parameters(config))
+    wait_for_cursor(config, "measure", 2)
+    with server.client() as client:
+        client.set_flow_run_state(run, Cancelling())
+
+    assert server.wait(run) == "Cancelled"
+    assert killed_in_the_middle(config, "measure")
+    wait_for(lambda: server.flow_processes("worker") == [])

@@ -1,4 +1,4 @@
-"""How a lasting server begins and ends: on SQLite and PostgreSQL, at taken ports, under a run."""
+"""Lasting servers that do not start, and one on PostgreSQL."""
 
 import socket
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 from postgres import PASSWORD, cluster, programs
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from servers import LastingServer, long_conversion, wait_for_cursor
+from servers import LastingServer, long_conversion, manifest_of, wait_for_cursor
+
+from exl2flow.flows import lasting
+from exl2flow.flows.services import Home
 
 
 @pytest.fixture
@@ -41,20 +44,6 @@ def test_home_without_a_server_is_told(server: LastingServer) -> None:
     assert "nothing ran" in server.call("down").stderr
 
 
-def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer) -> None:
-    config = long_conversion(server.folder)
-    try:
-        server.up()
-        server.submit("convert/convert", config.model_dump(mode="json"))
-        wait_for_cursor(config, "measure", 2)
-    finally:
-        done = server.call("down")
-
-    assert done.returncode == 0, done.stderr
-    assert server.processes() == []
-    assert server.call("status").returncode == 1
-
-
 @pytest.mark.slow
 def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> None:
     found = programs()
@@ -66,7 +55,8 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
             server.up("--database", url)
             run = server.submit("convert/convert", config.model_dump(mode="json"))
             wait_for_cursor(config, "measure", 2)
-            server.call("down")
+            lasting.down(Home(server.home))
+            assert manifest_of(config, "measure")["status"] == "partial"
             server.up()
 
             assert server.wait(run) == "Completed"

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +18,8 @@ import pytest
 from conversions import small_options, snapshot
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect_runs import artifacts, log_lines, run_name, run_state, task_states
+from prefect_runs import artifacts, log_lines, run_name, run_state, settled, task_states
+from servers import wait_for
 from tiny import make_tiny
 
 from exl2flow.core.errors import Interrupted, SweepFailed
@@ -31,7 +31,6 @@ from exl2flow.inference.page import write_up
 SHARED = ("tokenize", "sensitivity", "measure")
 OWN = ("allocate", "quantize", "compile", "validate")
 BITRATES = ("3.0bpw", "4.0bpw", "6.0bpw")
-PATIENCE_SECONDS = 60.0
 
 
 def config_of(source: Path, root: Path, **values: object) -> SweepConfig:
@@ -58,11 +57,20 @@ def states_of(shared: str, bitrates: str, own: str) -> dict[str, str]:
 
 
 def task_times(run: UUID) -> dict[str, tuple[datetime, datetime]]:
-    """Return task name → (start, end)."""
+    """Return task name → (start, end) of those that were completed, or cached."""
     chosen = FlowRunFilter(id=FlowRunFilterId(any_=[run]))
-    with get_client(sync_client=True) as client:
-        tasks = client.read_task_runs(flow_run_filter=chosen)
-    return {t.name: (t.start_time, t.end_time) for t in tasks if t.start_time and t.end_time}
+    expected = states_of("", "", "").keys()
+
+    def read() -> dict[str, tuple[datetime, datetime]]:
+        with get_client(sync_client=True) as client:
+            tasks = client.read_task_runs(flow_run_filter=chosen)
+        done = [task for task in tasks if task.state and task.state.is_completed()]
+        times = {task.name: (task.start_time, task.end_time) for task in done}
+        return {name: (a, b) for name, (a, b) in times.items() if a and b}
+
+    found: dict[str, tuple[datetime, datetime]] = settled(read, lambda t: t.keys() >= expected)
+    assert found.keys() == expected
+    return found
 
 
 @dataclass(frozen=True)
@@ -207,55 +215,49 @@ def test_interrupted_sweep_stops_after_a_sublayer_and_goes_on(
     assert weights(config.out) == weights(swept.config.out)
 
 
-@pytest.mark.parametrize("runner", ["processes", "dask"])
-def test_each_slot_makes_one_bitrate_at_a_time_with_the_same_bytes(
-    swept: Swept, source: Path, tmp_path: Path, runner: str, threads_of_workers: None
+@pytest.mark.parametrize(("runner", "kills"), [("dask", 0), ("processes", 1)])
+def test_each_slot_makes_one_bitrate_at_a_time_with_the_same_bytes_also_after_a_kill(
+    swept: Swept, source: Path, tmp_path: Path, runner: str, kills: int, threads_of_workers: None
 ) -> None:
     if runner == "dask":
         pytest.importorskip("prefect_dask", reason="comes with the extra `dask`")
     config = config_of(source, tmp_path, runner=runner, workers=2)
+    killed: list[int] = []
+    killer = threading.Thread(
+        target=lambda: killed.extend(kill_a_quantizer(config.work_dir_root) for _ in range(kills))
+    )
+    killer.start()
 
     run, state = run_flow(config)
 
+    killer.join()
+    assert len(killed) == kills
     assert state.is_completed(), state
-    assert task_states(run) == states_of("Completed", "Completed", "Completed")
+    assert run_state(run) == "Completed"
+    times = task_times(run)
     lines = "\n".join(log.message for log in log_lines(run))
     slots = dict(re.findall(r"bitrate=(\S+) slot=(\d)", lines))
     assert sorted(slots) == list(BITRATES)
     assert set(slots.values()) <= {"0", "1"}
-    times = task_times(run)
     for slot in "01":
         mine = sorted(times[name] for name in BITRATES if slots[name] == slot)
         assert all(a[1] <= b[0] for a, b in pairwise(mine))
     assert weights(config.out) == weights(swept.config.out)
 
 
-def test_bitrate_of_a_killed_process_is_made_in_the_same_run(
-    swept: Swept, source: Path, tmp_path: Path, threads_of_workers: None
-) -> None:
-    config = config_of(source, tmp_path, runner="processes", workers=2, bpw=(3, 6))
-    killer = threading.Thread(target=kill_a_quantizer, args=(config.work_dir_root,))
-    killer.start()
+def kill_a_quantizer(work_root: Path) -> int:
+    """Kill the first process that has finished a sublayer while it quantizes, return its id."""
+    found: list[Path] = []
 
-    run, state = run_flow(config)
+    def is_there() -> bool:
+        found.extend(work_root.glob("*/quantize/*/sublayers/*.safetensors"))
+        return bool(found)
 
-    killer.join()
-    assert state.is_completed(), state
-    assert run_state(run) == "Completed"
-    expected = weights(swept.config.out)
-    assert weights(config.out) == {name: expected[name] for name in ("3.0bpw", "6.0bpw")}
-
-
-def kill_a_quantizer(work_root: Path) -> None:
-    """Kill the first process that has finished a sublayer while it quantizes."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        for folder in work_root.glob("*/quantize/*"):
-            if any(folder.glob("sublayers/*.safetensors")):
-                lock = folder.parents[1] / "locks" / f"quantize-{folder.name}"
-                os.kill(int(lock.read_text()), signal.SIGKILL)
-                return
-        time.sleep(0.01)
+    wait_for(is_there, pause=0.01)
+    folder = found[0].parents[1]
+    pid = int((folder.parents[1] / "locks" / f"quantize-{folder.name}").read_text())
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 @pytest.mark.slow

@@ -3,69 +3,26 @@
 import json
 import os
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from hub_fixtures import hub
+from hub_server import Hub
 from prefect.client.orchestration import get_client
 from prefect_runs import settled
 from servers import PROGRAM, free_port, wait_for
 
 from exl2flow.core.errors import HubError
-from exl2flow.tasks.revisions import EVENT
+from exl2flow.flows.watch import WatchConfig, watch
+from exl2flow.tasks.revisions import EVENT, Revision, newest_revisions
+
+__all__ = ["hub"]
 
 SECRET = "agreed on"
-SHAS = tuple(character * 40 for character in "abcd")
-
-
-class SmallHub:
-    """The part of the Hub that is asked for revisions; `heads`: repository → newest commit."""
-
-    def __init__(self) -> None:
-        self.heads: dict[str, str] = {}
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                found = hub.answer(self.path)
-                body = json.dumps(found if found is not None else {"error": "none"}).encode()
-                self.send_response(200 if found is not None else 404)
-                if found is None:
-                    self.send_header("X-Error-Code", "RepoNotFound")
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-    def answer(self, target: str) -> Any:
-        """Return the JSON of a request's answer, None if there is no such repository."""
-        path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
-        models = {repo: {"id": repo, "_id": "0", "sha": sha} for repo, sha in self.heads.items()}
-        if path == "/api/models":
-            return [m for repo, m in models.items() if repo.split("/")[0] in query["author"]]
-        return models.get(path.removeprefix("/api/models/"))
-
-
-@pytest.fixture
-def hub() -> Iterator[SmallHub]:
-    hub = SmallHub()
-    thread = threading.Thread(target=hub.http.serve_forever)
-    thread.start()
-    yield hub
-    hub.http.shutdown()
-    thread.join()
-    hub.http.server_close()
+SHAS = tuple(character * 40 for character in "ab")
 
 
 def events_since(seen: set[str]) -> list[dict[str, Any]]:
@@ -81,60 +38,45 @@ def seen(prefect_env: Mapping[str, str]) -> set[str]:
     return {event["id"] for event in events_since(set())}
 
 
-def watched(hub: SmallHub, folder: Path, env: Mapping[str, str], **config: object) -> Any:
-    """Run the flow in a process that asks this hub, and return what it found to be new."""
-    code = (
-        "import json, sys; from exl2flow.flows.watch import WatchConfig, watch\n"
-        "found = watch(WatchConfig.model_validate_json(sys.argv[1]))\n"
-        "print(json.dumps([[r.repo_id, r.revision] for r in found]))"
-    )
-    given = json.dumps({"work_root": str(folder), **config})
-    endpoint = f"http://127.0.0.1:{hub.http.server_port}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, given],
-        env={**env, "HF_ENDPOINT": endpoint},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def pushed(hub: Hub, repo: str, text: str) -> str:
+    """Let a repository hold this file only, and return the commit."""
+    if repo not in hub.repos:
+        hub.create(repo)
+    return hub.commit(repo, "main", {"README.md": hub.entry(text.encode(), is_lfs=False)})
 
 
-def test_each_new_revision_is_announced_once(
-    hub: SmallHub, prefect_env: Mapping[str, str], seen: set[str], tmp_path: Path
-) -> None:
-    watch = {"repositories": ["org/one"], "authors": ["someone"]}
-    hub.heads = {"org/one": SHAS[0], "someone/two": SHAS[1], "other/three": SHAS[2]}
+def watched(folder: Path, **values: object) -> list[Revision]:
+    """Run the flow and return what it found to be new."""
+    return watch(WatchConfig.model_validate({"work_root": folder, **values}))
 
-    first = watched(hub, tmp_path, prefect_env, **watch)
-    hub.heads |= {"someone/two": SHAS[3], "other/three": SHAS[3]}
-    second = watched(hub, tmp_path, prefect_env, **watch)
-    third = watched(hub, tmp_path, prefect_env, **watch)
 
-    assert (first, second, third) == ([], [["someone/two", SHAS[3]]], [])
+def test_each_new_revision_is_announced_once(hub: Hub, seen: set[str], tmp_path: Path) -> None:
+    both = {"repositories": ["org/one"], "authors": ["someone"]}
+    for repo in ("org/one", "someone/two", "other/three"):
+        pushed(hub, repo, "old")
+
+    first = watched(tmp_path, **both)
+    sha = pushed(hub, "someone/two", "new")
+    pushed(hub, "other/three", "new")
+    second = watched(tmp_path, **both)
+    third = watched(tmp_path, **both)
+
+    assert (first, second, third) == ([], [Revision(repo_id="someone/two", revision=sha)], [])
     [event] = settled(lambda: events_since(seen), lambda found: len(found) > 0)
     assert event["resource"]["prefect.resource.id"] == "hf.model.someone--two"
-    assert event["payload"] == {"repo_id": "someone/two", "revision": SHAS[3]}
+    assert event["payload"] == {"repo_id": "someone/two", "revision": sha}
 
 
-def test_what_is_there_is_announced_on_request(
-    hub: SmallHub, prefect_env: Mapping[str, str], seen: set[str], tmp_path: Path
-) -> None:
-    hub.heads = {"org/one": SHAS[0]}
+def test_what_is_there_is_announced_on_request(hub: Hub, seen: set[str], tmp_path: Path) -> None:
+    sha = pushed(hub, "org/one", "old")
 
-    found = watched(hub, tmp_path, prefect_env, repositories=["org/one"], include_existing=True)
+    found = watched(tmp_path, repositories=["org/one"], include_existing=True)
 
-    assert found == [["org/one", SHAS[0]]]
+    assert found == [Revision(repo_id="org/one", revision=sha)]
     assert settled(lambda: events_since(seen), lambda events: len(events) > 0)
 
 
-def test_unknown_repository_is_told(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    from exl2flow.tasks.revisions import newest_revisions
-
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.http.server_port}")
-
+def test_unknown_repository_is_told(hub: Hub) -> None:
     with pytest.raises(HubError, match=r"there is no `org/none` on the Hub"):
         newest_revisions.fn(["org/none"], [])
 
