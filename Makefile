@@ -1,6 +1,8 @@
 # Everything a contributor or a first-time user runs. Each target does its own set-up.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests on two cores: a file each at a time, one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 FOLDERS := core kernels model quant tasks flows inference calibration_data
 
 .PHONY: demo dev test test-all test-gpu check format build clean
@@ -30,10 +32,10 @@ demo: .venv/.installed
 dev: .venv/.installed-dev .links/exl2flow
 
 test: dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not multigpu and not network" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not multigpu and not network" $(ARGS)
 
 test-all: dev
-	$(BIN)/python -m pytest -m "not gpu and not multigpu and not network" $(ARGS)
+	$(PYTEST) -m "not gpu and not multigpu and not network" $(ARGS)
 
 test-gpu: dev
 	$(BIN)/python -m pytest -m "gpu" $(ARGS)

@@ -15,13 +15,11 @@ from hub_server import TOKEN, Hub
 from prefect.blocks.system import Secret
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect_runs import artifacts, log_lines, task_states
+from prefect_runs import artifacts, log_lines, run_name, task_states
 from servers import API_PAUSE_SECONDS, LastingServer, wait_for
 from tiny import make_tiny
 
 from exl2flow.core.sweep import SWEEP_FILE
-
-pytestmark = pytest.mark.slow
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 BLOCK = "hub-token"
@@ -94,15 +92,14 @@ def assert_token_is_unseen(server: LastingServer, hub: Hub) -> None:
     assert TOKEN in {r.token for r in hub.requests if r.server == "hub"}
 
 
+@pytest.mark.slow
 def test_scheduled_sweep_of_the_demo_model_runs_by_itself_and_is_published(
     server: LastingServer, hub: Hub
 ) -> None:
     hub.create("org/demo", card={"license": "mit"})
     to = publishing("org/demo-exl2", base_model="org/demo")
     config = small(source=str(DEMO), out="demo-exl2", bpw=[3, 6], publish=to)
-    every = IntervalSchedule(
-        interval=timedelta(minutes=1), anchor_date=datetime.now(UTC) + timedelta(seconds=8)
-    )
+    every = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC))
     with server.schedule("sweep/sweep", every, config):
         wait_for(lambda: runs_of(server, "org/demo-exl2"), pause=API_PAUSE_SECONDS)
 
@@ -134,7 +131,11 @@ def test_new_revision_on_the_hub_is_found_swept_and_published(
 
     [run] = runs_of(server, "org/tiny-by-event-exl2")
     assert server.wait(run.id) == "Completed"
-    assert task_states(run.id)[f"fetch someone/tiny@{commit}"] == "Completed"
+    states = task_states(run.id)
+    assert f"fetch someone/tiny@{commit}" in states
+    assert set(states.values()) == {"Completed"}
+    assert run_name(run.id).startswith(f"tiny@{commit[:7]}")
+    assert server.status()["healthy"]
     assert_published(hub, "org/tiny-by-event-exl2", {"3.0bpw", "6.0bpw"})
     card = hub.files("org/tiny-by-event-exl2")["README.md"].decode()
     assert 'base_model: "someone/tiny"' in card
@@ -142,6 +143,7 @@ def test_new_revision_on_the_hub_is_found_swept_and_published(
     assert_token_is_unseen(server, hub)
 
 
+@pytest.mark.slow
 def test_upload_damaged_on_the_way_never_becomes_public_and_loses_no_conversion(
     server: LastingServer, hub: Hub, tmp_path: Path
 ) -> None:

@@ -9,22 +9,17 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from conversions import FileIdentity, small_options, snapshot
-from hub_server import Hub
-from prefect.client.schemas.objects import FlowRun
+from conversions import FileIdentity, snapshot
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
-from prefect_runs import run_name, task_states
 from servers import (
-    API_PAUSE_SECONDS,
     LastingServer,
     long_conversion,
     manifest_of,
     wait_for,
     wait_for_cursor,
 )
-from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.sweep import SweepConfig
@@ -35,45 +30,6 @@ from exl2flow.flows.services import Home
 
 def parameters(config: ConversionConfig | SweepConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
-
-
-def small_sweep(**values: object) -> dict[str, Any]:
-    config = {"source": "source", "out": "out", "bpw": (4,), **small_options(), **values}
-    return parameters(SweepConfig.model_validate(config))
-
-
-def runs_of(server: LastingServer, deployment: str) -> list[FlowRun]:
-    """Return the runs of a deployment that began."""
-    with server.client() as client:
-        found = client.read_deployment_by_name(deployment)
-        return [r for r in client.read_flow_runs() if r.deployment_id == found.id and r.run_count]
-
-
-def test_watch_starts_by_schedule_and_the_event_of_a_revision_starts_its_sweep(
-    server: LastingServer, server_hub: Hub, tmp_path: Path
-) -> None:
-    sha = server_hub.add_folder("author/tiny", make_tiny("llama", tmp_path / "tiny"))
-    soon = datetime.now(UTC) + timedelta(seconds=8)
-    every = IntervalSchedule(interval=timedelta(minutes=1), anchor_date=soon)
-    watched = {"authors": ["author"], "include_existing": True, "work_root": "watched"}
-    small = small_sweep()
-
-    with (
-        server.trigger(**{name: small[name] for name in (*small_options(), "bpw")}),
-        server.schedule("watch/watch", every, watched),
-    ):
-        wait_for(lambda: runs_of(server, "sweep/on-revision"), pause=API_PAUSE_SECONDS)
-
-    assert all(run.auto_scheduled for run in runs_of(server, "watch/watch"))
-    assert (server.folder / "watched/revisions.json").is_file()
-    [run] = runs_of(server, "sweep/on-revision")
-    assert server.wait(run.id) == "Completed"
-    assert run_name(run.id).startswith(f"tiny@{sha[:7]}")
-    assert set(task_states(run.id).values()) == {"Completed"}
-    assert (server.folder / f"models/author/tiny/{sha}/4.0bpw/model.safetensors").is_file()
-    status = server.status()
-    assert status["healthy"]
-    assert "Completed" in [r["state"] for r in status["runs"] if r["id"] == str(run.id)]
 
 
 def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -> None:
@@ -115,12 +71,13 @@ def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
     assert not trigger.enabled
 
 
+@pytest.mark.slow
 def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer, tmp_path: Path) -> None:
     config = long_conversion(tmp_path)
     run = server.submit("convert/convert", parameters(config))
     wait_for_cursor(config, "measure", 2)
     try:
-        ended = lasting.down(Home(server.home))
+        ended = lasting.down(Home(server.home), say=print)
 
         assert set(ended) == {"supervisor", "server", "worker"}
         assert server.processes() == []
