@@ -22,13 +22,12 @@ from servers import (
 )
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows import lasting
 from exl2flow.flows.local import run_locally
 from exl2flow.flows.services import Home
 
 
-def parameters(config: ConversionConfig | SweepConfig) -> dict[str, Any]:
+def parameters(config: ConversionConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
