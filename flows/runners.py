@@ -119,7 +119,7 @@ def _dask(config: SweepConfig, workers: int) -> AnyRunner:
     from prefect_dask import DaskTaskRunner
 
     own = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
-    started = {"cluster_kwargs": {**own, "dashboard_address": None}}
+    started = {"cluster_kwargs": {**own, "dashboard_address": "127.0.0.1:0"}}  # None: 8787
     runner: AnyRunner = DaskTaskRunner(
         **({"address": config.cluster} if config.cluster else started)
     )
