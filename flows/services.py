@@ -285,7 +285,7 @@ def command(settings: ServerSettings, service: str) -> list[str]:
     """Return the command line of a service."""
     python = [sys.executable, "-P", "-m"]
     if service == SERVER:
-        app = "prefect.server.api.server:create_app"
+        app = "exl2flow.flows.application:create_app"
         place = ["--host", settings.host, "--port", str(settings.port)]
         return [*python, "uvicorn", "--factory", app, *place, "--log-level", "warning"]
     name = f"{os.uname().nodename}-{service}"
