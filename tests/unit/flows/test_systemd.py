@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import uvicorn
 from prefect.cli._app import _app as prefect_app
 
 from exl2flow.flows.cli.server import app as server_app
@@ -48,7 +49,7 @@ def test_units_hold_nothing_that_systemd_does_not_know(unit: Path, tmp_path: Pat
     if program is None:
         pytest.skip("needs systemd-analyze, of Debian's package systemd")
     text = unit.read_text(encoding="utf-8")
-    for name in ("exl2flow", "prefect"):
+    for name in ("exl2flow", "prefect", "uvicorn"):
         text = text.replace(f"{PROGRAMS}{name} ", f"{sys.executable} ")
     copy = tmp_path / unit.name.replace("@", "@0")
     copy.write_text(text)
@@ -73,6 +74,8 @@ def test_commands_of_units_have_options_that_exist(unit: Path) -> None:
         match program.removeprefix(PROGRAMS):
             case "prefect":
                 prefect_app.parse_args(words, exit_on_error=False, print_error=False)
+            case "uvicorn":
+                uvicorn.main.make_context("uvicorn", words)
             case "exl2flow":
                 area, verb, *options = words
                 assert area == "server"
@@ -96,5 +99,5 @@ def test_units_of_server_and_worker_do_as_our_own_services() -> None:
         "DO_NOT_TRACK": "1",
     }
     assert worker_unit[1:-1] == worker[worker.index("worker") : -1]  # but the worker's name
-    place = command(ours, SERVER)[command(ours, SERVER).index("--host") :][:4]
-    assert server_unit[-4:] == place
+    server = command(ours, SERVER)
+    assert server_unit[1:] == server[server.index("uvicorn") + 1 :]
