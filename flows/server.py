@@ -140,8 +140,10 @@ class Api:
         """
         if self._server is None:
             self._check()
+            self._stack.enter_context(_quiet_console())
             return
         self._server.wait()
+        self._stack.enter_context(_quiet_console())
         self._stack.enter_context(temporary_settings({PREFECT_API_URL: self.url}))
         self._stack.callback(flush)
 
@@ -159,10 +161,10 @@ class Api:
 def api() -> Iterator[Api]:
     """Give a Prefect API for the block: the configured one, else a temporary server.
 
-    The server starts in the background; call `wait` on the result before running a flow. Log lines
-    of runs go to the API only: whoever opens the block shows progress and errors itself.
+    The server starts in the background; call `wait` on the result before running a flow. From then
+    on, log lines of runs go to the API only: whoever opens the block shows progress and errors.
     """
-    with ExitStack() as stack, _quiet_console():
+    with ExitStack() as stack:
         yield Api(stack)
 
 

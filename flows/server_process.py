@@ -37,6 +37,7 @@ def main() -> None:
     server = uvicorn.Server(config)
     threading.Thread(target=_follow_parent, args=(server,), daemon=True).start()
     server.run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
+    os._exit(0)  # all is stored; taking the interpreter down lasts 2 s and waits for the thread
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,10 +11,13 @@ from exl2flow.core.errors import Exl2FlowError, ValidationFailed
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build, with_settings
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, run_flow
+from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
 from exl2flow.flows.cli.settings import CONVERSION
 from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_report
+
+if TYPE_CHECKING:
+    from exl2flow.flows.server import Api
 
 EXAMPLES = (
     "Examples:",
@@ -70,8 +73,15 @@ def convert(
     options also compose before tokenize and tune after quantize. Each is resumable and its result
     is kept under the work root.
     """
-    begun = time.monotonic()
     config = build(source, out, values)
+    with flow_server(wanted=not (no_prefect or dry_run)) as server:
+        _convert(config, server, restart=restart, dry_run=dry_run, as_json=as_json)
+
+
+def _convert(
+    config: ConversionConfig, server: "Api | None", *, restart: bool, dry_run: bool, as_json: bool
+) -> None:
+    begun = time.monotonic()
     from exl2flow.flows.release import check_release  # these import torch
     from exl2flow.quant.fit import find_fit, fitted
     from exl2flow.quant.preflight import preflight
@@ -88,7 +98,7 @@ def convert(
             emit_json(outline)
         return
     with shown(plain=as_json):
-        report, failure = _run(config, restart=restart, prefect=not no_prefect)
+        report, failure = _run(config, server, restart=restart)
     seconds = time.monotonic() - begun
     if as_json:
         emit_json({**outline, "seconds": round(seconds, 1), **report})
@@ -103,7 +113,7 @@ def convert(
 
 
 def _run(
-    config: ConversionConfig, *, restart: bool, prefect: bool
+    config: ConversionConfig, server: "Api | None", *, restart: bool
 ) -> tuple[dict[str, Any], Exl2FlowError | None]:
     """Run the stages, publish, and return the report and what speaks against model or release."""
     from exl2flow.core.files import read_json
@@ -118,7 +128,7 @@ def _run(
         forget(pipeline)
     failure, published = None, None
     try:
-        made = run_flow("convert", config) if prefect else run_locally(config)
+        made = run_flow(server, "convert", config) if server else run_locally(config)
         published = made.published and made.published.to_json()
     except (ValidationFailed, *NOT_PUBLISHED) as error:
         if not pipeline.is_complete("validate"):

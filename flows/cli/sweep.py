@@ -13,13 +13,14 @@ from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build_sweep, with_settings
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, run_flow
+from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
 from exl2flow.flows.cli.settings import SWEEP
 from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_sweep
 from exl2flow.flows.cli.wording import size
 
 if TYPE_CHECKING:
+    from exl2flow.flows.server import Api
     from exl2flow.quant.plan import Plan
 
 EXAMPLES = (
@@ -99,12 +100,17 @@ def sweep(
     Tokens, sensitivity and measurement are made once. A folder with the comparison is left behind,
     with a report that is one page.
     """
-    begun = time.monotonic()
     running = {"runner": runner, "workers": workers, "cluster": cluster}
     given = {name: value for name, value in running.items() if value is not None}
     config = build_sweep(source, out, {**values, **given, "bpw": _bits(bpw)})
     if no_prefect and (runner != "threads" or (workers or 1) > 1):
         raise ConfigError("`--no-prefect` makes one bitrate after the other; leave out `--runner`")
+    with flow_server(wanted=not (no_prefect or dry_run)) as server:
+        _sweep(config, server, dry_run=dry_run, as_json=as_json)
+
+
+def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json: bool) -> None:
+    begun = time.monotonic()
     from exl2flow.flows.bitrates import preflight_sweep  # these import torch
     from exl2flow.flows.release import check_release
 
@@ -120,7 +126,7 @@ def sweep(
     failure = None
     with shown(plain=as_json):
         try:
-            _run(config, prefect=not no_prefect)
+            _run(config, server)
         except (SweepFailed, *NOT_PUBLISHED) as error:
             if not (config.out.expanduser() / SWEEP_FILE).exists():
                 raise
@@ -155,9 +161,9 @@ def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[s
     return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
 
 
-def _run(config: SweepConfig, *, prefect: bool) -> None:
-    if prefect:
-        run_flow("sweep", config)
+def _run(config: SweepConfig, server: "Api | None") -> None:
+    if server:
+        run_flow(server, "sweep", config)
     else:
         from exl2flow.flows.local import sweep_locally
 

@@ -1,0 +1,86 @@
+"""A conversion by command that starts and ends a Prefect server of its own."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from servers import MigratedDatabase
+from tiny import make_tiny
+
+from exl2flow.flows.server import TemporaryServer
+
+ROWS = ("--rows", "2", "--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
+EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--fail-ratio", "100")
+QUICK = (*ROWS, *EVALUATION, "--sample-tokens", "4", "--quality", "fast", "--device", "cpu")
+SERVER = b"exl2flow.flows.server_process"
+
+
+@pytest.fixture
+def env(database: MigratedDatabase, tmp_path: Path) -> Mapping[str, str]:
+    home = tmp_path / "home"
+    database.give(home)
+    own = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    return {**own, "PREFECT_HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+
+def convert(source: Path, out: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "exl2flow.flows.cli", "convert", source, "--out", out, *QUICK]
+    return subprocess.run(words, env=env, cwd=out.parent, capture_output=True, text=True)
+
+
+def servers(env: Mapping[str, str]) -> list[str]:
+    """Return the processes of temporary servers with this home."""
+    home = f"PREFECT_HOME={env['PREFECT_HOME']}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if SERVER in (folder / "cmdline").read_bytes().split(b"\0"):
+                found += [folder.name] * (home in (folder / "environ").read_bytes().split(b"\0"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_run_and_its_events_are_stored_before_the_server_ends(
+    env: Mapping[str, str], tmp_path: Path
+) -> None:
+    done = convert(make_tiny("llama", tmp_path / "source"), tmp_path / "out", env)
+
+    assert done.returncode == 0, done.stderr
+    assert "starting a temporary Prefect server" in done.stderr
+    assert "this run in the Prefect UI: http://127.0.0.1:" in done.stderr
+    assert servers(env) == []
+    with closing(sqlite3.connect(Path(env["PREFECT_HOME"], "prefect.db"))) as database:
+        states = database.execute("select state_type from flow_run").fetchall()
+        (ends,) = database.execute(
+            "select count(*) from events where event = 'prefect.flow-run.Completed'"
+        ).fetchone()
+    assert states == [("COMPLETED",)]
+    assert ends == 1
+
+
+def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path: Path) -> None:
+    done = convert(tmp_path / "missing", tmp_path / "out", env)
+
+    assert done.returncode == 1
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Prefect server" not in done.stderr
+    assert servers(env) == []
+
+
+def test_server_that_was_used_ends_well(
+    env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", env["PREFECT_HOME"])
+    server = TemporaryServer()
+    server.wait()
+
+    server.stop()
+
+    assert server._process.returncode == 0
