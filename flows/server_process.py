@@ -29,7 +29,7 @@ def main() -> None:
     """
     os.nice(NICENESS)
     config = uvicorn.Config(
-        "prefect.server.api.server:create_app",
+        "exl2flow.flows.application:create_app",
         factory=True,
         log_level="error",
         timeout_graceful_shutdown=1,

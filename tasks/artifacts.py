@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Row = dict[str, str | int | float]
 
-UPDATE_SECONDS = 2.0  # an update is a request and a row in the server's database
+UPDATE_SECONDS = 5.0  # an update is a request and a row in the server's database
 PAUSE_SECONDS = 300.0  # after a failure: an API that is away can take a minute to say so
 UNKNOWN = "–"
 
