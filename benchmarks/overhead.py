@@ -4,10 +4,12 @@
         [-- OPTIONS of `exl2flow convert`]
 
 Every conversion is a process with an empty work root. They take turns, or run at once on equal
-shares of the CPU's cores. Those with Prefect start its temporary server and end it, too.
+shares of the CPU's cores. Those with Prefect start its temporary server and end it, too. Prints the
+seconds of a conversion, and where they went.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from statistics import median
 import torch
 from layers import make_model
 
+WHOLE, REST = "whole conversion", "besides stages"
 WAYS = {"stages called directly": ["--no-prefect"], "as a Prefect flow": []}
 
 
@@ -40,10 +43,16 @@ def started(words: list[str], folder: Path, cores: list[int]) -> subprocess.Pope
     return process
 
 
+def stages(folder: Path) -> dict[str, float]:
+    """Return the seconds of each stage of a conversion."""
+    manifests = [json.loads(path.read_bytes()) for path in folder.glob("work/*/*/*/manifest.json")]
+    return {manifest["stage"]: manifest["seconds"] for manifest in manifests}
+
+
 def timed(
     model: Path, root: Path, runs: list[list[str]], options: list[str], *, at_once: bool
-) -> Iterator[tuple[int, float]]:
-    """Yield (place in `runs`, seconds) as conversions end."""
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield (place in `runs`, seconds of the whole and of its parts) as conversions end."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // len(runs) if at_once else len(cores)
     waiting, alive = list(range(len(runs))), dict[int, tuple[subprocess.Popen[bytes], float]]()
@@ -57,7 +66,9 @@ def timed(
             if process.poll() is not None:
                 if process.returncode:
                     sys.exit((root / str(place) / "log").read_text())
-                yield place, time.monotonic() - begun
+                whole = time.monotonic() - begun
+                parts = stages(root / str(place))
+                yield place, {WHOLE: whole, **parts, REST: whole - sum(parts.values())}
                 del alive[place]
         time.sleep(0.02)
 
@@ -72,7 +83,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="further options of `exl2flow convert`")
     given = parser.parse_args()
     ways = list(WAYS) * given.pairs
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or Path(folder) / "model"
         if given.model is None:
@@ -80,13 +91,13 @@ def main() -> None:
         runs = [WAYS[way] for way in ways]
         for place, taken in timed(model, Path(folder), runs, given.options, at_once=given.at_once):
             seconds[ways[place]].append(taken)
-            print(f"{ways[place]}: {taken:.1f} s", flush=True)
-    print(f"\n{os.cpu_count()} cores, torch {torch.__version__}\n\n| way | median s | all |")
-    print("|---|---|---|")
-    for way, times in seconds.items():
-        print(f"| {way} | {median(times):.1f} | {', '.join(f'{t:.1f}' for t in times)} |")
-    direct, flow = (median(times) for times in seconds.values())
-    print(f"\nPrefect adds {flow - direct:.1f} s, {100 * (flow / direct - 1):.2f} %")
+            print(f"{ways[place]}: {taken[WHOLE]:.1f} s", flush=True)
+    print(f"\n{os.cpu_count()} cores, torch {torch.__version__}, medians in seconds\n")
+    print(f"| | {' | '.join(WAYS)} | Prefect adds | |\n|---|---|---|---|---|")
+    for part in seconds["stages called directly"][0]:
+        direct, flow = (median(taken[part] for taken in all_) for all_ in seconds.values())
+        share = f"{100 * (flow / direct - 1):.1f} %"
+        print(f"| {part} | {direct:.1f} | {flow:.1f} | {flow - direct:.1f} | {share} |")
 
 
 if __name__ == "__main__":
