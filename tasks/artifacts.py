@@ -5,8 +5,12 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar, cast
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -89,7 +93,11 @@ def markdown_plot(svg: str, description: str) -> str:
 
 
 class ProgressArtifact:
-    """A `Progress` that also moves a bar on the run's page, if there is more than one step."""
+    """A `Progress` that also moves a bar on the run's page, if there is more than one step.
+
+    A context manager. A thread moves the bar, for a server on busy cores takes up to half a second;
+    leaving the block waits for it.
+    """
 
     def __init__(self, artifacts: Artifacts, stage: str) -> None:
         self._artifacts = artifacts
@@ -97,19 +105,35 @@ class ProgressArtifact:
         self._id: UUID | None = None
         self._pace: Pace | None = None
         self._updated = 0.0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="exl2flow-progress")
+        self._moving: Future[object] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown()
 
     def __call__(self, tick: Tick) -> None:
-        """Pass the tick on, and publish it unless the last one is recent."""
+        """Pass the tick on, and publish it unless the last one is recent or under way."""
         report(tick)
         now = time.monotonic()
         self._pace = self._pace or Pace.start(tick, now)
         self._pace.update(tick, now)
-        recent = now - self._updated < UPDATE_SECONDS
+        moving = self._moving is not None and not self._moving.done()
+        recent = moving or now - self._updated < UPDATE_SECONDS
         if tick.total < 2 or (recent and tick.done < tick.total):
             return
         self._updated = now
         words = progress_words(tick, self._pace, now)
-        self._artifacts.attempt(lambda: self._publish(100.0 * tick.done / tick.total, words))
+        publish = partial(self._publish, 100.0 * tick.done / tick.total, words)
+        run = copy_context().run  # it says which run's page
+        self._moving = self._pool.submit(run, self._artifacts.attempt, publish)
 
     def _publish(self, percent: float, words: str) -> None:
         if self._id is None:

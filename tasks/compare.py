@@ -39,16 +39,16 @@ def score_models(
         rows=options.rows,
         row_tokens=min(options.row_tokens, resolve(base).max_positions),
     )
-    progress = ProgressArtifact(Artifacts(base.resolve().name), "score")
-    return evaluate(
-        models,
-        ids,
-        reference=reference,
-        device=device,
-        advance=lambda done, total, detail: progress(
-            Tick(stage="score", done=done, total=total, detail=detail)
-        ),
-    )
+    with ProgressArtifact(Artifacts(base.resolve().name), "score") as progress:
+        return evaluate(
+            models,
+            ids,
+            reference=reference,
+            device=device,
+            advance=lambda done, total, detail: progress(
+                Tick(stage="score", done=done, total=total, detail=detail)
+            ),
+        )
 
 
 @task(name="sample", task_run_name="sample {model.name}", persist_result=False)

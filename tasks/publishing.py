@@ -41,8 +41,9 @@ def publish_models(config: PublishConfig) -> Published:
     The run's page then has links to the branches.
     """
     artifacts = Artifacts(config.repo.replace("/", "-"))
-    progress = ProgressArtifact(artifacts, "publish")
-    published = publish(config, Hub.open(read_token(config.token_block)), progress=progress)
+    hub = Hub.open(read_token(config.token_block))
+    with ProgressArtifact(artifacts, "publish") as progress:
+        published = publish(config, hub, progress=progress)
     artifacts.markdown("published", publication_page(config.repo, published), config.repo)
     return published
 

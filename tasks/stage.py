@@ -41,7 +41,8 @@ def stage_task(
     def run(inputs: Mapping[str, StageRef]) -> StageRef:
         if complete:
             return Completed(name="Cached", data=ref)  # type: ignore[return-value]  # Prefect unwraps
-        return pipeline.run(name, progress=ProgressArtifact(artifacts, name))
+        with ProgressArtifact(artifacts, name) as progress:
+            return pipeline.run(name, progress=progress)
 
     return Task(
         run,

@@ -1,4 +1,5 @@
 import logging
+import threading
 
 import pytest
 
@@ -65,9 +66,8 @@ def test_first_and_last_tick_are_published_and_all_are_passed_on(
 ) -> None:
     recorder = Recorder(monkeypatch)
     received: list[Tick] = []
-    progress = ProgressArtifact(Artifacts("tiny"), "measure")
 
-    with reporting_to(received.append):
+    with reporting_to(received.append), ProgressArtifact(Artifacts("tiny"), "measure") as progress:
         for tick in ticks(10):
             progress(tick)
 
@@ -75,13 +75,40 @@ def test_first_and_last_tick_are_published_and_all_are_passed_on(
     assert received == ticks(10)
 
 
+def moved(progress: ProgressArtifact) -> None:
+    """Wait until the bar shows the last tick."""
+    assert progress._moving is not None
+    progress._moving.result()
+
+
+def test_work_goes_on_while_a_slow_server_moves_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    answers = threading.Event()
+    monkeypatch.setattr(artifacts, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(
+        artifacts,
+        "create_progress_artifact",
+        lambda *a, **v: answers.wait() and recorder.create(*a, **v),
+    )
+
+    with ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+        for tick in ticks(4):
+            progress(tick)
+        waited = recorder.percents.copy()
+        answers.set()
+
+    assert waited == []
+    assert recorder.percents == [0.0, 100.0]
+
+
 def test_every_tick_is_published_when_they_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     monkeypatch.setattr(artifacts, "UPDATE_SECONDS", 0.0)
-    progress = ProgressArtifact(Artifacts("tiny"), "measure")
 
-    for tick in ticks(4):
-        progress(tick)
+    with ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+        for tick in ticks(4):
+            progress(tick)
+            moved(progress)
 
     assert recorder.percents == [0.0, 25.0, 50.0, 75.0, 100.0]
 
@@ -100,11 +127,12 @@ def test_progress_of_a_resumed_stage_tells_times_by_the_pace_of_this_run(
     recorder = Recorder(monkeypatch)
     now = [1000.0]
     monkeypatch.setattr(artifacts.time, "monotonic", lambda: now[0])
-    progress = ProgressArtifact(Artifacts("tiny"), "measure")
 
-    for done in (6, 7, 10):  # six were found done
-        progress(Tick(stage="measure", done=done, total=10, detail=f"sublayer {done}"))
-        now[0] += 60
+    with ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+        for done in (6, 7, 10):  # six were found done
+            progress(Tick(stage="measure", done=done, total=10, detail=f"sublayer {done}"))
+            moved(progress)
+            now[0] += 60
 
     first, second, last = recorder.descriptions
     assert first == "6 of 10 · last: sublayer 6"
