@@ -13,6 +13,7 @@ from exl2flow.core.errors import SourceModelError, WriteFailed
 from exl2flow.core.files import FileRecord, digest, digest_of, write_json
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
 
 MODEL_FILES = (
     "config.json",
