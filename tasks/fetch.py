@@ -9,7 +9,7 @@ from exl2flow.core.config import SharedOptions
 from exl2flow.core.source import HubModel
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import Hub, local_source
-from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+from exl2flow.tasks.retries import RETRIED
 
 Config = TypeVar("Config", bound=SharedOptions)
 
@@ -18,9 +18,7 @@ Config = TypeVar("Config", bound=SharedOptions)
     name="fetch",
     task_run_name="fetch {source}",
     persist_result=False,
-    retries=len(RETRY_DELAYS_SECONDS),
-    retry_delay_seconds=RETRY_DELAYS_SECONDS,
-    retry_condition_fn=is_retryable,
+    **RETRIED,
 )
 def fetch_source(source: Path, work_root: Path, token_block: str | None) -> Path:
     """Return the folder of a Hub model, downloaded below the work root."""
