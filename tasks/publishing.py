@@ -19,10 +19,12 @@ from exl2flow.tasks.retries import RETRIED
     persist_result=False,
     **RETRIED,
 )
-def check_publication(options: PublishOptions, source: Path, token_block: str | None) -> None:
+def check_publication(
+    options: PublishOptions, source: Path, work_root: Path, token_block: str | None
+) -> None:
     """Find out before any work whether its result could be published; see `check_target`."""
     writer, reader = (Hub.open(read_token(b)) for b in (options.token_block, token_block))
-    check_target(options, source, writer=writer, reader=reader)
+    check_target(options, source, work_root, writer=writer, reader=reader)
 
 
 @task(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hub_server import TOKEN, Hub
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.progress import Tick, reporting_to
@@ -208,6 +208,21 @@ def test_a_hub_that_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
 
     with pytest.raises(HubUnavailable, match="the Hub cannot be reached for `org/tiny`"):
         get("org/tiny", tmp_path)
+
+
+@pytest.mark.parametrize(("has_answered", "attempts"), [(False, 1), (True, 3)])
+def test_a_name_without_an_address_is_not_waited_for_at_the_first_request(
+    has_answered: bool, attempts: int
+) -> None:
+    hub = hub_tasks.Hub(api=HfApi(endpoint="http://nowhere.invalid"), waits=(0.0, 0.0))
+    asked: list[str] = []
+    if has_answered:
+        hub.call("org/tiny", lambda: None)
+
+    with pytest.raises(HubUnavailable, match=r"reached for `org/tiny`.*http://nowhere\.invalid"):
+        hub.call("org/tiny", lambda: (asked.append("tiny"), hub.api.model_info("org/tiny")))
+
+    assert len(asked) == attempts
 
 
 @pytest.mark.parametrize(
