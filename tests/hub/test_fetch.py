@@ -9,6 +9,7 @@ import pytest
 from hub_server import TOKEN, Hub
 from huggingface_hub import HfApi, constants
 
+from exl2flow.core.config import default_work_root
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.core.source import HubModel, provenance
@@ -142,6 +143,23 @@ def test_a_fetch_that_failed_keeps_its_finished_files(
     assert finished
     assert SHARD not in finished
     assert not asked_again
+
+
+def test_a_fetch_goes_on_beside_the_folder_that_it_made(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    work_root = default_work_root(Path("org/tiny-4bpw"))
+    hub.add_folder("org/tiny", tiny_source)
+    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
+    with pytest.raises(HubError, match="404"):
+        local_source(Path("org/tiny"), work_root, hub_tasks.Hub.open())
+    hub.faults.clear()
+
+    folder = local_source(Path("org/tiny"), work_root, hub_tasks.Hub.open())
+
+    assert folder.is_relative_to(tmp_path / "org")
+    assert names(folder) == NEEDED
 
 
 def test_bytes_that_differ_from_the_digest_are_fetched_again(

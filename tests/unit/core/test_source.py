@@ -148,9 +148,3 @@ def test_hub_is_meant_by_a_revision_or_where_no_such_folder_begins(
     source: str, expected: HubModel | None, here: Path
 ) -> None:
     assert hub_model(Path(source), here / "work") == expected
-
-
-def test_fetch_goes_on_beside_the_folder_that_it_made(here: Path) -> None:
-    (here / "org" / ".exl2flow" / "sources" / "abc" / "name").mkdir(parents=True)
-
-    assert hub_model(Path("org/name"), here / "org" / ".exl2flow") == HubModel(repo="org/name")
