@@ -55,4 +55,4 @@ build: dev
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .links build dist *.egg-info demo-exl2 .exl2flow
+	rm -rf .venv .links build dist *.egg-info demo-*/ .exl2flow

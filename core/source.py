@@ -13,6 +13,7 @@ from exl2flow.core.errors import SourceModelError, WriteFailed
 from exl2flow.core.files import FileRecord, digest, digest_of, write_json
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
 
 MODEL_FILES = (
     "config.json",
@@ -81,6 +82,31 @@ class HubModel:
     def name(self) -> str:
         """The part behind the organization."""
         return self.repo.rpartition("/")[2]
+
+    def is_begun(self, work_root: Path) -> bool:
+        """Tell whether a fetch has begun a model of this name below a work root."""
+        return any(work_root.glob(f"sources/*/{self.name}"))
+
+
+def hub_model(source: Path, work_root: Path) -> HubModel | None:
+    """Return the model on the Hub that a source means, None of a folder.
+
+    A folder goes before the Hub. Beside a folder `org`, `org/name` is taken for a mistyped path,
+    unless its fetch has begun: output or work root may have made that folder.
+
+    Raises:
+        SourceModelError: it is such a path.
+    """
+    wanted = HubModel.of(source)
+    if wanted is None or source.exists():
+        return None
+    is_path = wanted.revision is None and source.parent.is_dir()
+    if is_path and not wanted.is_begun(work_root):
+        raise SourceModelError(
+            f"there is no folder `{source}`, but `{source.parent}` is one; correct the path, or "
+            f"write `{source}@main` for a model on the Hub"
+        )
+    return wanted
 
 
 def provenance_file(source: Path) -> Path:

@@ -38,7 +38,7 @@ def convert(config: ConversionConfig) -> Conversion:
     with logged():
         tag_run(config.source, config.target)
         if (target := target_of(config)) is not None:
-            check_publication(target, config.source, config.token_block)
+            check_publication(target, config.source, config.work_dir_root, config.token_block)
         config = fitted(with_local_source(config))
         preflight(config)
         pipeline = open_pipeline(config, STAGES)

@@ -39,12 +39,13 @@ def check_release(config: SharedOptions) -> None:
     """Find out before any work whether the result could be published, if it shall be.
 
     Raises:
-        ConfigError, HubError, PublicationRefused: see `check_target`.
+        ConfigError, HubError, PublicationRefused, SourceModelError: see `check_target`.
     """
     target = target_of(config)
     if target is not None:
         writer, reader = hub_of(target.token_block), hub_of(config.token_block)
-        check_target(target, config.source, writer=writer, reader=reader)
+        root = config.work_dir_root
+        check_target(target, config.source, root, writer=writer, reader=reader)
 
 
 def release_of(

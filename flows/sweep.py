@@ -45,7 +45,7 @@ def sweep(config: SweepConfig) -> Sweep:
     with logged():
         tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))
         if (target := target_of(config)) is not None:
-            check_publication(target, config.source, config.token_block)
+            check_publication(target, config.source, config.work_dir_root, config.token_block)
         config = with_local_source(config)
         made = _make(config)
         release = release_of_sweep(config)

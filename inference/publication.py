@@ -61,6 +61,8 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
         ConfigError: exl2flow did not write the folder.
         SourceModelError: it is no model.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"`{folder}` is no folder; name folders that `exl2flow convert` wrote")
     record, known = read_object(folder / RECORD_FILE), read_record(folder)
     if known is None or "bpw" not in record.get("allocation", {}):
         raise ConfigError(

@@ -18,18 +18,22 @@ class Fields:
     prefix: str = ""
 
     @classmethod
-    def load(cls, path: Path) -> "Fields":
+    def load(cls, path: Path, *, wanted: str = "a model") -> "Fields":
         """Read a JSON file that holds one object.
+
+        Args:
+            path: the file.
+            wanted: what its folder holds, for advice.
 
         Raises:
             SourceModelError: the file is missing, unreadable or not a JSON object.
         """
         try:
             values = json.loads(path.read_bytes())
-        except FileNotFoundError as error:
-            raise SourceModelError(
-                f"`{path}` does not exist; give the folder of a Hugging Face model"
-            ) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            is_here = path.parent.is_dir()
+            lacking = f"`{path}` does not exist" if is_here else f"`{path.parent}` is no folder"
+            raise SourceModelError(f"{lacking}; give the folder of {wanted}") from error
         except OSError as error:
             raise SourceModelError(f"cannot read `{path}`: {error.strerror}") from error
         except (ValueError, RecursionError) as error:

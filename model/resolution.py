@@ -12,14 +12,18 @@ from exl2flow.model.rope_spec import read_rope
 from exl2flow.model.spec import AttentionSpec, MlpSpec, ModelSpec
 
 
-def resolve(source_dir: Path) -> ModelSpec:
+def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") -> ModelSpec:
     """Read `config.json`, in the form of transformers 4 or 5, of a dense or an EXL2 model.
+
+    Args:
+        source_dir: the model's folder.
+        wanted: the kinds of models that the caller can use, for advice.
 
     Raises:
         UnsupportedArchitecture: no family row, or a variant that is not implemented.
         SourceModelError: a key is missing or impossible.
     """
-    config = Fields.load(source_dir / "config.json")
+    config = Fields.load(source_dir / "config.json", wanted=wanted)
     family = _family(config)
     num_layers = config.integer("num_hidden_layers")
     max_positions = config.integer("max_position_embeddings")

@@ -55,8 +55,8 @@ class TensorFiles:
         self.files = tuple(sorted(folder.glob("*.safetensors")))
         if not self.files:
             raise SourceModelError(
-                f"`{folder}` holds no `*.safetensors`; give the folder of a Hugging Face model "
-                "saved in this format"
+                f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
+                "this format"
             )
         self._entries: dict[str, _Entry] = {}
         for path in self.files:

@@ -6,6 +6,7 @@ import torch
 
 from exl2flow.core.config import CACHES, ConversionConfig, FitOptions
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.core.source import WANTED
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.model.footprint import Footprint
@@ -55,7 +56,7 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     options = config.fit
     if options.memory is None:
         return None
-    spec = resolve(config.source)
+    spec = resolve(config.source, wanted=WANTED)
     if options.context > spec.max_positions:
         raise ConfigError(
             f"`--context {options.context}` exceeds the model's {spec.max_positions} positions"

@@ -20,6 +20,7 @@ from exl2flow.core.errors import (
     TensorShapeError,
 )
 from exl2flow.core.memory import available_memory
+from exl2flow.core.source import WANTED
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
@@ -77,7 +78,7 @@ def preflight(config: ConversionConfig) -> Plan:
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
     attempt(lambda: _check_text(config))
-    spec = attempt(lambda: resolve(config.source))
+    spec = attempt(lambda: resolve(config.source, wanted=WANTED))
     plan = None
     if spec is not None:
         attempt(lambda: _check_tokenizer(spec))

@@ -10,6 +10,7 @@ import torch
 
 from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
+from exl2flow.core.source import WANTED
 from exl2flow.model import ModelSpec, ProjectionSpec, QuantizedMatrix, TensorFiles, resolve
 from exl2flow.model.exl2 import ROW_MULTIPLE, is_quantized, padded_columns, tensor_names
 from exl2flow.model.spec import EMBEDDING_KEY
@@ -50,10 +51,11 @@ class StoredModel:
     def open(cls, config: RefinementConfig, device: str) -> "StoredModel":
         """Open both; reads headers only."""
         rope = config.rope
+        spec = resolve(config.model, wanted="an EXL2 model")
         return cls(
             folder=config.model,
             reference=config.source,
-            spec=resolve(config.model).with_rope(scale=rope.scale, alpha=rope.alpha),
+            spec=spec.with_rope(scale=rope.scale, alpha=rope.alpha),
             tensors=TensorFiles(config.model),
             device=torch.device(device),
         )
@@ -149,7 +151,7 @@ def check_refinement(config: RefinementConfig) -> None:
         raise ConfigError("`--rows` is 1, and one row is to judge; give 2 or more")
     stored = StoredModel.open(config, "cpu")
     _check_quantized(stored)
-    reference = resolve(config.source)
+    reference = resolve(config.source, wanted=WANTED)
     if stored.spec.vocab_size != reference.vocab_size:
         raise ConfigError(
             f"`{config.model}` has {stored.spec.vocab_size} tokens, `{config.source}` "

@@ -6,10 +6,10 @@ from typing import TypeVar
 from prefect import task
 
 from exl2flow.core.config import SharedOptions
-from exl2flow.core.source import HubModel
+from exl2flow.core.source import hub_model
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import Hub, local_source
-from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+from exl2flow.tasks.retries import RETRIED
 
 Config = TypeVar("Config", bound=SharedOptions)
 
@@ -18,9 +18,7 @@ Config = TypeVar("Config", bound=SharedOptions)
     name="fetch",
     task_run_name="fetch {source}",
     persist_result=False,
-    retries=len(RETRY_DELAYS_SECONDS),
-    retry_delay_seconds=RETRY_DELAYS_SECONDS,
-    retry_condition_fn=is_retryable,
+    **RETRIED,
 )
 def fetch_source(source: Path, work_root: Path, token_block: str | None) -> Path:
     """Return the folder of a Hub model, downloaded below the work root."""
@@ -32,8 +30,9 @@ def local_or_fetched(source: Path, work_root: Path, token_block: str | None) -> 
 
     Raises:
         HubError: the model cannot be had.
+        SourceModelError: the source is a mistyped path.
     """
-    if source.expanduser().exists() or HubModel.of(source) is None:
+    if hub_model(source, work_root) is None:
         return source
     return fetch_source(source, work_root, token_block)
 

@@ -6,9 +6,11 @@ came from lies beside the folder. A download that was cut goes on; finished file
 """
 
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +31,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from exl2flow.core.errors import Exl2FlowError, HubError, HubUnavailable, SourceModelError
 from exl2flow.core.files import write_json
 from exl2flow.core.progress import Progress, Tick, current
-from exl2flow.core.source import HubModel, digests, provenance, provenance_file
+from exl2flow.core.source import HubModel, digests, hub_model, provenance, provenance_file
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +48,11 @@ STEPS = 50  # ticks of a download
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """A client and how patient it is."""
+    """A client, how patient it is, and whether the Hub has answered it."""
 
     api: HfApi
     waits: tuple[float, ...] = WAITS
+    has_answered: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def open(cls, token: str | None = None) -> "Hub":
@@ -60,6 +63,8 @@ class Hub:
     def call(self, subject: str, function: Callable[[], T]) -> T:
         """Return what a function that asks the Hub returns, asking again where that can help.
 
+        A Hub whose name has no address at the first request has none some seconds later.
+
         Args:
             subject: the repository, for messages.
             function: must be harmless to repeat.
@@ -69,11 +74,15 @@ class Hub:
         """
         for wait in (*self.waits, None):
             try:
-                return function()
+                answer = function()
+                self.has_answered.set()
+                return answer
             except Exl2FlowError as error:
                 found = error
             except Exception as error:
                 found = self.explained(error, subject)
+                if _is_unresolved(error) and not self.has_answered.is_set():
+                    raise found from None
             if not isinstance(found, HubUnavailable) or wait is None:
                 # The client's errors hold the request, whose headers hold the token
                 raise found from None
@@ -122,7 +131,10 @@ class Hub:
         is_network = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
         if is_network or (isinstance(error, ConnectionError | TimeoutError)):
             kind = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return HubUnavailable(f"the Hub cannot be reached for `{subject}` ({kind})")
+            return HubUnavailable(
+                f"the Hub cannot be reached for `{subject}` ({kind}); check the connection to "
+                f"{self.api.endpoint}"
+            )
         if isinstance(error, OSError):
             if error.errno is None:  # the client found a file of another size
                 return HubUnavailable(f"`{subject}`: {str(error).partition(chr(10))[0]}")
@@ -136,6 +148,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def _is_unresolved(error: BaseException | None) -> bool:
+    """Tell whether the Hub's name has no address."""
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
@@ -163,13 +182,13 @@ def local_source(source: Path, work_root: Path, hub: Hub) -> Path:
     """Return the folder of a source: itself if it exists, else fetched if it names a Hub model.
 
     Anything else is returned as it is, for the checks before a conversion to complain about.
+
+    Raises:
+        HubError: the model cannot be had.
+        SourceModelError: it has no safetensors, or is a mistyped path.
     """
-    wanted = HubModel.of(source)
-    if source.expanduser().exists() or wanted is None:
-        if wanted is not None:
-            log.info("`%s` is a folder here and is taken, not the Hub's model", source)
-        return source
-    return fetch(wanted, work_root, hub)
+    wanted = hub_model(source, work_root)
+    return source if wanted is None else fetch(wanted, work_root, hub)
 
 
 def fetch(wanted: HubModel, work_root: Path, hub: Hub) -> Path:

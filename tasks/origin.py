@@ -13,7 +13,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from exl2flow.core.errors import ConfigError, HubError, PublicationRefused
 from exl2flow.core.publication import PublishOptions
-from exl2flow.core.source import HubModel, provenance
+from exl2flow.core.source import hub_model, provenance
 from exl2flow.inference.publication import (
     Bitrate,
     Origin,
@@ -24,12 +24,15 @@ from exl2flow.inference.publication import (
 from exl2flow.tasks.hub import Hub
 
 
-def check_target(options: PublishOptions, source: Path, *, writer: Hub, reader: Hub) -> None:
+def check_target(
+    options: PublishOptions, source: Path, work_root: Path, *, writer: Hub, reader: Hub
+) -> None:
     """Find out before a conversion whether its result could be published, as far as is known then.
 
     Args:
         options: what shall be published where.
         source: a folder, or a model of the Hub that need not have been fetched.
+        work_root: where it is fetched to.
         writer: with the token that shall publish.
         reader: with the token that the source is fetched with.
 
@@ -37,11 +40,13 @@ def check_target(options: PublishOptions, source: Path, *, writer: Hub, reader: 
         ConfigError: the repository cannot have this name, or is the source.
         HubError: there is no token, or it may not write there.
         PublicationRefused: gate or licence of the source speak against it.
+        SourceModelError: the source is a mistyped path.
     """
-    check_account(options.repo, writer)
-    problems = origin_problems(_origin_of_source(source, options, reader))
+    check_name(options.repo)
+    problems = origin_problems(_origin_of_source(source, work_root, options, reader))
     if problems and not options.force:
         raise refusal(problems)
+    check_account(options.repo, writer)
 
 
 def refusal(problems: Sequence[str]) -> PublicationRefused:
@@ -50,19 +55,26 @@ def refusal(problems: Sequence[str]) -> PublicationRefused:
     return PublicationRefused(f"{text}; `--force` publishes in spite of this and notes it")
 
 
+def check_name(repo: str) -> None:
+    """Refuse what the Hub would not take as a name.
+
+    Raises:
+        ConfigError: the repository cannot have this name.
+    """
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(f"`{repo}` is no name for a repository: {error}") from error
+
+
 def check_account(repo: str, hub: Hub) -> None:
     """Ask whose the token is, and whether it may write to a repository.
 
     What tokens with chosen permissions may do is not told before it is tried.
 
     Raises:
-        ConfigError: the repository cannot have this name.
         HubError: there is no token, it expired, or it may not write there.
     """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ConfigError(f"`{repo}` is no name for a repository: {error}") from error
     account = hub.call(repo, hub.api.whoami)
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     orgs = [org for org in account.get("orgs") or () if org.get("roleInOrg") != "read"]
@@ -90,12 +102,12 @@ def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: 
     return _as_told(found[0] if found else None, options, hub)
 
 
-def _origin_of_source(source: Path, options: PublishOptions, hub: Hub) -> Origin:
+def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
     """Return what will be recorded of a source that is about to be converted."""
     known = provenance(source.expanduser())
     if known is not None:
         return _as_told(origin_from(known), options, hub)
-    wanted = None if source.expanduser().exists() else HubModel.of(source)
+    wanted = hub_model(source, work_root)
     found = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
     return _as_told(found, options, hub)
 

@@ -35,7 +35,7 @@ from exl2flow.inference.publication import (
 )
 from exl2flow.inference.record import read_object
 from exl2flow.tasks.hub import Hub
-from exl2flow.tasks.origin import check_account, origin_of_models, refusal
+from exl2flow.tasks.origin import check_account, check_name, origin_of_models, refusal
 from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,11 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     twice = sorted({name for name in branches if branches.count(name) > 1})
     if twice:
         raise ConfigError(f"several folders belong to branch `{twice[0]}`; publish one of them")
+    check_name(config.repo)
     origin = origin_of_models(bitrates, config, hub)
+    known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
+    if known and not config.force:
+        raise refusal(known)
     check_account(config.repo, hub)
     memory = (config.work_root or default_work_root(config.models[0])) / "digests.json"
     repository = Repository(name=config.repo, hub=hub, memory=memory)

@@ -10,30 +10,28 @@ from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.origin import check_target
 from exl2flow.tasks.publish import Published, publish
-from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+from exl2flow.tasks.retries import RETRIED
 
 
 @task(
     name="check publication",
     task_run_name="check {options.repo}",
     persist_result=False,
-    retries=len(RETRY_DELAYS_SECONDS),
-    retry_delay_seconds=RETRY_DELAYS_SECONDS,
-    retry_condition_fn=is_retryable,
+    **RETRIED,
 )
-def check_publication(options: PublishOptions, source: Path, token_block: str | None) -> None:
+def check_publication(
+    options: PublishOptions, source: Path, work_root: Path, token_block: str | None
+) -> None:
     """Find out before any work whether its result could be published; see `check_target`."""
     writer, reader = (Hub.open(read_token(b)) for b in (options.token_block, token_block))
-    check_target(options, source, writer=writer, reader=reader)
+    check_target(options, source, work_root, writer=writer, reader=reader)
 
 
 @task(
     name="publish",
     task_run_name="publish {config.repo}",
     persist_result=False,
-    retries=len(RETRY_DELAYS_SECONDS),
-    retry_delay_seconds=RETRY_DELAYS_SECONDS,
-    retry_condition_fn=is_retryable,
+    **RETRIED,
 )
 def publish_models(config: PublishConfig) -> Published:
     """Publish, with the token of the environment or of a Secret block, which is read here.

@@ -1,6 +1,7 @@
 """When a task is tried again: only after errors that can pass."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 from prefect import Task
 from prefect.client.schemas import TaskRun
@@ -8,9 +9,24 @@ from prefect.client.schemas.objects import State
 
 from exl2flow.core.errors import Exl2FlowError
 
-RETRY_DELAYS_SECONDS = [10.0, 60.0, 300.0]
+DELAYS_SECONDS = [10.0, 60.0, 300.0]
 
 
 def is_retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Tell Prefect whether another attempt can succeed."""
     return isinstance(state.data, Exl2FlowError) and state.data.retryable
+
+
+class RetryOptions(TypedDict):
+    """What Prefect asks for, by its names."""
+
+    retries: int
+    retry_delay_seconds: list[float]
+    retry_condition_fn: Callable[[Task[..., Any], TaskRun, State[Any]], bool]
+
+
+RETRIED = RetryOptions(
+    retries=len(DELAYS_SECONDS),
+    retry_delay_seconds=DELAYS_SECONDS,
+    retry_condition_fn=is_retryable,
+)

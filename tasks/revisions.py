@@ -10,7 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 
 from exl2flow.tasks.hub import Hub
-from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+from exl2flow.tasks.retries import RETRIED
 
 EVENT = "exl2flow.revision"
 TIMEOUT_SECONDS = 30.0
@@ -35,9 +35,7 @@ class Revision:
 
 @task(
     name="look up revisions",
-    retries=len(RETRY_DELAYS_SECONDS),
-    retry_delay_seconds=RETRY_DELAYS_SECONDS,
-    retry_condition_fn=is_retryable,
+    **RETRIED,
     persist_result=False,
 )
 def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> list[Revision]:

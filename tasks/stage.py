@@ -15,7 +15,7 @@ from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageRef
 from exl2flow.tasks import allocate, quantize, validate
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
-from exl2flow.tasks.retries import RETRY_DELAYS_SECONDS, is_retryable
+from exl2flow.tasks.retries import RETRIED
 
 PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
     "allocate": allocate.publish,
@@ -53,9 +53,7 @@ def stage_task(
         result_serializer="json",
         result_storage=pipeline.work.root / "prefect",
         refresh_cache=not complete,
-        retries=len(RETRY_DELAYS_SECONDS),
-        retry_delay_seconds=RETRY_DELAYS_SECONDS,
-        retry_condition_fn=is_retryable,
+        **RETRIED,
     )
 
 

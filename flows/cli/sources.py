@@ -13,18 +13,19 @@ Config = TypeVar("Config", bound=SharedOptions)
 def local_or_fetched(
     source: Path, work_root: Path, token_block: str | None, *, plain: bool
 ) -> Path:
-    """Return the folder of a source, and say which was taken where both could be meant.
+    """Return the folder of a source, and say which was taken where it can surprise.
 
     Raises:
         HubError: the model cannot be had.
+        SourceModelError: the source is a mistyped path.
     """
-    from exl2flow.core.source import HubModel  # imports torch
+    from exl2flow.core.source import HubModel, hub_model  # imports torch
 
-    wanted = HubModel.of(source)
+    wanted = hub_model(source, work_root)
     if wanted is None:
-        return source
-    if source.exists():
-        say(f"source  `{source}` is a folder here and is taken, not the Hub's model")
+        named = HubModel.of(source)
+        if named is not None and named.is_begun(work_root):
+            say(f"source  `{source}` is a folder here and is taken, not the Hub's model")
         return source
     from exl2flow.flows.release import hub_of  # these import torch
     from exl2flow.tasks.hub import fetch

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from hub_server import TOKEN, Hub
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
+from exl2flow.core.config import default_work_root
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.core.source import HubModel, provenance
@@ -144,6 +145,23 @@ def test_a_fetch_that_failed_keeps_its_finished_files(
     assert not asked_again
 
 
+def test_a_fetch_goes_on_beside_the_folder_that_it_made(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    work_root = default_work_root(Path("org/tiny-4bpw"))
+    hub.add_folder("org/tiny", tiny_source)
+    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
+    with pytest.raises(HubError, match="404"):
+        local_source(Path("org/tiny"), work_root, hub_tasks.Hub.open())
+    hub.faults.clear()
+
+    folder = local_source(Path("org/tiny"), work_root, hub_tasks.Hub.open())
+
+    assert folder.is_relative_to(tmp_path / "org")
+    assert names(folder) == NEEDED
+
+
 def test_bytes_that_differ_from_the_digest_are_fetched_again(
     hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,6 +226,21 @@ def test_a_hub_that_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
 
     with pytest.raises(HubUnavailable, match="the Hub cannot be reached for `org/tiny`"):
         get("org/tiny", tmp_path)
+
+
+@pytest.mark.parametrize(("has_answered", "attempts"), [(False, 1), (True, 3)])
+def test_a_name_without_an_address_is_not_waited_for_at_the_first_request(
+    has_answered: bool, attempts: int
+) -> None:
+    hub = hub_tasks.Hub(api=HfApi(endpoint="http://nowhere.invalid"), waits=(0.0, 0.0))
+    asked: list[str] = []
+    if has_answered:
+        hub.call("org/tiny", lambda: None)
+
+    with pytest.raises(HubUnavailable, match=r"reached for `org/tiny`.*http://nowhere\.invalid"):
+        hub.call("org/tiny", lambda: (asked.append("tiny"), hub.api.model_info("org/tiny")))
+
+    assert len(asked) == attempts
 
 
 @pytest.mark.parametrize(

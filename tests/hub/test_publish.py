@@ -215,6 +215,22 @@ def test_without_a_token_nothing_is_tried(
     assert REPO not in hub.repos
 
 
+def test_the_gate_is_asked_before_the_token(
+    hub: Hub, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    unscored(models)
+    change(models[0] / RECORD_FILE, provenance=None)
+    change(models[1] / RECORD_FILE, provenance=None)
+
+    with pytest.raises(PublicationRefused) as caught:
+        run(models)
+
+    for reason in ("no measured KL divergence", "--base-model", "states no licence"):
+        assert reason in str(caught.value)
+    assert not hub.requests
+
+
 def test_a_token_that_expires_on_the_way_leaves_it_private(hub: Hub, models: list[Path]) -> None:
     hub.fail("POST .*/commit/6", "status", times=None, status=401)
 

@@ -16,6 +16,7 @@ from exl2flow.core.errors import (
     HubError,
     PublicationDamaged,
     PublicationRefused,
+    SourceModelError,
     SweepFailed,
 )
 from exl2flow.core.source import HubModel
@@ -199,6 +200,29 @@ def test_missing_token_is_found_before_any_work(
         run_locally(config)
 
     assert not config.out.exists()
+
+
+def test_gate_of_a_folder_is_asked_before_the_token(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+
+    with pytest.raises(PublicationRefused, match="--base-model"):
+        check_release(conversion(tiny_source, tmp_path))
+
+    assert not hub.requests
+
+
+def test_mistyped_path_is_told_before_anything_is_asked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+
+    with pytest.raises(SourceModelError, match="no folder `demo/nomodel`"):
+        check_release(conversion(Path("demo/nomodel"), tmp_path))
+
+    assert not hub.requests
 
 
 def test_measurement_goes_out_without_paths_of_this_machine(

@@ -2,11 +2,12 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -144,3 +145,16 @@ def test_makefile_links_every_folder() -> None:
     (line,) = re.findall(r"^FOLDERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
     assert sorted(line.split()) == TOP
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
+def test_what_the_pages_make_of_the_demo_model_is_ignored_and_cleaned() -> None:
+    pages = [ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in pages]
+    made = {name for text in texts for name in re.findall(r"demo/model --out (\S+)", text)}
+    recipe = texts[0].partition("\nclean:")[2].split()
+
+    for name in made:
+        assert subprocess.run(["git", "check-ignore", "-q", f"{name}/"], cwd=ROOT).returncode == 0
+        assert any(PurePath(name).match(pattern) for pattern in recipe), name
+    assert len(made) > 1

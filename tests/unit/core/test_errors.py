@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 from exl2flow.core import errors
 from exl2flow.core.errors import Exl2FlowError, Interrupted
@@ -35,6 +36,14 @@ def test_tree_in_the_docstring_is_the_tree_of_classes() -> None:
 
 def test_every_error_says_what_it_means() -> None:
     assert [name for name, kind in CLASSES.items() if not kind.__doc__] == []
+
+
+def test_reference_has_each_error_once() -> None:
+    page = Path(__file__).parents[3] / "docs" / "reference" / "errors.md"
+
+    listed = re.findall(r"^\| `(\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert len(listed) == len(set(listed))
 
 
 def test_errors_are_not_retryable_unless_they_say_so() -> None:

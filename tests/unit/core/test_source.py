@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from exl2flow.core import source as source_module
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.files import digest
-from exl2flow.core.source import SourceFingerprint
+from exl2flow.core.source import HubModel, SourceFingerprint, hub_model
 
 
 @pytest.fixture
@@ -120,3 +120,31 @@ def test_unreadable_file_is_named(model: Path, memory: Path) -> None:
 
     with pytest.raises(SourceModelError, match=r"model\.safetensors"):
         fingerprint(model, memory)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with `org/model` and room for a work root."""
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_mistyped_path_is_not_asked_for_on_the_hub(here: Path) -> None:
+    with pytest.raises(SourceModelError, match=r"no folder `org/modle`.*`org/modle@main` for"):
+        hub_model(Path("org/modle"), here / "work")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("org/model", None),
+        ("modle", None),
+        ("org/modle@main", HubModel(repo="org/modle", revision="main")),
+        ("other/modle", HubModel(repo="other/modle")),
+    ],
+)
+def test_hub_is_meant_by_a_revision_or_where_no_such_folder_begins(
+    source: str, expected: HubModel | None, here: Path
+) -> None:
+    assert hub_model(Path(source), here / "work") == expected

@@ -307,3 +307,12 @@ def test_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
 def test_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceModelError, match=r"config\.json` does not exist"):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_missing_folder_is_named_and_the_kind_that_is_wanted(is_file: bool, tmp_path: Path) -> None:
+    if is_file:
+        (tmp_path / "nope").touch()
+
+    with pytest.raises(SourceModelError, match=r"nope` is no folder; .* of an EXL2 model$"):
+        resolve(tmp_path / "nope", wanted="an EXL2 model")

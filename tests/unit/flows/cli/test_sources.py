@@ -1,0 +1,25 @@
+"""What the command line says of a source."""
+
+from pathlib import Path
+
+import pytest
+
+from exl2flow.flows.cli.sources import local_or_fetched
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_a_folder_is_told_from_the_hub_where_it_can_surprise(
+    is_fetched: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    if is_fetched:
+        (tmp_path / "work" / "sources" / "abc" / "tiny").mkdir(parents=True)
+
+    found = local_or_fetched(Path("org/tiny"), tmp_path / "work", None, plain=True)
+
+    assert found == Path("org/tiny")
+    assert ("is a folder here and is taken" in capsys.readouterr().err) == is_fetched
