@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,30 @@ from exl2flow.tasks.sweep import Share, make_bitrate, visible_gpus
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between looks for a signal
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
 
 AnyRunner = TaskRunner[Any]  # of any kind of future
 
 
 class ProcessDied(Exception):
     """The process that made a bitrate ended without a word."""
+
+
+def check_runner(config: SweepConfig) -> None:
+    """Find out before any work whether the bitrates can be made as asked.
+
+    Raises:
+        ConfigError: the runner is not installed, or has more workers than devices.
+    """
+    missing = [name for name in EXTRAS.get(config.runner, ()) if find_spec(name) is None]
+    if missing:
+        names = " and ".join(f"`{name}`" for name in missing)
+        raise ConfigError(
+            f"the runner `{config.runner}` is not installed: no {names}; it comes with "
+            f"`pip install 'exl2flow[{config.runner}]'`"
+        )
+    if not config.cluster:
+        _workers(config)
 
 
 def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
@@ -46,7 +65,7 @@ def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]
     pool loses all its processes when one dies.
 
     Raises:
-        ConfigError: the runner is not installed, or has more workers than devices.
+        ConfigError: no cluster answers.
         Interrupted: a signal came, and the runner's workers cannot be asked to stop.
     """
     outcomes: dict[str, BaseException | None] = {}
@@ -93,26 +112,16 @@ def _workers(config: SweepConfig) -> int:
 
 
 def _runner(config: SweepConfig, workers: int) -> AnyRunner:
-    """Return the runner; clusters that it starts listen to the loopback interface only.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        match config.runner:
-            case "threads":
-                return ThreadPoolTaskRunner(max_workers=workers)
-            case "processes":
-                return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_the_flow)
-            case "dask":
-                return _dask(config, workers)
-            case "ray":
-                return _ray(config, workers)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the runner `{config.runner}` is not installed ({error}); it comes with "
-            f"`pip install 'exl2flow[{config.runner}]'`"
-        ) from error
+    """Return the runner; clusters that it starts listen to the loopback interface only."""
+    match config.runner:
+        case "threads":
+            return ThreadPoolTaskRunner(max_workers=workers)
+        case "processes":
+            return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_the_flow)
+        case "dask":
+            return _dask(config, workers)
+        case "ray":
+            return _ray(config, workers)
 
 
 def _dask(config: SweepConfig, workers: int) -> AnyRunner:

@@ -14,7 +14,7 @@ from exl2flow.flows.bitrates import (
 )
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.release import target_of
-from exl2flow.flows.runners import make_all
+from exl2flow.flows.runners import check_runner, make_all
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.fetch import with_local_source
@@ -35,6 +35,7 @@ def sweep(config: SweepConfig) -> Sweep:
     """Measure once, make every bitrate, compare all, publish all; finished stages are cached.
 
     Raises:
+        ConfigError: before any work, the runner is not installed or has too many workers.
         HubError: the source cannot be fetched, or the Hub refuses the models.
         PublicationRefused: before any work, or for the quality of the models, which are there.
         PublicationDamaged: what arrived is not what was sent; the repository stays private.
@@ -44,6 +45,7 @@ def sweep(config: SweepConfig) -> Sweep:
     """
     with logged():
         tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))
+        check_runner(config)
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.token_block)
         config = with_local_source(config)
