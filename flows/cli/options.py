@@ -60,7 +60,8 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
     Raises:
         ConfigError: naming the options that are out of range.
     """
-    flags = {s.field: s.flag for _, members in CONVERSION for s in members} | {"out": "--out"}
+    flags = {s.field: s.flag for _, members in CONVERSION for s in members}
+    flags |= {"out": "--out", "fit": "--fit"}
     nested = _nested({"source": source, "out": out, **values})
     return validated(ConversionConfig, nested, flags)
 

@@ -150,3 +150,19 @@ def test_options_of_publishing_ask_for_a_repository() -> None:
 
     with pytest.raises(ConfigError, match=r"^`--private`, `--license`: only .* `--publish`$"):
         build(Path("model"), Path("out"), values)
+
+
+@pytest.mark.parametrize("values", [{"context": 100}, {"context": 8192}, {"cache": "q6"}])
+def test_options_of_a_fit_ask_for_the_memory(values: dict[str, object]) -> None:
+    given = {f"fit.{name}": value for name, value in values.items()}
+
+    with pytest.raises(ConfigError, match=rf"^`--{next(iter(values))}`: only .* with `--fit`$"):
+        build(Path("model"), Path("out"), {"bpw": 3.0, **given})
+    with pytest.raises(ConfigError, match=r"^fit\.memory: "):
+        build_config(source="model", out="out", fit=values)
+
+
+def test_a_fit_takes_the_place_of_other_targets() -> None:
+    assert build(Path("model"), Path("out"), {"fit.memory": "24GB"}).bpw is None
+    with pytest.raises(ConfigError, match=r"^`--bpw` and `--fit` are given; choose one target$"):
+        build(Path("model"), Path("out"), {"bpw": 3.0, "fit.memory": "24GB"})
