@@ -123,4 +123,4 @@ def _in_words(problem: ErrorDetails, flags: Mapping[str, str]) -> str:
         group = field.rpartition(".")[0]
         others = [f"`{flags.get(f'{group}.{name}', name)}`" for name in problem["input"]]
         return f"{', '.join(others)}: only together with `{flags.get(field, field)}`"
-    return f"`{flags.get(field, field)}` is {problem['input']}: {message.lower()}"
+    return f"`{flags.get(field, field)}` is {problem['input']}: {message[:1].lower()}{message[1:]}"

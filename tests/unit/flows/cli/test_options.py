@@ -90,7 +90,7 @@ def test_problems_are_told_in_terms_of_options() -> None:
         build(Path("model"), Path("out"), {"bpw": 1.0, "calibration.row_tokens": 33})
 
     first, second = str(caught.value).splitlines()
-    assert first.startswith("`--bpw` is 1.0: ")
+    assert first == "`--bpw` is 1.0: input should be greater than or equal to 2"
     assert second.startswith("`--row-tokens` is 33: ")
 
 
@@ -143,6 +143,17 @@ def test_options_of_publishing_make_one_group() -> None:
 
     assert config.publish == PublishOptions(repo="me/model-exl2", private=True)
     assert config.token_block == "block"
+
+
+@pytest.mark.parametrize("name", ["Model", "org/", "-org/model", "a/b/c", "me/model\n"])
+def test_a_repository_is_asked_for_as_organization_and_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^`--publish` is (.|\n)*: give it as `org/name`$"):
+        build(Path("model"), Path("out"), {"publish.repo": name})
+
+
+def test_messages_keep_the_case_of_what_they_quote() -> None:
+    with pytest.raises(ConfigError, match=r"^`--max-memory` is 24XB: could not .*: XB$"):
+        build(Path("model"), Path("out"), {"max_memory": "24XB"})
 
 
 def test_options_of_publishing_ask_for_a_repository() -> None:
