@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +25,19 @@ from exl2flow.core.errors import ConfigError, Interrupted
 from exl2flow.core.interrupt import StopRequest
 from exl2flow.core.slots import Slots
 from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows.bitrates import workers_of
 from exl2flow.kernels import resolve_device
-from exl2flow.tasks.sweep import Share, make_bitrate, visible_gpus
+from exl2flow.tasks.sweep import Share, make_bitrate
 
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between looks for a signal
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
-EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
 
 AnyRunner = TaskRunner[Any]  # of any kind of future
 
 
 class ProcessDied(Exception):
     """The process that made a bitrate ended without a word."""
-
-
-def check_runner(config: SweepConfig) -> None:
-    """Find out before any work whether the bitrates can be made as asked.
-
-    Raises:
-        ConfigError: the runner is not installed, or has more workers than devices.
-    """
-    missing = [name for name in EXTRAS.get(config.runner, ()) if find_spec(name) is None]
-    if missing:
-        names = " and ".join(f"`{name}`" for name in missing)
-        raise ConfigError(
-            f"the runner `{config.runner}` is not installed: no {names}; it comes with "
-            f"`pip install 'exl2flow[{config.runner}]'`"
-        )
-    if not config.cluster:
-        _workers(config)
 
 
 def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
@@ -94,21 +76,6 @@ def _settings_exported() -> Iterator[None]:
         for name in added:
             del os.environ[name]
         refresh_global_settings_context()
-
-
-def _workers(config: SweepConfig) -> int:
-    """Return how many bitrates are made at the same time, without a cluster that runs already.
-
-    Raises:
-        ConfigError: more than this host has devices for.
-    """
-    if config.runner == "threads" or not (gpus := visible_gpus(config.device)):
-        return config.workers or 1
-    if config.workers and config.workers > len(gpus):
-        raise ConfigError(
-            f"{config.workers} workers are more than the {len(gpus)} GPUs; each has one of its own"
-        )
-    return config.workers or len(gpus)
 
 
 def _runner(config: SweepConfig, workers: int) -> AnyRunner:
@@ -192,7 +159,7 @@ def _attempt(
     """Make bitrates, and return why each of them failed, None if it did not."""
     if not conversions:
         return {}
-    workers = (os.cpu_count() or 1) if config.cluster else _workers(config)
+    workers = (os.cpu_count() or 1) if config.cluster else workers_of(config)
     with _settings_exported(), tempfile.TemporaryDirectory(prefix="exl2flow-") as folder:
         share = Share(workers=config.workers or workers, stop=Path(folder) / "stop")
         messenger = Messenger(config, stop, share.stop)

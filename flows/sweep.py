@@ -6,6 +6,7 @@ from exl2flow.core.interrupt import listening
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows.bitrates import (
     Sweep,
+    check_runner,
     conclude_sweep,
     noted,
     preflight_sweep,
@@ -14,7 +15,7 @@ from exl2flow.flows.bitrates import (
 )
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.release import target_of
-from exl2flow.flows.runners import check_runner, make_all
+from exl2flow.flows.runners import make_all
 from exl2flow.flows.runs import cancelled_if_interrupted
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.fetch import with_local_source

@@ -114,13 +114,10 @@ def sweep(
 
 def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json: bool) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.bitrates import preflight_sweep  # these import torch
+    from exl2flow.flows.bitrates import check_runner, preflight_sweep  # these import torch
     from exl2flow.flows.release import check_release
 
-    if config.runner != "threads":
-        from exl2flow.flows.runners import check_runner  # imports Prefect
-
-        check_runner(config)
+    check_runner(config)
     check_release(config)
     config = with_local_source(config, plain=as_json)
     plans = preflight_sweep(config)

@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import make_tiny
 from typer.testing import CliRunner
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sweep import Runner, SweepConfig
-from exl2flow.flows import runners
+from exl2flow.flows.bitrates import check_runner
 from exl2flow.flows.cli.main import app
 
 
@@ -21,7 +22,7 @@ def config_of(runner: Runner, **values: object) -> SweepConfig:
 
 @pytest.mark.parametrize("runner", ["threads", "processes", "dask", "ray"])
 def test_runners_that_are_installed_are_accepted(runner: Runner) -> None:
-    runners.check_runner(config_of(runner, workers=1))
+    check_runner(config_of(runner, workers=1))
 
 
 @pytest.mark.parametrize(
@@ -33,16 +34,17 @@ def test_a_runner_that_is_not_installed_is_refused_with_the_way_to_install_it(
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
 
     with pytest.raises(ConfigError, match=rf"no `{module}`; .*pip install 'exl2flow\[{runner}\]'"):
-        runners.check_runner(config_of(runner))
+        check_runner(config_of(runner))
 
 
 def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "visible_gpus", lambda device: ["0", "1"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    runners.check_runner(config_of("processes", workers=2))
-    runners.check_runner(config_of("dask", workers=3, cluster="tcp://127.0.0.1:8786"))
+    check_runner(config_of("processes", workers=2))
+    check_runner(config_of("dask", workers=3, cluster="tcp://127.0.0.1:8786"))
     with pytest.raises(ConfigError, match="3 workers are more than the 2 GPUs"):
-        runners.check_runner(config_of("processes", workers=3))
+        check_runner(config_of("processes", workers=3))
 
 
 def test_a_dry_run_refuses_a_runner_that_is_not_installed(
