@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.config import JsonDict
+from pydantic.config import JsonValue
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.naming import model_name
@@ -30,16 +30,13 @@ Quality = Literal["fast", "standard", "best", "exllamav2"]
 CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
 CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
-TARGETS = ("bpw", "bpw_total", "target_bytes")
+TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
 DEFAULT_BPW = 4.0
 # How forms ask for a size: pydantic's own schema has choices within a choice, shown without names
-SIZE_FORM: JsonDict = {
-    "anyOf": [
-        {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
-        {"type": "integer", "minimum": 1},
-        {"type": "null"},
-    ]
-}
+SIZE_CHOICES: list[JsonValue] = [
+    {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
+    {"type": "integer", "minimum": 1},
+]
 DEFAULT_HEAD_BITS = 6
 
 # What a preset changes of the defaults below, which are `standard`
@@ -203,11 +200,10 @@ class ValidateOptions(Options):
 class FitOptions(Options):
     """What the result must fit: a GPU's memory, with the cache of a context."""
 
-    memory: ByteSize | None = Field(
-        None,
+    memory: ByteSize = Field(
         gt=0,
-        description="instead: memory of the GPU that will run the model, as 24GB",
-        json_schema_extra=SIZE_FORM,
+        description="memory of the GPU that will run the model, as 24GB",
+        json_schema_extra={"anyOf": SIZE_CHOICES},
     )
     context: int = Field(8192, ge=1, description="tokens whose cache must fit beside the weights")
     cache: CacheName = Field("fp16", description="how that cache is held")
@@ -236,7 +232,7 @@ class SharedOptions(Options):
         None,
         gt=0,
         description="memory of the GPU to use at most, as 24GB; empty: all there is",
-        json_schema_extra=SIZE_FORM,
+        json_schema_extra={"anyOf": [*SIZE_CHOICES, {"type": "null"}]},
     )
     measurement: Path | None = Field(
         None, description="measurement.json to use instead of measuring"
@@ -298,7 +294,9 @@ class ConversionConfig(SharedOptions):
     target_bytes: int | None = Field(
         None, gt=0, description="instead: bytes of all output files of weights"
     )
-    fit: FitOptions = FitOptions()
+    fit: FitOptions | None = Field(
+        None, description="instead: the memory that the result must fit; empty: any"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -306,14 +304,11 @@ class ConversionConfig(SharedOptions):
         """Fill the target if none is given."""
         if not isinstance(values, Mapping) or any(values.get(name) is not None for name in TARGETS):
             return values
-        fit = values.get("fit") or {}
-        memory = fit.get("memory") if isinstance(fit, Mapping) else getattr(fit, "memory", None)
-        return values if memory is not None else {**values, "bpw": DEFAULT_BPW}
+        return {**values, "bpw": DEFAULT_BPW}
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
         given = [f"`{name}`" for name in TARGETS if getattr(self, name) is not None]
-        given += ["`fit.memory`"] * (self.fit.memory is not None)
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; choose one target")
         return self
@@ -326,7 +321,7 @@ class ConversionConfig(SharedOptions):
     @property
     def target(self) -> str:
         """The target in words, without blanks."""
-        if self.fit.memory is not None:
+        if self.fit is not None:
             return f"fit-{self.fit.memory.human_readable(decimal=True)}"
         if self.target_bytes is not None:
             return f"{self.target_bytes}bytes"

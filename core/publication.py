@@ -1,19 +1,30 @@
 """What a user can set when models are published, by themselves or at the end of a conversion."""
 
+import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from exl2flow.core.options import Device, Options
 
 REPO = r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$"
 
 
+def _is_a_name(repo: str) -> str:
+    if not re.fullmatch(REPO, repo):
+        raise ValueError("give it as `org/name`")
+    return repo
+
+
+# The pattern is for forms: as a bound of the field it would be what users are told
+RepoName = Annotated[str, AfterValidator(_is_a_name), Field(json_schema_extra={"pattern": REPO})]
+
+
 class PublishOptions(Options):
     """Where finished models go on the Hugging Face Hub, and under which conditions."""
 
-    repo: str = Field(
-        pattern=REPO,
+    repo: RepoName = Field(
         description="repository on the Hub that receives a branch per bitrate, as org/name-exl2; "
         "made when missing",
     )
@@ -24,9 +35,8 @@ class PublishOptions(Options):
     max_kl: float = Field(
         1.0, gt=0, description="refuse models whose KL divergence in nats is above this"
     )
-    base_model: str | None = Field(
+    base_model: RepoName | None = Field(
         None,
-        pattern=REPO,
         description="the source on the Hub, as org/name, if it is a folder that was not fetched "
         "from there; empty: as recorded",
     )

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
+import torch
+
 from exl2flow.core.errors import WriteFailed
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -28,6 +30,11 @@ def named_gpus(count: int) -> list[str]:
     if seen is None or count == 0:
         return [str(index) for index in range(count)]
     return [name.strip() for name in seen.split(",") if name.strip()]
+
+
+def visible_gpus(device: str) -> list[str]:
+    """Return the GPUs that this process may use, by name, without starting CUDA; none on a CPU."""
+    return named_gpus(0 if device == "cpu" else torch.cuda.device_count())
 
 
 def see_only(gpu: str) -> None:

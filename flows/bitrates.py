@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exl2flow.core.errors import Exl2FlowError, Interrupted, SweepFailed
+from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.files import read_json, write_json, write_text
 from exl2flow.core.publication import PublishConfig
+from exl2flow.core.slots import visible_gpus
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import versions
 from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
@@ -23,6 +25,8 @@ from exl2flow.tasks.publish import Published
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings", "failures")
+# What the runners' extras install
+EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
 Failures = Mapping[str, BaseException]  # name of a bitrate → why it could not be made
 
 
@@ -35,6 +39,38 @@ class Sweep:
     samples: tuple[str, ...]
     warnings: tuple[str, ...]
     published: Published | None = None
+
+
+def check_runner(config: SweepConfig) -> None:
+    """Find out before any work whether the bitrates can be made as asked.
+
+    Raises:
+        ConfigError: the runner is not installed, or has more workers than devices.
+    """
+    missing = [name for name in EXTRAS.get(config.runner, ()) if find_spec(name) is None]
+    if missing:
+        names = " and ".join(f"`{name}`" for name in missing)
+        raise ConfigError(
+            f"the runner `{config.runner}` is not installed: no {names}; it comes with "
+            f"`pip install 'exl2flow[{config.runner}]'`"
+        )
+    if not config.cluster:
+        workers_of(config)
+
+
+def workers_of(config: SweepConfig) -> int:
+    """Return how many bitrates are made at the same time, without a cluster that runs already.
+
+    Raises:
+        ConfigError: more than this host has devices for.
+    """
+    if config.runner == "threads" or not (gpus := visible_gpus(config.device)):
+        return config.workers or 1
+    if config.workers and config.workers > len(gpus):
+        raise ConfigError(
+            f"{config.workers} workers are more than the {len(gpus)} GPUs; each has one of its own"
+        )
+    return config.workers or len(gpus)
 
 
 def preflight_sweep(config: SweepConfig) -> dict[str, Plan]:

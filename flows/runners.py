@@ -25,8 +25,9 @@ from exl2flow.core.errors import ConfigError, Interrupted
 from exl2flow.core.interrupt import StopRequest
 from exl2flow.core.slots import Slots
 from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows.bitrates import workers_of
 from exl2flow.kernels import resolve_device
-from exl2flow.tasks.sweep import Share, make_bitrate, visible_gpus
+from exl2flow.tasks.sweep import Share, make_bitrate
 
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between looks for a signal
@@ -46,7 +47,7 @@ def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]
     pool loses all its processes when one dies.
 
     Raises:
-        ConfigError: the runner is not installed, or has more workers than devices.
+        ConfigError: no cluster answers.
         Interrupted: a signal came, and the runner's workers cannot be asked to stop.
     """
     outcomes: dict[str, BaseException | None] = {}
@@ -77,42 +78,17 @@ def _settings_exported() -> Iterator[None]:
         refresh_global_settings_context()
 
 
-def _workers(config: SweepConfig) -> int:
-    """Return how many bitrates are made at the same time, without a cluster that runs already.
-
-    Raises:
-        ConfigError: more than this host has devices for.
-    """
-    if config.runner == "threads" or not (gpus := visible_gpus(config.device)):
-        return config.workers or 1
-    if config.workers and config.workers > len(gpus):
-        raise ConfigError(
-            f"{config.workers} workers are more than the {len(gpus)} GPUs; each has one of its own"
-        )
-    return config.workers or len(gpus)
-
-
 def _runner(config: SweepConfig, workers: int) -> AnyRunner:
-    """Return the runner; clusters that it starts listen to the loopback interface only.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        match config.runner:
-            case "threads":
-                return ThreadPoolTaskRunner(max_workers=workers)
-            case "processes":
-                return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_the_flow)
-            case "dask":
-                return _dask(config, workers)
-            case "ray":
-                return _ray(config, workers)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the runner `{config.runner}` is not installed ({error}); it comes with "
-            f"`pip install 'exl2flow[{config.runner}]'`"
-        ) from error
+    """Return the runner; clusters that it starts listen to the loopback interface only."""
+    match config.runner:
+        case "threads":
+            return ThreadPoolTaskRunner(max_workers=workers)
+        case "processes":
+            return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_the_flow)
+        case "dask":
+            return _dask(config, workers)
+        case "ray":
+            return _ray(config, workers)
 
 
 def _dask(config: SweepConfig, workers: int) -> AnyRunner:
@@ -183,7 +159,7 @@ def _attempt(
     """Make bitrates, and return why each of them failed, None if it did not."""
     if not conversions:
         return {}
-    workers = (os.cpu_count() or 1) if config.cluster else _workers(config)
+    workers = (os.cpu_count() or 1) if config.cluster else workers_of(config)
     with _settings_exported(), tempfile.TemporaryDirectory(prefix="exl2flow-") as folder:
         share = Share(workers=config.workers or workers, stop=Path(folder) / "stop")
         messenger = Messenger(config, stop, share.stop)

@@ -6,6 +6,7 @@ from exl2flow.core.interrupt import listening
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows.bitrates import (
     Sweep,
+    check_runner,
     conclude_sweep,
     noted,
     preflight_sweep,
@@ -35,6 +36,7 @@ def sweep(config: SweepConfig) -> Sweep:
     """Measure once, make every bitrate, compare all, publish all; finished stages are cached.
 
     Raises:
+        ConfigError: before any work, the runner is not installed or has too many workers.
         HubError: the source cannot be fetched, or the Hub refuses the models.
         PublicationRefused: before any work, or for the quality of the models, which are there.
         PublicationDamaged: what arrived is not what was sent; the repository stays private.
@@ -44,6 +46,7 @@ def sweep(config: SweepConfig) -> Sweep:
     """
     with logged():
         tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))
+        check_runner(config)
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.work_dir_root, config.token_block)
         config = with_local_source(config)

@@ -2,10 +2,11 @@
 
 import torch
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.errors import StoreError
 from exl2flow.model import ChatTemplate, Composition, ModelSpec, Tokenizer
 from exl2flow.quant.dialogues import check_template
+from exl2flow.quant.tokens import judging_rows
 
 HALF, FULL = 2, 4  # bytes of a number on CUDA and on the CPU while the model writes rows
 
@@ -34,10 +35,12 @@ def check_calibration(
 def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
     """Return how many rows of what there will be."""
     options = config.calibration
-    text = (
-        f"{options.rows} rows x {options.row_tokens} tokens, measured on "
-        f"{options.measure_rows} x {options.measure_row_tokens}"
-    )
+    text = f"{options.rows} rows x {options.row_tokens} tokens, "
+    if isinstance(config, RefinementConfig):
+        judging = judging_rows(config.held_out_rows, options.rows)
+        text += f"of which {judging} are set aside to judge"
+    else:
+        text += f"measured on {options.measure_rows} x {options.measure_row_tokens}"
     count = options.special_rows(options.rows)
     match options.text:
         case "chat":

@@ -147,7 +147,7 @@ class Distillation:
     def summary(self) -> str:
         """The divergence on the held-out rows: first, now, best."""
         first, now, best = self.judgements[0], self.judgements[-1], min(self.judgements)
-        return f"held-out KL {first:.4f} -> {now:.4f}, best {best:.4f}"
+        return f"KL on rows set aside {first:.4f} -> {now:.4f}, best {best:.4f}"
 
     def report(self) -> dict[str, object]:
         """Return the judgements as JSON: nats per token on the held-out rows."""
@@ -199,7 +199,7 @@ class Distillation:
         if not self.judgements and not math.isfinite(found):
             raise NonFiniteState(
                 "the divergence of the quantized model from its source is not finite on the "
-                "held-out rows; check the source, or try other calibration data"
+                "rows set aside; check the source, or try other calibration data"
             )
         self.judgements.append(found)
         if self._stale == 0:

@@ -54,7 +54,7 @@ def find_fit(config: ConversionConfig) -> Fit | None:
         SourceModelError: the source cannot be used.
     """
     options = config.fit
-    if options.memory is None:
+    if options is None:
         return None
     spec = resolve(config.source, wanted=WANTED)
     if options.context > spec.max_positions:
@@ -83,12 +83,11 @@ def fitted(config: ConversionConfig) -> ConversionConfig:
     fit = find_fit(config)
     if fit is None:
         return config
-    return config.model_copy(update={"target_bytes": fit.weights, "fit": FitOptions()})
+    return config.model_copy(update={"target_bytes": fit.weights, "fit": None})
 
 
 def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest: int) -> str:
     """Say what does not fit, and what would."""
-    assert options.memory is not None
     others = []
     for name in CACHES:
         if longest := _longest(spec, int(options.memory) - smallest, name):

@@ -69,15 +69,15 @@ def judge(run: StageRun) -> None:
     }
     if not content["refined"]:
         run.folder.note(
-            f"refining did not help: KL {kl['before']:.5f} -> {kl['after']:.5f} on held-out rows; "
-            "the old matrices stay"
+            f"refining did not help: KL {kl['before']:.5f} -> {kl['after']:.5f} on the rows set "
+            "aside; the old matrices stay"
         )
         log.warning("%s", run.folder.manifest.notes[-1])
     path = run.folder.path / JUDGEMENT_FILE
     write_json(path, content)
     total = len(stored.spec.sublayers) + 1
     run.folder.commit(JUDGEMENT_FILE, digest(path), cursor=total)
-    run.tick(total, total, f"held-out KL {kl['before']:.5f} -> {kl['after']:.5f}")
+    run.tick(total, total, f"KL on rows set aside {kl['before']:.5f} -> {kl['after']:.5f}")
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

@@ -91,6 +91,11 @@ def text_rows(folder: Path) -> tuple[torch.Tensor, list[int]]:
     return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
 
 
+def judging_rows(held_out: int, rows: int) -> int:
+    """Return how many of `rows` rows of text are set aside: `held_out`, at most half."""
+    return min(held_out, rows // 2)
+
+
 def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide the text among the quantizing rows of `tokenize`.
 
@@ -110,7 +115,7 @@ def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]
         raise NotEnoughRows(
             f"judging needs two rows of text, the calibration rows have {len(text)}; raise `--rows`"
         )
-    count = min(held_out, len(text) // 2)
+    count = judging_rows(held_out, len(text))
     places = {(2 * i + 1) * len(text) // (2 * count) for i in range(count)}
     judges = [row for place, row in enumerate(text) if place in places]
     others = [row for place, row in enumerate(text) if place not in places]

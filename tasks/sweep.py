@@ -20,7 +20,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.interrupt import StopRequest, listening
 from exl2flow.core.progress import labelled
-from exl2flow.core.slots import Slots, named_gpus, see_only
+from exl2flow.core.slots import Slots, see_only, visible_gpus
 from exl2flow.core.stage import Pipeline
 from exl2flow.inference.validate import check_verdict
 from exl2flow.kernels import resolve_device
@@ -113,8 +113,3 @@ def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
         signum = int(share.stop.read_text())
     if signum is not None:
         raise Interrupted("stopped before it began; everything finished is saved", signum=signum)
-
-
-def visible_gpus(device: str) -> list[str]:
-    """Return the GPUs that this process may use, by name, without starting CUDA; none on a CPU."""
-    return named_gpus(0 if device == "cpu" else torch.cuda.device_count())

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl2flow.core.config import Device
+from exl2flow.core.config import CacheName, Device
 from exl2flow.flows.cli.console import emit_json, say
+from exl2flow.flows.cli.setting import one_of
 from exl2flow.flows.cli.wording import printable
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def generate(
         typer.Option(
             "--temperature",
             metavar="T",
+            min=0,
             help="Divide logits by this; below 0.01: always the likeliest token.",
             rich_help_panel=SAMPLING,
         ),
@@ -70,6 +72,7 @@ def generate(
         typer.Option(
             "--top-k",
             metavar="K",
+            min=0,
             help="Draw from the K likeliest tokens; 0: from all.",
             rich_help_panel=SAMPLING,
         ),
@@ -79,6 +82,8 @@ def generate(
         typer.Option(
             "--top-p",
             metavar="P",
+            min=0,
+            max=1,
             help="Draw from the fewest tokens whose probabilities sum to P; 0 or 1: off.",
             rich_help_panel=SAMPLING,
         ),
@@ -88,6 +93,8 @@ def generate(
         typer.Option(
             "--min-p",
             metavar="P",
+            min=0,
+            max=1,
             help="Drop tokens less likely than P times the likeliest; 0: off.",
             rich_help_panel=SAMPLING,
         ),
@@ -104,17 +111,23 @@ def generate(
         bool, typer.Option("--no-bos", help="Do not begin with the model's BOS token.")
     ] = False,
     cache: Annotated[
-        str | None,
+        CacheName | None,
         typer.Option(
             "--cache",
             metavar="FORMAT",
+            parser=one_of(CacheName),
             help="How keys and values are held: fp16, fp8, q8, q6 or q4.",
             show_default="as they are computed",
         ),
     ] = None,
     device: Annotated[
         Device,
-        typer.Option("--device", help="Where to compute; auto: CUDA if usable, else the CPU."),
+        typer.Option(
+            "--device",
+            metavar="auto|cpu|cuda",
+            parser=one_of(Device),
+            help="Where to compute; auto: CUDA if usable, else the CPU.",
+        ),
     ] = "auto",
     as_json: Annotated[
         bool,

@@ -60,7 +60,8 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
     Raises:
         ConfigError: naming the options that are out of range.
     """
-    flags = {s.field: s.flag for _, members in CONVERSION for s in members} | {"out": "--out"}
+    flags = {s.field: s.flag for _, members in CONVERSION for s in members}
+    flags |= {"out": "--out", "fit": "--fit"}
     nested = _nested({"source": source, "out": out, **values})
     return validated(ConversionConfig, nested, flags)
 
@@ -122,4 +123,4 @@ def _in_words(problem: ErrorDetails, flags: Mapping[str, str]) -> str:
         group = field.rpartition(".")[0]
         others = [f"`{flags.get(f'{group}.{name}', name)}`" for name in problem["input"]]
         return f"{', '.join(others)}: only together with `{flags.get(field, field)}`"
-    return f"`{flags.get(field, field)}` is {problem['input']}: {message.lower()}"
+    return f"`{flags.get(field, field)}` is {problem['input']}: {message[:1].lower()}{message[1:]}"

@@ -107,7 +107,7 @@ def _check(config: RefinementConfig) -> list[tuple[str, str]]:
         ("model", str(config.model)),
         ("reference", f"{plan.model} ({plan.architecture}, {plan.layers} layers)"),
         ("device", plan.device),
-        ("calibration", f"{plan.calibration}; {config.held_out_rows} rows of it judge"),
+        ("calibration", plan.calibration),
         ("output", plan.out),
         ("checkpoints", plan.work_dir),
     ]

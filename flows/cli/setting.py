@@ -4,8 +4,9 @@ Types, bounds and defaults are the field's, so that none of them is written twic
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Optional, get_args
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -20,6 +21,22 @@ def group_of(field: FieldInfo) -> type[BaseModel] | None:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
+
+
+def one_of(kind: Any) -> Callable[[str], str]:
+    """Return the parser of an option with the choices of a `Literal`.
+
+    Typer's own puts the name of pydantic's error before what it says.
+    """
+    choices = get_args(kind)
+
+    def parse(value: str) -> str:
+        if value not in choices:
+            listed = ", ".join(f"'{choice}'" for choice in choices)
+            raise typer.BadParameter(f"'{value}' is not one of {listed}")
+        return value
+
+    return parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +72,7 @@ class Setting:
             self.flag,
             help=self.help,
             metavar=self.metavar,
+            parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
             show_default=False if shown is None else str(shown),
             rich_help_panel=panel,
         )

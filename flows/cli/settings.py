@@ -37,6 +37,7 @@ RESULT: Panel = (
             flag="--fit",
             field="fit.memory",
             metavar="SIZE",
+            default="none",
             help="Instead of `--bpw`: the memory of the GPU that will run the model, as 24GB. The "
             "largest model that fits beside its cache and what else it takes is made.",
         ),

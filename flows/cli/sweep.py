@@ -14,6 +14,7 @@ from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Source, Values, build_sweep, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
+from exl2flow.flows.cli.setting import one_of
 from exl2flow.flows.cli.settings import SWEEP
 from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_sweep
@@ -61,6 +62,8 @@ def sweep(
         Runner,
         typer.Option(
             "--runner",
+            metavar="threads|processes|dask|ray",
+            parser=one_of(Runner),
             help="What makes the bitrates: threads of one process, processes with a GPU each, or "
             "workers of Dask or Ray.",
         ),
@@ -111,9 +114,10 @@ def sweep(
 
 def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json: bool) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.bitrates import preflight_sweep  # these import torch
+    from exl2flow.flows.bitrates import check_runner, preflight_sweep  # these import torch
     from exl2flow.flows.release import check_release
 
+    check_runner(config)
     check_release(config)
     config = with_local_source(config, plain=as_json)
     plans = preflight_sweep(config)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from prefect_runs import artifacts, log_lines, run_name, run_state, settled, tas
 from servers import wait_for
 from tiny import make_tiny
 
-from exl2flow.core.errors import Interrupted, SweepFailed
+from exl2flow.core.errors import ConfigError, Interrupted, SweepFailed
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows import sweep, sweep_locally
@@ -279,3 +280,17 @@ def test_ray_gives_the_same_bytes(
     assert state.is_completed(), state
     assert task_states(run) == states_of("Completed", "Completed", "Completed")
     assert weights(config.out) == weights(swept.config.out)
+
+
+def test_run_fails_at_once_when_its_runner_is_not_installed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prefect_dask", None)  # as if it were not installed
+    config = config_of(source, tmp_path, runner="dask")
+
+    run, state = run_flow(config)
+
+    assert run_state(run) == "Failed"
+    with pytest.raises(ConfigError, match="the runner `dask` is not installed"):
+        state.result()
+    assert not config.work_dir_root.exists()

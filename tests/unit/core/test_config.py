@@ -166,7 +166,12 @@ def test_json_round_trip_keeps_every_option(values: dict[str, object]) -> None:
     assert ConversionConfig.model_validate_json(config.model_dump_json()) == config
 
 
-TARGET_VALUES: dict[str, object] = {"bpw": 3.0, "bpw_total": 4.0, "target_bytes": 10**9}
+TARGET_VALUES: dict[str, object] = {
+    "bpw": 3.0,
+    "bpw_total": 4.0,
+    "target_bytes": 10**9,
+    "fit": FitOptions.model_validate({"memory": "24GB"}),
+}
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(TARGETS, 2)))
@@ -295,10 +300,13 @@ def test_measured_launches_are_kept_where_the_environment_says(
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [(ConversionConfig, "max_memory"), (FitOptions, "memory")]
+    ("options", "name", "others"),
+    [(ConversionConfig, "max_memory", ["null"]), (FitOptions, "memory", [])],
 )
-def test_forms_ask_for_a_size_by_one_choice_with_names(options: type[Options], name: str) -> None:
+def test_forms_ask_for_a_size_by_one_choice_with_names(
+    options: type[Options], name: str, others: list[str]
+) -> None:
     asked = options.model_json_schema()["properties"][name]
 
-    assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", "null"]
+    assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", *others]
     assert "24GB" in asked["description"]

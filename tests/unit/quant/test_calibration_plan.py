@@ -7,7 +7,7 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.errors import ChatTemplateError, PreflightFailed, StoreError
 from exl2flow.model import resolve
 from exl2flow.quant.calibration_plan import (
@@ -44,6 +44,18 @@ def test_the_plan_says_what_the_rows_are(source: Path, text: str, words: str) ->
     said = calibration_in_words(config_of(source, text), resolve(source))
 
     assert said == f"115 rows x 64 tokens, measured on 19 x 96{words}"
+
+
+@pytest.mark.parametrize(("rows", "judging"), [(115, 4), (9, 4), (4, 2), (2, 1)])
+def test_the_plan_of_a_refinement_says_how_many_rows_judge(
+    source: Path, rows: int, judging: int
+) -> None:
+    plain = config_of(source, "standard", rows=rows)
+    config = RefinementConfig.model_validate({**dict(plain), "model": source.parent / "quantized"})
+
+    said = calibration_in_words(config, resolve(source))
+
+    assert said == f"{rows} rows x 64 tokens, of which {judging} are set aside to judge"
 
 
 def test_a_missing_template_is_among_the_problems(source: Path) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.slots import visible_gpus
 from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.runners import _workers
-from exl2flow.tasks.sweep import visible_gpus
+from exl2flow.flows.bitrates import workers_of
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def sweep_of(**values: object) -> SweepConfig:
 
 
 def test_a_worker_per_gpu_unless_fewer_are_asked_for(four_gpus: None) -> None:
-    assert _workers(sweep_of(runner="processes")) == 4
-    assert _workers(sweep_of(runner="dask", workers=3)) == 3
-    assert _workers(sweep_of(runner="threads")) == 1
-    assert _workers(sweep_of(runner="processes", device="cpu", workers=6)) == 6
+    assert workers_of(sweep_of(runner="processes")) == 4
+    assert workers_of(sweep_of(runner="dask", workers=3)) == 3
+    assert workers_of(sweep_of(runner="threads")) == 1
+    assert workers_of(sweep_of(runner="processes", device="cpu", workers=6)) == 6
     with pytest.raises(ConfigError, match="5 workers are more than the 4 GPUs"):
-        _workers(sweep_of(runner="processes", workers=5))
+        workers_of(sweep_of(runner="processes", workers=5))

@@ -96,6 +96,8 @@ def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
         ["convert", "model", "--out", "o", "--sensitivity", "hessian"],
         ["convert", "model", "--out", "o", "--publish", "no-organization"],
         ["convert", "model", "--out", "o", "--private"],
+        ["convert", "model", "--out", "o", "--context", "100"],
+        ["convert", "model", "--out", "o", "--cache", "q6"],
         ["sweep", "model", "--out", "o"],
         ["sweep", "model", "--out", "o", "--bpw", "3,four"],
         ["sweep", "model", "--out", "o", "--bpw", "3,9"],
@@ -117,7 +119,28 @@ def test_wrong_usage_exits_2_with_a_message(arguments: list[str]) -> None:
 
     assert result.exit_code == 2
     assert "rror" in result.stderr
+    assert "Value error" not in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--temperature", "-1"),
+        ("--top-k", "-3"),
+        ("--top-p", "3"),
+        ("--min-p", "nan"),
+        ("--cache", "q5"),
+        ("--device", "gpu"),
+    ],
+)
+def test_options_of_sampling_are_checked_by_name_before_the_model_is_looked_for(
+    flag: str, value: str
+) -> None:
+    result = CliRunner().invoke(app, ["generate", "missing", "--prompt", "x", flag, value])
+
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flag}'" in result.stderr
 
 
 def test_sampling_options_have_the_defaults_of_sampling_settings() -> None:

@@ -90,7 +90,7 @@ def test_problems_are_told_in_terms_of_options() -> None:
         build(Path("model"), Path("out"), {"bpw": 1.0, "calibration.row_tokens": 33})
 
     first, second = str(caught.value).splitlines()
-    assert first.startswith("`--bpw` is 1.0: ")
+    assert first == "`--bpw` is 1.0: input should be greater than or equal to 2"
     assert second.startswith("`--row-tokens` is 33: ")
 
 
@@ -145,8 +145,35 @@ def test_options_of_publishing_make_one_group() -> None:
     assert config.token_block == "block"
 
 
+@pytest.mark.parametrize("name", ["Model", "org/", "-org/model", "a/b/c", "me/model\n"])
+def test_a_repository_is_asked_for_as_organization_and_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^`--publish` is (.|\n)*: give it as `org/name`$"):
+        build(Path("model"), Path("out"), {"publish.repo": name})
+
+
+def test_messages_keep_the_case_of_what_they_quote() -> None:
+    with pytest.raises(ConfigError, match=r"^`--max-memory` is 24XB: could not .*: XB$"):
+        build(Path("model"), Path("out"), {"max_memory": "24XB"})
+
+
 def test_options_of_publishing_ask_for_a_repository() -> None:
     values = {"publish.private": True, "publish.license": "mit"}
 
     with pytest.raises(ConfigError, match=r"^`--private`, `--license`: only .* `--publish`$"):
         build(Path("model"), Path("out"), values)
+
+
+@pytest.mark.parametrize("values", [{"context": 100}, {"context": 8192}, {"cache": "q6"}])
+def test_options_of_a_fit_ask_for_the_memory(values: dict[str, object]) -> None:
+    given = {f"fit.{name}": value for name, value in values.items()}
+
+    with pytest.raises(ConfigError, match=rf"^`--{next(iter(values))}`: only .* with `--fit`$"):
+        build(Path("model"), Path("out"), {"bpw": 3.0, **given})
+    with pytest.raises(ConfigError, match=r"^fit\.memory: "):
+        build_config(source="model", out="out", fit=values)
+
+
+def test_a_fit_takes_the_place_of_other_targets() -> None:
+    assert build(Path("model"), Path("out"), {"fit.memory": "24GB"}).bpw is None
+    with pytest.raises(ConfigError, match=r"^`--bpw` and `--fit` are given; choose one target$"):
+        build(Path("model"), Path("out"), {"bpw": 3.0, "fit.memory": "24GB"})

@@ -1,0 +1,27 @@
+"""The plan that the tutorial shows is the one that its command prints."""
+
+from pathlib import Path
+
+import pytest
+
+from exl2flow.flows.cli.options import build
+from exl2flow.quant.preflight import preflight
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tutorials" / "convert-your-first-model.md"
+
+
+def test_tutorial_shows_the_plan_of_its_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    command, _, rest = PAGE.read_text(encoding="utf-8").partition(" --dry-run\n```\n\n```\n")
+
+    values = {"bpw": 3.0, "device": "cpu"}
+    plan = preflight(build(Path("demo/model"), Path("demo-3bpw"), values))
+
+    assert command.endswith("convert demo/model --out demo-3bpw --bpw 3.0")
+    shown = rest.partition("\n```")[0].splitlines()
+    told = [f"{name:13}{value}".replace(str(tmp_path), "…") for name, value in plan.rows()]
+    assert [line for line in shown if not line.startswith("source ")] == told
