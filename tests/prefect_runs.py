@@ -15,6 +15,7 @@ from prefect.client.schemas.filters import (
     LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import Artifact, Log
+from prefect.client.schemas.sorting import ArtifactSort
 
 SETTLE_SECONDS = 20.0  # task states and log lines reach the database a while after the run
 
@@ -46,10 +47,11 @@ def task_states(run: UUID) -> dict[str, str]:
 
 
 def artifacts(run: UUID) -> dict[str, Artifact]:
-    """Return key → artifact of a flow run."""
+    """Return key → newest artifact of a flow run."""
     chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
     with get_client(sync_client=True) as client:
-        return {str(found.key): found for found in client.read_artifacts(artifact_filter=chosen)}
+        found = client.read_artifacts(artifact_filter=chosen, sort=ArtifactSort.CREATED_DESC)
+    return {str(artifact.key): artifact for artifact in reversed(found)}
 
 
 def log_lines(run: UUID) -> list[Log]:

@@ -161,7 +161,7 @@ def test_processes_end_with_a_flow_that_is_killed_and_the_next_run_goes_on(
 
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        wait_for(has_ended(workers), seconds=30)
+        wait_for(has_ended(workers))
 
     finish(config, env)
     assert weights(config.out) == expected(config, tmp_path / "again")

@@ -55,7 +55,7 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
             server.up("--database", url)
             run = server.submit("convert/convert", config.model_dump(mode="json"))
             wait_for_cursor(config, "measure", 2)
-            lasting.down(Home(server.home))
+            lasting.down(Home(server.home), say=print)
             assert manifest_of(config, "measure")["status"] == "partial"
             server.up()
 
