@@ -131,10 +131,12 @@ def test_killed_run_finishes_by_itself_repeats_nothing_and_gives_the_same_bytes(
     run = server.submit("convert/convert", parameters(config))
 
     wait_for_cursor(config, "measure", 4)
+    worker = server.pid("worker")
     [flow] = server.flow_processes("worker")
     os.kill(flow, signal.SIGKILL)
     finished = killed_in_the_middle(config, "measure")
     wait_for_cursor(config, "quantize", 4)
+    assert server.pid("worker") == worker
     server.kill("worker")
     finished |= killed_in_the_middle(config, "quantize")
 

@@ -1,0 +1,27 @@
+"""The worker's program: what it takes from the queue while it still has a run."""
+
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import anyio
+from prefect.client.schemas.objects import FlowRun
+from prefect.workers import ProcessWorker
+
+from exl2flow.flows.worker import submit_others
+
+
+def entry(run: UUID) -> Any:
+    return SimpleNamespace(flow_run=FlowRun(id=run, flow_id=uuid4()))
+
+
+def test_run_that_the_worker_still_has_is_passed_over() -> None:
+    worker = ProcessWorker(work_pool_name="none", limit=1)
+    held = uuid4()
+
+    async def look() -> list[Any]:
+        worker._limiter = anyio.CapacityLimiter(1)
+        worker._limiter.acquire_on_behalf_of_nowait(held)
+        return await submit_others(worker, [entry(held), entry(uuid4())])
+
+    assert anyio.run(look) == []
