@@ -12,11 +12,12 @@ from prefect.workers import ProcessWorker
 _submit = ProcessWorker._submit_scheduled_flow_runs
 
 
-async def submit_others(worker: ProcessWorker, found: list[Any]) -> list[Any]:
+async def submit_others(worker: ProcessWorker, flow_run_response: list[Any]) -> list[Any]:
     """Start the runs that were found, but those that the worker has not done with."""
     limiter = worker._limiter  # none without `--limit`
     held = limiter.statistics().borrowers if limiter else ()
-    return await _submit(worker, [entry for entry in found if entry.flow_run.id not in held])
+    others = [entry for entry in flow_run_response if entry.flow_run.id not in held]
+    return await _submit(worker, others)
 
 
 def main() -> None:
