@@ -257,5 +257,5 @@ def _wait_for_server(home: Home, settings: ServerSettings) -> None:
     _end_all(home)
     what = "ended" if came else f"does not answer after {START_SECONDS:.0f} s"
     raise ServerFailed(
-        f"the Prefect server {what}; all of it is in `{home.log(SERVER)}`:\n{home.reason(SERVER)}"
+        f"the Prefect server {what}; its log, `{home.log(SERVER)}`, says:\n{home.reason(SERVER)}"
     )
