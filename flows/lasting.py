@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prefect.client.schemas.sorting import FlowRunSort
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
-from exl2flow.core.errors import ServerFailed
+from exl2flow.core.errors import ConfigError, ServerFailed
 from exl2flow.flows.provision import Provision, ours
 from exl2flow.flows.services import (
+    DATABASE_VARIABLE,
     POOL,
     SERVER,
     SUPERVISOR,
@@ -19,10 +22,17 @@ from exl2flow.flows.services import (
     ServerSettings,
     answers,
     end,
+    listen,
     wait_until,
 )
 
 START_SECONDS = 180.0  # the first start creates the database
+DATABASE_SECONDS = 10.0
+POSTGRESQL_PORT = 5432
+DATABASES = {  # driver → form of its URL
+    "postgresql+asyncpg": "postgresql+asyncpg://user:password@host:5432/name",
+    "sqlite+aiosqlite": "sqlite+aiosqlite:////path/of/file.db",
+}
 STOP_SECONDS = 90.0  # workers get 30 s to end their runs, the server 10 s
 LAST_RUNS = 10
 
@@ -64,7 +74,9 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
         if alive:
             _refuse_other_settings(home, settings)
         if not alive.keys() & {SERVER, SUPERVISOR}:
-            _check_port(settings)
+            listen(settings.host, settings.port).close()
+            if settings.database is not None:
+                check_database(settings.database)
         home.save_settings(settings)
         if SUPERVISOR in alive:
             wait_until(lambda: answers(settings), START_SECONDS)
@@ -113,7 +125,7 @@ def status(home: Home) -> Status:
     settings = home.settings()
     if settings is None:
         raise ServerFailed(
-            f"no server was started in `{home.path}`; `exl2flow server up` starts one"
+            f"no server was started in `{home.path}`; `{home.command('up')}` starts one"
         )
     processes = home.processes()
     expected = [SUPERVISOR, SERVER, *settings.workers]
@@ -181,17 +193,35 @@ def _refuse_other_settings(home: Home, settings: ServerSettings) -> None:
         changed = [f for f in fields if getattr(running, f) != getattr(settings, f)]
         raise ServerFailed(
             f"the server of `{home.path}` runs with another {' and '.join(changed)}; end it with "
-            "`exl2flow server down` first, or repeat the options that it was started with"
+            f"`{home.command('down')}` first, or repeat the options that it was started with"
         )
 
 
-def _check_port(settings: ServerSettings) -> None:
+def check_database(url: str) -> None:
+    """Refuse a database that the server could not use.
+
+    Raises:
+        ConfigError: it is of another kind, or the URL is none.
+        ServerFailed: nothing listens where it should be.
+    """
     try:
-        socket.create_server((settings.host, settings.port)).close()
+        parts = make_url(url)
+    except (ArgumentError, ValueError):  # which may have the password in their messages
+        kind = ""
+    else:
+        kind = parts.drivername
+    if kind not in DATABASES:
+        forms = " or ".join(f"`{form}`" for form in DATABASES.values())
+        raise ConfigError(f"`--database` (or {DATABASE_VARIABLE}) must be like {forms}")
+    if parts.host is None:  # SQLite, or a socket of this machine
+        return
+    place = (parts.host, parts.port or POSTGRESQL_PORT)
+    try:
+        socket.create_connection(place, DATABASE_SECONDS).close()
     except OSError as error:
         raise ServerFailed(
-            f"cannot listen on `{settings.host}:{settings.port}` ({error.strerror}); choose "
-            "another `--port`, or end the program that uses it"
+            f"the database does not answer at `{place[0]}:{place[1]}` ({error}); start it, or mend "
+            f"`--database` (or {DATABASE_VARIABLE})"
         ) from error
 
 
@@ -227,5 +257,5 @@ def _wait_for_server(home: Home, settings: ServerSettings) -> None:
     _end_all(home)
     what = "ended" if came else f"does not answer after {START_SECONDS:.0f} s"
     raise ServerFailed(
-        f"the Prefect server {what}; the end of `{home.log(SERVER)}`:\n{home.last_lines(SERVER)}"
+        f"the Prefect server {what}; its log, `{home.log(SERVER)}`, says:\n{home.reason(SERVER)}"
     )

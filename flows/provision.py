@@ -8,7 +8,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +25,9 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.workers import ProcessWorker
 
 from exl2flow.core.errors import ServerFailed
-from exl2flow.flows.services import HEARTBEAT_SECONDS, POOL
+from exl2flow.flows.services import HEARTBEAT_SECONDS, POOL, wait_until
 
+API_SECONDS = 60.0  # a server that creates its database takes half of it on a slow machine
 DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 MISSED_HEARTBEATS = 3
 START_SECONDS = 600  # from the worker's taking a run to its first line
@@ -135,6 +136,25 @@ class Provision:
     def client(self) -> SyncPrefectClient:
         """Return a client of the server."""
         return SyncPrefectClient(api=self.api_url)
+
+    def wait(self, *, say: Callable[[str], None]) -> None:
+        """Return when the server answers, which may just have been started.
+
+        Raises:
+            ServerFailed: it does not in time.
+        """
+        if self._error() is None:
+            return
+        say(f"waiting up to {API_SECONDS:.0f} s for a Prefect API at `{self.api_url}`")
+        if not wait_until(lambda: self._error() is None, API_SECONDS):
+            raise ServerFailed(
+                f"no Prefect API answers at `{self.api_url}` ({self._error()}); start that server, "
+                "or mend `--api`"
+            )
+
+    def _error(self) -> Exception | None:
+        with self.client() as client:
+            return client.api_healthcheck()
 
     def missing(self) -> list[str]:
         """Return what the server lacks, in words."""
@@ -245,5 +265,10 @@ def _restore_triggers(client: SyncPrefectClient, before: Sequence[Automation]) -
         then = known.get(now.name)
         if then is not None and then.id != now.id:  # deploying makes triggers anew
             kept = now.model_copy(update={"enabled": then.enabled, "actions": then.actions})
-            shown = kept.model_dump(exclude={"id", "owner_resource"})
-            client.update_automation(now.id, AutomationCore.model_validate(shown))
+            client.update_automation(now.id, core(kept))
+
+
+def core(automation: Automation) -> AutomationCore:
+    """Return what of an automation can be set."""
+    shown = automation.model_dump(exclude={"id", "owner_resource"})
+    return AutomationCore.model_validate(shown)

@@ -14,7 +14,10 @@ import fcntl
 import http.client
 import json
 import os
+import re
+import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +31,13 @@ from pydantic import Field, ValidationError
 from exl2flow.core.config import Options
 from exl2flow.core.errors import ServerFailed
 
+DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+HOME = Path("~/.exl2flow")
 POOL = "exl2flow"
 SERVER, SUPERVISOR = "server", "supervisor"
 HEARTBEAT_SECONDS = 30  # the least that Prefect allows
 LOG_LINES = 15
+EXCEPTION = re.compile(r"[\w.]+[eE]rror: .+")  # the last line of a traceback
 HEALTH_TIMEOUT_SECONDS = 5.0
 WORKER_STOP_SECONDS = 30.0
 RUN_STOP_SECONDS = 10.0
@@ -80,9 +86,8 @@ class ServerSettings(Options):
         """The database without its password."""
         if self.database is None:
             return "SQLite"
-        parts = urlsplit(self.database)
-        host = parts.netloc.rpartition("@")[2]
-        return f"{parts.scheme}://{host}{parts.path}"
+        kind, _, rest = self.database.partition("://")
+        return f"{kind}://{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +157,11 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
 
+    def command(self, verb: str) -> str:
+        """Return the command line that does something with this home."""
+        own = () if self.path == HOME.expanduser() else ("--home", str(self.path))
+        return shlex.join(("exl2flow", "server", verb, *own))
+
     def settings(self) -> ServerSettings | None:
         """Return what the server was last started with, if it ever was.
 
@@ -211,6 +221,12 @@ class Home:
         except FileNotFoundError:
             lines = []
         return "\n".join(lines[-LOG_LINES:]) or "(nothing)"
+
+    def reason(self, service: str) -> str:
+        """Return the last exception in the end of a service's log, all of the end without one."""
+        lines = self.last_lines(service)
+        found = [line for line in lines.splitlines() if EXCEPTION.fullmatch(line)]
+        return found[-1] if found else lines
 
     def end_services(self) -> None:
         """End workers, runs that a killed worker left behind, and the server at last."""
@@ -290,7 +306,7 @@ def command(settings: ServerSettings, service: str) -> list[str]:
         return [*python, "uvicorn", "--factory", app, *place, "--log-level", "warning"]
     name = f"{os.uname().nodename}-{service}"
     limits = ["--pool", POOL, "--type", "process", "--limit", "1", "--name", name]
-    return [*python, "prefect", "worker", "start", *limits]
+    return [*python, "exl2flow.flows.worker", "worker", "start", *limits]
 
 
 def environment(home: Home, settings: ServerSettings, service: str) -> dict[str, str]:
@@ -304,11 +320,28 @@ def environment(home: Home, settings: ServerSettings, service: str) -> dict[str,
     if service == SERVER:
         own = dict(SERVER_ENVIRONMENT)
         if settings.database is not None:
-            own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = settings.database
+            own[DATABASE_VARIABLE] = settings.database
         return {"PREFECT_UI_API_URL": settings.api_url, **os.environ, **common, **own}
     gpu = settings.workers[service]
     device = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     return {**os.environ, **common, **QUIET, **device}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        ServerFailed: another program has the port, or the host is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # Python repeats the address behind it
+        raise ServerFailed(
+            f"cannot listen on `{host}:{port}` ({reason}); choose another `--port`, or end "
+            "the program that uses it"
+        ) from error
 
 
 def answers(settings: ServerSettings) -> bool:

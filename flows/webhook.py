@@ -1,6 +1,7 @@
 """A receiver of the Hub's webhooks: a push to a model's main branch becomes an event."""
 
 import hmac
+import socket
 from typing import Annotated
 
 import uvicorn
@@ -70,6 +71,6 @@ def receiver(secret: str) -> FastAPI:
     return app
 
 
-def serve(host: str, port: int, secret: str) -> None:
+def serve(listener: socket.socket, secret: str) -> None:
     """Receive until the process is asked to end."""
-    uvicorn.run(receiver(secret), host=host, port=port, log_level="info")
+    uvicorn.Server(uvicorn.Config(receiver(secret), log_level="info")).run([listener])

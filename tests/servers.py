@@ -20,11 +20,12 @@ from conversions import small_config
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events.actions import RunDeployment
-from prefect.events.schemas.automations import Automation, AutomationCore
+from prefect.events.schemas.automations import Automation
 from prefect_runs import run_state
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
+from exl2flow.flows.provision import core
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on
@@ -177,11 +178,11 @@ class LastingServer:
             assert isinstance(action, RunDeployment)
             assert action.parameters is not None
             action.parameters["config"] |= options
-            client.update_automation(before.id, _core(changed))
+            client.update_automation(before.id, core(changed))
             try:
                 yield
             finally:
-                client.update_automation(_trigger(client).id, _core(before))
+                client.update_automation(_trigger(client).id, core(before))
 
     def wait(self, run: UUID) -> str:
         """Return the name of the run's final state."""
@@ -192,11 +193,6 @@ class LastingServer:
 def _trigger(client: SyncPrefectClient) -> Automation:
     [found] = [a for a in client.read_automations() if "revision" in a.name]
     return found
-
-
-def _core(automation: Automation) -> AutomationCore:
-    shown = automation.model_dump(exclude={"id", "owner_resource"})
-    return AutomationCore.model_validate(shown)
 
 
 def long_conversion(folder: Path) -> ConversionConfig:

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import typer
 
-from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted
+from exl2flow.core.errors import (
+    ConfigError,
+    Exl2FlowError,
+    Interrupted,
+    PreflightFailed,
+    PublicationRefused,
+    SweepFailed,
+    TensorShapeError,
+    ValidationFailed,
+)
 from exl2flow.flows.cli.console import say
 
 FAILURE, USAGE, KEYBOARD = 1, 2, 130
@@ -17,6 +26,14 @@ EXIT_CODES = (
     "Exit codes: 0 success; 1 failure (the message says what, where and what to do); 2 wrong usage "
     "or option; 130 interrupted by Ctrl-C; 143 terminated. After 130 and 143 the same command goes "
     "on where it stopped."
+)
+LISTS = (  # errors with a problem on each line; lines of others are quoted from a log
+    ConfigError,
+    PreflightFailed,
+    PublicationRefused,
+    SweepFailed,
+    TensorShapeError,
+    ValidationFailed,
 )
 ONLY_ONCE = "--restart"  # repeating it would throw away what the interrupted run has done
 
@@ -48,7 +65,7 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
 
 def _message(error: Exl2FlowError) -> str:
     lines = str(error).splitlines()
-    if len(lines) < 2:
+    if len(lines) < 2 or not isinstance(error, LISTS):
         return f"error: {error}"
     return "\n".join([f"error: {len(lines)} problems:", *(f"  - {line}" for line in lines)])
 

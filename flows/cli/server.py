@@ -1,5 +1,6 @@
 """`exl2flow server`: a Prefect server that stays, its workers, what it holds."""
 
+import ctypes
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +14,10 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.failures import FAILURE
 from exl2flow.flows.cli.tables import plan_table
+from exl2flow.flows.services import DATABASE_VARIABLE, HOME, Home, ServerSettings
 
 if TYPE_CHECKING:
     from exl2flow.flows.lasting import Status
-    from exl2flow.flows.services import ServerSettings
-
-DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 
 app = typer.Typer(no_args_is_help=True, help="Start, end or look at a Prefect server with workers.")
 HomeOption = Annotated[
@@ -30,7 +29,6 @@ HomeOption = Annotated[
         help="Folder of settings, logs and, without another database, all records of runs.",
     ),
 ]
-HOME = Path("~/.exl2flow")
 FolderOption = Annotated[
     Path | None,
     typer.Option(
@@ -79,34 +77,37 @@ def up(
     Options that are not given are those of the last time.
     """
     from exl2flow.flows import lasting
-    from exl2flow.flows.services import Home
 
     place = Home(home)
     given: dict[str, Any] = {
         "host": host,
         "port": port,
         "database": database,
-        "gpus": None if gpus is None else _gpus(gpus),
+        "gpus": None if gpus is None else _checked(_gpus(gpus)),
         "folder": None if folder is None else folder.absolute(),
     }
     settings = _settings(place.settings(), given)
+    _check_folder(settings.folder)
     lasting.up(place, settings, say=_whisper)
     say(
         f"the server is up: {settings.url}\n"
         f"  export PREFECT_API_URL={settings.api_url}\n"
         "  prefect deployment run convert/convert   (or in the browser: Deployments)\n"
-        "  exl2flow server status\n"
-        "  exl2flow server down"
+        f"  {place.command('status')}\n"
+        f"  {place.command('down')}"
     )
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"`--folder`: `{folder}` is no folder; create it, or name another")
 
 
 def _whisper(text: str) -> None:
     say(text, style="dim")
 
 
-def _settings(before: "ServerSettings | None", given: dict[str, Any]) -> "ServerSettings":
-    from exl2flow.flows.services import ServerSettings
-
+def _settings(before: ServerSettings | None, given: dict[str, Any]) -> ServerSettings:
     chosen = {name: value for name, value in given.items() if value is not None}
     if before is None:
         defaults = {"folder": Path.cwd(), **({} if "gpus" in chosen else {"gpus": _all_gpus()})}
@@ -121,6 +122,38 @@ def _settings(before: "ServerSettings | None", given: dict[str, Any]) -> "Server
 
 def _gpus(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _checked(gpus: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the GPUs; numbers that this machine lacks would have runs on the CPU, in silence.
+
+    Raises:
+        ConfigError: there are GPUs, but not these, or one is none of CUDA's names.
+    """
+    there = _num_gpus()
+    lacking = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= there]
+    strange = [gpu for gpu in gpus if not (gpu.isdecimal() or gpu.startswith(("GPU-", "MIG-")))]
+    if strange or (there and lacking):
+        raise ConfigError(
+            f"`--gpus`: there is no GPU `{(strange + lacking)[0]}`; take numbers from 0 to "
+            f"{max(there, 1) - 1}, or none"
+        )
+    if lacking:
+        say(
+            f"no GPU is found here: worker of {', '.join(lacking)} will use the CPU", style="yellow"
+        )
+    return gpus
+
+
+def _num_gpus() -> int:
+    """Return how many GPUs NVIDIA's driver knows; torch would tell as well, but loads for long."""
+    count = ctypes.c_uint()
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    failed = driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    return 0 if failed else count.value
 
 
 def _all_gpus() -> tuple[str, ...]:
@@ -151,7 +184,13 @@ def apply(
     """Give a server that is run otherwise our work pool, deployments and automations."""
     from exl2flow.flows.provision import Provision
 
-    Provision(api, (folder or Path.cwd()).absolute()).apply()
+    place = (folder or Path.cwd()).absolute()
+    _check_folder(place)
+    if not api.startswith(("http://", "https://")):
+        raise ConfigError(f"`--api`: `{api}` is no address such as http://127.0.0.1:4200/api")
+    provision = Provision(api, place)
+    provision.wait(say=_whisper)
+    provision.apply()
     say(f"applied to {api}")
 
 
@@ -159,10 +198,10 @@ def apply(
 def down(*, home: HomeOption = HOME) -> None:
     """End workers and server; runs that are under way go on after the next `up`."""
     from exl2flow.flows import lasting
-    from exl2flow.flows.services import Home
 
-    ended = lasting.down(Home(home), say=_whisper)
-    say(f"ended: {', '.join(ended)}" if ended else "nothing ran")
+    place = Home(home)
+    ended = lasting.down(place, say=_whisper)
+    say(f"ended: {', '.join(ended)}" if ended else f"nothing ran in `{place.path}`")
 
 
 @app.command("status")
@@ -175,18 +214,18 @@ def status(
 ) -> None:
     """Show processes, deployments and the last runs; exit code 0 if all is well, else 1."""
     from exl2flow.flows import lasting
-    from exl2flow.flows.services import Home
 
-    found = lasting.status(Home(home))
+    place = Home(home)
+    found = lasting.status(place)
     if as_json:
         emit_json(found.to_json())
     else:
-        _print(found)
+        _print(found, place)
     if found.problems:
         raise typer.Exit(FAILURE)
 
 
-def _print(found: "Status") -> None:
+def _print(found: "Status", home: Home) -> None:
     settings = found.settings
     summary = [
         ("server", settings.url),
@@ -213,7 +252,7 @@ def _print(found: "Status") -> None:
     for problem in found.problems:
         say(f"problem: {problem}", style="red")
     if found.problems:
-        say("`exl2flow server up` mends what is missing")
+        say(f"`{home.command('up')}` mends what is missing")
 
 
 def _table(*columns: str) -> Table:

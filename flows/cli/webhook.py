@@ -1,6 +1,7 @@
 """`exl2flow webhook`: receive the Hub's webhooks."""
 
 import os
+import signal
 from typing import Annotated
 
 import typer
@@ -34,7 +35,10 @@ def webhook(
         raise ConfigError(
             "PREFECT_API_URL is not set; `exl2flow server up` prints the address of its server"
         )
+    from exl2flow.flows.services import listen
     from exl2flow.flows.webhook import serve
 
-    say(f"receiving on http://{host}:{port}/")
-    serve(host, port, secret)
+    with listen(host, port) as listener:
+        say(f"receiving on http://{host}:{port}/")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the program's own speaks of finished work
+        serve(listener, secret)

@@ -12,7 +12,8 @@ import pytest
 from conversions import FileIdentity, snapshot
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Crashed
+from prefect_runs import run_state
 from servers import (
     LastingServer,
     long_conversion,
@@ -131,10 +132,12 @@ def test_killed_run_finishes_by_itself_repeats_nothing_and_gives_the_same_bytes(
     run = server.submit("convert/convert", parameters(config))
 
     wait_for_cursor(config, "measure", 4)
+    worker = server.pid("worker")
     [flow] = server.flow_processes("worker")
     os.kill(flow, signal.SIGKILL)
     finished = killed_in_the_middle(config, "measure")
     wait_for_cursor(config, "quantize", 4)
+    assert server.pid("worker") == worker
     server.kill("worker")
     finished |= killed_in_the_middle(config, "quantize")
 
@@ -144,6 +147,25 @@ def test_killed_run_finishes_by_itself_repeats_nothing_and_gives_the_same_bytes(
     assert json.loads((config.out / "config.json").read_text())["quantization_config"]
     made, expected = (folder / "model.safetensors" for folder in (config.out, whole.out))
     assert made.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.slow
+def test_run_that_only_counts_as_crashed_ends_in_its_own_process(
+    server: LastingServer, tmp_path: Path
+) -> None:
+    config = long_conversion(tmp_path)
+    run = server.submit("convert/convert", parameters(config))
+    wait_for_cursor(config, "measure", 2)
+    worker = server.pid("worker")
+
+    with server.client() as client:
+        client.set_flow_run_state(run, Crashed(), force=True)
+    wait_for(lambda: run_state(run) == "AwaitingRetry")
+
+    assert server.wait(run) == "Completed"
+    assert run_count(server, run) == 1
+    assert server.pid("worker") == worker
+    assert (config.out / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("flows/server_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),
     "yaml": ("flows/provision.py",),
-    "sqlalchemy": ("flows/ordering.py", "flows/application.py"),
+    "sqlalchemy": ("flows/ordering.py", "flows/application.py", "flows/lasting.py"),
 }
 LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
 RUNNING_FLOWS = {

@@ -105,3 +105,22 @@ def test_supervisor_that_cannot_write_tries_again(
     assert "cannot write `services.json`" in caplog.text
     assert home.alive().keys() == {SUPERVISOR}
     assert [path.name for path in home.path.glob(".services*")] == []
+
+
+def test_reason_is_the_last_exception_of_a_log_or_else_its_end(home: Home) -> None:
+    file = home.log("server")
+    assert home.reason("server") == "(nothing)"
+    file.write_text("first\nerror: second\n")
+    assert home.reason("server") == "first\nerror: second"
+    file.write_text(
+        "ValueError: earlier\n    raise\nasyncpg.exceptions.InvalidPasswordError: no such user\n"
+        "(Background on this error)\n\nERROR | uvicorn.error - Application startup failed.\n"
+    )
+    assert home.reason("server") == "asyncpg.exceptions.InvalidPasswordError: no such user"
+
+
+def test_database_is_shown_without_its_password(home: Home) -> None:
+    for password in ("secret", "sec#ret", "sec/ret"):
+        url = f"postgresql+asyncpg://me:{password}@host:5432/name?ssl=require"
+        shown = ServerSettings(folder=home.path, database=url).shown_database
+        assert shown == "postgresql+asyncpg://host:5432/name"

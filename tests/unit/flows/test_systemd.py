@@ -49,7 +49,7 @@ def test_units_hold_nothing_that_systemd_does_not_know(unit: Path, tmp_path: Pat
     if program is None:
         pytest.skip("needs systemd-analyze, of Debian's package systemd")
     text = unit.read_text(encoding="utf-8")
-    for name in ("exl2flow", "prefect", "uvicorn"):
+    for name in ("exl2flow", "python", "uvicorn"):
         text = text.replace(f"{PROGRAMS}{name} ", f"{sys.executable} ")
     copy = tmp_path / unit.name.replace("@", "@0")
     copy.write_text(text)
@@ -72,8 +72,9 @@ def test_commands_of_units_have_options_that_exist(unit: Path) -> None:
     assert found
     for program, *words in found:
         match program.removeprefix(PROGRAMS):
-            case "prefect":
-                prefect_app.parse_args(words, exit_on_error=False, print_error=False)
+            case "python":
+                assert words[:3] == ["-P", "-m", "exl2flow.flows.worker"]
+                prefect_app.parse_args(words[3:], exit_on_error=False, print_error=False)
             case "uvicorn":
                 uvicorn.main.make_context("uvicorn", words)
             case "exl2flow":
@@ -83,6 +84,13 @@ def test_commands_of_units_have_options_that_exist(unit: Path) -> None:
                 group.commands[verb].make_context(verb, options)  # type: ignore[attr-defined]
             case other:
                 pytest.fail(f"{other} is none of our programs")
+
+
+def test_system_units_run_as_the_user_who_converts() -> None:
+    assert [values(unit, "User") for unit in UNITS if "multi-user" in unit.read_text()] == [
+        ["exl2flow"],
+        ["exl2flow"],
+    ]
 
 
 def test_units_of_server_and_worker_do_as_our_own_services() -> None:
@@ -98,6 +106,6 @@ def test_units_of_server_and_worker_do_as_our_own_services() -> None:
         "PREFECT_API_URL": ours.api_url,
         "DO_NOT_TRACK": "1",
     }
-    assert worker_unit[1:-1] == worker[worker.index("worker") : -1]  # but the worker's name
+    assert worker_unit[1:-1] == worker[1:-1]  # but the worker's name
     server = command(ours, SERVER)
     assert server_unit[1:] == server[server.index("uvicorn") + 1 :]

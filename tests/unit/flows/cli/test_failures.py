@@ -78,3 +78,10 @@ def test_a_defect_leaves_its_traceback_in_a_file(
     assert message.startswith("error: unexpected ValueError: first line\n")
     assert str(file) in message
     assert "Traceback" in file.read_text()
+
+
+def test_lines_that_an_error_quotes_are_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), explained(ARGUMENTS):
+        raise errors.ServerFailed("the server ended; its log:\nfirst\nsecond")
+
+    assert capsys.readouterr().err == "error: the server ended; its log:\nfirst\nsecond\n"

@@ -1,0 +1,157 @@
+"""`exl2flow server` and `exl2flow webhook`: what they refuse before anything starts."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from exl2flow.flows import provision
+from exl2flow.flows.cli import server
+from exl2flow.flows.cli.main import app
+from exl2flow.flows.services import Home
+
+PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
+
+
+def refusal(*words: object, code: int = 2) -> str:
+    """Return what a command says that ends with this code."""
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == code, result.output
+    return result.stderr
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that another program listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def free() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_folder_that_is_not_there_is_refused_before_a_home_is_made(tmp_path: Path) -> None:
+    home, missing = tmp_path / "home", tmp_path / "missing"
+
+    up = refusal("server", "up", "--home", home, "--gpus", "none", "--folder", missing)
+    apply = refusal("server", "apply", "--api", "http://127.0.0.1:1/api", "--folder", missing)
+
+    assert (
+        up == apply == f"error: `--folder`: `{missing}` is no folder; create it, or name another\n"
+    )
+    assert not home.exists()
+
+
+def test_api_that_does_not_answer_is_waited_for(
+    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provision, "API_SECONDS", 1.0)
+    url = f"http://127.0.0.1:{free}/api"
+
+    said = refusal("server", "apply", "--api", url, "--folder", tmp_path, code=1)
+
+    assert said.startswith(f"waiting up to 1 s for a Prefect API at `{url}`\nerror: no Prefect API")
+    assert "is no address" in refusal("server", "apply", "--api", "4200", "--folder", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgres://me:secret@127.0.0.1/x",
+        "postgresql://me:secret@127.0.0.1/x",
+        "sqlite:////tmp/x.db",
+        "me:secret",
+        "postgresql+asyncpg://me:secret@127.0.0.1:secret/x",
+    ],
+)
+def test_url_of_a_database_that_prefect_cannot_use_is_refused(url: str, tmp_path: Path) -> None:
+    said = refusal("server", "up", "--home", tmp_path / "home", "--gpus", "none", "--database", url)
+
+    assert "must be like `postgresql+asyncpg://user:password@host:5432/name`" in said
+    assert "secret" not in said
+
+
+def test_database_that_does_not_answer_is_told_without_the_password(
+    free: int, tmp_path: Path
+) -> None:
+    url = f"postgresql+asyncpg://me:secret@127.0.0.1:{free}/x"
+
+    options = ("--home", tmp_path / "home", "--gpus", "none", "--database", url)
+    said = refusal("server", "up", *options, code=1)
+
+    assert said.startswith(f"error: the database does not answer at `127.0.0.1:{free}` (")
+    assert "secret" not in said
+
+
+def test_commands_that_are_printed_name_a_home_that_is_not_the_usual_one(tmp_path: Path) -> None:
+    home = Home(tmp_path / "a home")
+
+    assert home.command("status") == f"exl2flow server status --home '{home.path}'"
+    assert Home(Path("~/.exl2flow")).command("down") == "exl2flow server down"
+    assert f"`{home.command('up')}` starts one" in refusal(
+        "server", "status", "--home", home.path, code=1
+    )
+    assert (
+        refusal("server", "down", "--home", home.path, code=0) == f"nothing ran in `{home.path}`\n"
+    )
+
+
+def test_gpu_that_is_not_there_is_refused_or_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "_num_gpus", lambda: 2)
+    assert server._checked(("0", "1", "GPU-8682b4be")) == ("0", "1", "GPU-8682b4be")
+    for gpus in (("0", "2"), ("-1",), ("cuda",)):
+        with pytest.raises(server.ConfigError, match=f"there is no GPU `{gpus[-1]}`"):
+            server._checked(gpus)
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(server, "_num_gpus", lambda: 0)
+    assert server._checked(("5",)) == ("5",)
+    assert "worker of 5 will use the CPU" in capsys.readouterr().err
+
+
+def receiver(port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*PROGRAM, "webhook", "--port", str(port)],
+        env={
+            **os.environ,
+            "EXL2FLOW_WEBHOOK_SECRET": "agreed on",
+            "PREFECT_API_URL": "http://127.0.0.1:1/api",
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_receiver_at_a_taken_port_says_so_and_nothing_else(taken: int) -> None:
+    with receiver(taken) as process:
+        _, said = process.communicate()
+
+    assert process.returncode == 1
+    assert said == (
+        f"error: cannot listen on `127.0.0.1:{taken}` (Address already in use); choose another "
+        "`--port`, or end the program that uses it\n"
+    )
+
+
+def test_receiver_that_is_terminated_does_not_speak_of_finished_work(free: int) -> None:
+    with receiver(free) as process:
+        assert process.stderr is not None
+        begun = [next(process.stderr) for _ in range(4)]
+        process.terminate()
+        said = process.stderr.read()
+
+    assert begun[0] == f"receiving on http://127.0.0.1:{free}/\n"
+    assert "Finished server process" in said
+    assert "finished work" not in said
+    assert process.returncode == -signal.SIGTERM
