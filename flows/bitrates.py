@@ -1,10 +1,12 @@
 """What the bitrates of a sweep came to: `sweep.json`, `report.html`, and one error for all."""
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.files import read_json, write_json, write_text
@@ -27,6 +29,7 @@ from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings", "failures")
 # What the runners' extras install
 EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
+CLUSTER_SECONDS = 10.0
 Failures = Mapping[str, BaseException]  # name of a bitrate → why it could not be made
 
 
@@ -45,7 +48,7 @@ def check_runner(config: SweepConfig) -> None:
     """Find out before any work whether the bitrates can be made as asked.
 
     Raises:
-        ConfigError: the runner is not installed, or has more workers than devices.
+        ConfigError: the runner is not installed, has more workers than devices, or no cluster.
     """
     missing = [name for name in EXTRAS.get(config.runner, ()) if find_spec(name) is None]
     if missing:
@@ -54,8 +57,25 @@ def check_runner(config: SweepConfig) -> None:
             f"the runner `{config.runner}` is not installed: no {names}; it comes with "
             f"`pip install 'exl2flow[{config.runner}]'`"
         )
-    if not config.cluster:
+    if config.cluster:
+        _check_cluster(config.runner, config.cluster)
+    else:
         workers_of(config)
+
+
+def _check_cluster(runner: str, address: str) -> None:
+    """Connect to a cluster whose address has a host and a port."""
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        if parts.hostname and parts.port:
+            socket.create_connection((parts.hostname, parts.port), CLUSTER_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise no_cluster(runner, f"`{address}`", error) from error
+
+
+def no_cluster(runner: str, where: str, error: Exception) -> ConfigError:
+    """Return the error of a cluster that cannot be used."""
+    return ConfigError(f"no {runner} cluster answers at {where} ({error}); check `--cluster`")
 
 
 def workers_of(config: SweepConfig) -> int:

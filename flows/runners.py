@@ -21,11 +21,11 @@ from prefect.settings import get_current_settings
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import ConfigError, Interrupted
+from exl2flow.core.errors import Interrupted
 from exl2flow.core.interrupt import StopRequest
 from exl2flow.core.slots import Slots
 from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.bitrates import workers_of
+from exl2flow.flows.bitrates import no_cluster, workers_of
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.sweep import Share, make_bitrate
 
@@ -125,9 +125,7 @@ def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
             getattr(runner, "client", None)  # Dask connects now
         except OSError as error:
             where = f"`{config.cluster}`" if config.cluster else "this host"
-            raise ConfigError(
-                f"no {config.runner} cluster answers at {where} ({error}); check `--cluster`"
-            ) from error
+            raise no_cluster(config.runner, where, error) from error
         yield runner
 
 

@@ -1,5 +1,6 @@
 """What is known of a sweep's runner before any work."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -42,9 +43,20 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     check_runner(config_of("processes", workers=2))
-    check_runner(config_of("dask", workers=3, cluster="tcp://127.0.0.1:8786"))
+    check_runner(config_of("dask", workers=3, cluster="auto"))
     with pytest.raises(ConfigError, match="3 workers are more than the 2 GPUs"):
         check_runner(config_of("processes", workers=3))
+
+
+def test_cluster_is_looked_for_where_its_address_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        for address in (place, f"tcp://{place}", "auto"):
+            check_runner(config_of("dask", cluster=address))
+
+    for address in (place, f"ray://{place}", "127.0.0.1:port"):
+        with pytest.raises(ConfigError, match=f"no ray cluster answers at `{address}`"):
+            check_runner(config_of("ray", cluster=address))
 
 
 def test_a_dry_run_refuses_a_runner_that_is_not_installed(
