@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -95,8 +94,8 @@ def markdown_plot(svg: str, description: str) -> str:
 class ProgressArtifact:
     """A `Progress` that also moves a bar on the run's page, if there is more than one step.
 
-    A context manager. A thread moves the bar, for a server on busy cores takes up to half a second;
-    leaving the block waits for it.
+    A thread moves the bar, for a server on busy cores takes up to half a second; `close` waits for
+    it.
     """
 
     def __init__(self, artifacts: Artifacts, stage: str) -> None:
@@ -108,15 +107,8 @@ class ProgressArtifact:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="exl2flow-progress")
         self._moving: Future[object] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Wait for the bar."""
         self._pool.shutdown()
 
     def __call__(self, tick: Tick) -> None:

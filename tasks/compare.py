@@ -4,6 +4,7 @@ The page that shows both says whether more bytes bring a model closer to its sou
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from prefect import task
@@ -39,7 +40,8 @@ def score_models(
         rows=options.rows,
         row_tokens=min(options.row_tokens, resolve(base).max_positions),
     )
-    with ProgressArtifact(Artifacts(base.resolve().name), "score") as progress:
+    artifacts = Artifacts(base.resolve().name)
+    with closing(ProgressArtifact(artifacts, "score")) as progress:
         return evaluate(
             models,
             ids,

@@ -1,5 +1,6 @@
 """The tasks that publish, in a flow of their own or at the end of others; what the page shows."""
 
+from contextlib import closing
 from pathlib import Path
 
 from prefect import task
@@ -40,7 +41,7 @@ def publish_models(config: PublishConfig) -> Published:
     """
     artifacts = Artifacts(config.repo.replace("/", "-"))
     hub = Hub.open(read_token(config.token_block))
-    with ProgressArtifact(artifacts, "publish") as progress:
+    with closing(ProgressArtifact(artifacts, "publish")) as progress:
         published = publish(config, hub, progress=progress)
     artifacts.markdown("published", publication_page(config.repo, published), config.repo)
     return published

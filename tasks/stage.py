@@ -5,6 +5,7 @@ again whatever the cache says, and one that is complete counts as cached whoever
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from functools import partial
 
 from prefect import Task
@@ -41,7 +42,7 @@ def stage_task(
     def run(inputs: Mapping[str, StageRef]) -> StageRef:
         if complete:
             return Completed(name="Cached", data=ref)  # type: ignore[return-value]  # Prefect unwraps
-        with ProgressArtifact(artifacts, name) as progress:
+        with closing(ProgressArtifact(artifacts, name)) as progress:
             return pipeline.run(name, progress=progress)
 
     return Task(

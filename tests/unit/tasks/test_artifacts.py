@@ -1,5 +1,6 @@
 import logging
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -67,7 +68,8 @@ def test_first_and_last_tick_are_published_and_all_are_passed_on(
     recorder = Recorder(monkeypatch)
     received: list[Tick] = []
 
-    with reporting_to(received.append), ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+    bar = ProgressArtifact(Artifacts("tiny"), "measure")
+    with reporting_to(received.append), closing(bar) as progress:
         for tick in ticks(10):
             progress(tick)
 
@@ -91,7 +93,7 @@ def test_work_goes_on_while_a_slow_server_moves_the_bar(monkeypatch: pytest.Monk
         lambda *a, **v: answers.wait() and recorder.create(*a, **v),
     )
 
-    with ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+    with closing(ProgressArtifact(Artifacts("tiny"), "measure")) as progress:
         for tick in ticks(4):
             progress(tick)
         waited = recorder.percents.copy()
@@ -105,7 +107,7 @@ def test_every_tick_is_published_when_they_are_far_apart(monkeypatch: pytest.Mon
     recorder = Recorder(monkeypatch)
     monkeypatch.setattr(artifacts, "UPDATE_SECONDS", 0.0)
 
-    with ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+    with closing(ProgressArtifact(Artifacts("tiny"), "measure")) as progress:
         for tick in ticks(4):
             progress(tick)
             moved(progress)
@@ -128,7 +130,7 @@ def test_progress_of_a_resumed_stage_tells_times_by_the_pace_of_this_run(
     now = [1000.0]
     monkeypatch.setattr(artifacts.time, "monotonic", lambda: now[0])
 
-    with ProgressArtifact(Artifacts("tiny"), "measure") as progress:
+    with closing(ProgressArtifact(Artifacts("tiny"), "measure")) as progress:
         for done in (6, 7, 10):  # six were found done
             progress(Tick(stage="measure", done=done, total=10, detail=f"sublayer {done}"))
             moved(progress)
