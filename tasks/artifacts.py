@@ -94,8 +94,7 @@ def markdown_plot(svg: str, description: str) -> str:
 class ProgressArtifact:
     """A `Progress` that also moves a bar on the run's page, if there is more than one step.
 
-    A thread moves the bar, for a server on busy cores takes up to half a second; `close` waits for
-    it.
+    A thread moves the bar, for a server on busy cores takes its time; `close` waits for it.
     """
 
     def __init__(self, artifacts: Artifacts, stage: str) -> None:
