@@ -30,8 +30,8 @@ from exl2flow.core.config import ConversionConfig, build_config
 from exl2flow.core.files import write_tensors
 from exl2flow.core.progress import report
 from exl2flow.flows.conversion import choose_allocator, open_pipeline
-from exl2flow.quant.gpu_needs import GpuNeed
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.gpu import GpuNeed
+from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.stages import STAGES
 
 TOKENIZER = Path(__file__).parent.parent / "demo" / "model"

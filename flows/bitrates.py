@@ -17,12 +17,12 @@ from exl2flow.core.store import versions
 from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.release import release_of
-from exl2flow.inference.comparison import check_bitrates, compared, known_score
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.page import write_up
-from exl2flow.inference.validate import REPORT_FILE
-from exl2flow.quant.plan import Plan
-from exl2flow.quant.preflight import check_disk, preflight
+from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
+from exl2flow.inference.report.page import write_up
+from exl2flow.inference.validate.stage import REPORT_FILE
+from exl2flow.quant.forecast.plan import Plan
+from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.tasks.publish import Published
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 

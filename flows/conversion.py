@@ -7,7 +7,7 @@ from pathlib import Path
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.stage import Pipeline, Stage
-from exl2flow.inference.validate import check_verdict
+from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.publish import Published
 

@@ -8,8 +8,8 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.flows.release import release_of, target_of
 from exl2flow.flows.runs import cancelled_if_interrupted
-from exl2flow.quant.fit import fitted
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.fit import fitted
+from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publishing import check_publication, publish_models

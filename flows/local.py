@@ -20,8 +20,8 @@ from exl2flow.flows.bitrates import (
 )
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.flows.release import check_release, hub_of, release_of
-from exl2flow.quant.fit import fitted
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.fit import fitted
+from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 

@@ -8,8 +8,8 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.runs import cancelled_if_interrupted
-from exl2flow.quant.measurement import MEASUREMENT_FILE
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages

@@ -9,7 +9,7 @@ from pathlib import Path
 from exl2flow.core.config import SharedOptions
 from exl2flow.core.publication import PublishConfig, PublishOptions
 from exl2flow.core.stage import Pipeline
-from exl2flow.quant.measurement import MEASUREMENT_FILE
+from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.origin import check_target
 

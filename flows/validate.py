@@ -9,7 +9,7 @@ from pydantic import Field
 from exl2flow.core.config import Device, Options, ValidateOptions, default_work_root
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.validate import verdict
+from exl2flow.inference.validate.stage import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models

@@ -11,11 +11,11 @@ from prefect import task
 
 from exl2flow.core.config import ValidateOptions
 from exl2flow.core.progress import Tick
-from exl2flow.inference.comparison import MEGABYTE, Compared, check_bitrates, compared
 from exl2flow.inference.evaluate import Score, evaluate
-from exl2flow.inference.plots import render_comparison
+from exl2flow.inference.report.comparison import MEGABYTE, Compared, check_bitrates, compared
+from exl2flow.inference.report.plots import render_comparison
 from exl2flow.inference.text import text_rows
-from exl2flow.inference.validate import generate_sample
+from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.model import Tokenizer, resolve
 from exl2flow.tasks.artifacts import (
     UNKNOWN,

@@ -14,7 +14,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 from exl2flow.core.errors import ConfigError, HubError, PublicationRefused
 from exl2flow.core.publication import PublishOptions
 from exl2flow.core.source import hub_model, provenance
-from exl2flow.inference.publication import (
+from exl2flow.inference.report.publication import (
     Bitrate,
     Origin,
     origin_from,

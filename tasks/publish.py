@@ -20,10 +20,10 @@ from exl2flow.core.files import digest, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.inference.card import render_card
 from exl2flow.inference.generate import BaseGenerator
 from exl2flow.inference.load import load_model
-from exl2flow.inference.publication import (
+from exl2flow.inference.report.card import render_card
+from exl2flow.inference.report.publication import (
     CARD_FILE,
     Bitrate,
     describe,
@@ -33,7 +33,7 @@ from exl2flow.inference.publication import (
     quality_problems,
     without_paths,
 )
-from exl2flow.inference.record import read_object
+from exl2flow.inference.report.record import read_object
 from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.origin import check_account, check_name, origin_of_models, refusal
 from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository

@@ -5,11 +5,11 @@ from typing import Any
 
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
-from exl2flow.inference.costs import MatrixCost, matrix_costs, share, total_nats
-from exl2flow.inference.plots import Measured, render_errors
+from exl2flow.inference.report.costs import MatrixCost, matrix_costs, share, total_nats
+from exl2flow.inference.report.plots import Measured, render_errors
 from exl2flow.model import ModelSpec, resolve
-from exl2flow.quant.allocate import ALLOCATION_FILE
-from exl2flow.quant.quantize import read_report, result_files
+from exl2flow.quant.allocate.budget import ALLOCATION_FILE
+from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.tasks.artifacts import UNKNOWN, Artifacts, Row, fixed, markdown_plot, markdown_table
 
 Report = Mapping[str, Any]  # of a sublayer or the head, as `quantize` wrote it

@@ -22,7 +22,7 @@ from exl2flow.core.interrupt import StopRequest, listening
 from exl2flow.core.progress import labelled
 from exl2flow.core.slots import Slots, see_only, visible_gpus
 from exl2flow.core.stage import Pipeline
-from exl2flow.inference.validate import check_verdict
+from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages

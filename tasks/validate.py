@@ -5,7 +5,7 @@ from typing import Any
 
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
-from exl2flow.inference.validate import MARKDOWN_FILE, PLOT_FILE, REPORT_FILE
+from exl2flow.inference.validate.stage import MARKDOWN_FILE, PLOT_FILE, REPORT_FILE
 from exl2flow.tasks.artifacts import Artifacts, markdown_plot
 
 SECTION = "\n## "

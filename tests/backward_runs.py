@@ -12,8 +12,8 @@ from exl2flow.core.progress import Progress, silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import TensorFiles, resolve
 from exl2flow.model.decoder import Decoder, build_decoder
-from exl2flow.quant.sensitivity import SENSITIVITY
-from exl2flow.quant.tokens import TOKENIZE
+from exl2flow.quant.sensitivity.stage import SENSITIVITY
+from exl2flow.quant.tokenize.stage import TOKENIZE
 
 
 def configuration(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.exl2 import QuantParams
-from exl2flow.quant.candidates import parse_params
-from exl2flow.quant.measurement import CandidateResult, Measurement, projection_bits
+from exl2flow.quant.measure.candidates import parse_params
+from exl2flow.quant.measure.measurement import CandidateResult, Measurement, projection_bits
 
 OPTION_LIST = """
 2 g64 | 2 g32

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from exl2flow.kernels import Group
-from exl2flow.quant.hessian import HessianFactor
+from exl2flow.quant.rounding.hessian import HessianFactor
 
 
 def whole_groups(x: torch.Tensor, bits: int | Iterable[int]) -> list[Group]:

@@ -25,7 +25,7 @@ from prefect_runs import run_state
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.flows.provision import core
+from exl2flow.flows.server.provision import core
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on

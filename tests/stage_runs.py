@@ -12,8 +12,8 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import ModelSpec
-from exl2flow.quant.candidates import candidates_for
-from exl2flow.quant.measurement import candidate_bits
+from exl2flow.quant.measure.candidates import candidates_for
+from exl2flow.quant.measure.measurement import candidate_bits
 from exl2flow.tasks.stages import STAGES
 
 

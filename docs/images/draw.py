@@ -26,19 +26,24 @@ from exl2flow.core.stage import Pipeline
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
-from exl2flow.quant.allocate import ALLOCATION_FILE
-from exl2flow.quant.candidates import parse_params
-from exl2flow.quant.divergence import divergence
-from exl2flow.quant.fisher import Factors, estimate
-from exl2flow.quant.gptq import RoundedMatrix, RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.hessian import HessianFactor, collect_hessians, factor, mixed
-from exl2flow.quant.measurement import MEASUREMENT_FILE, read_measurement
-from exl2flow.quant.quantize import install, sublayer_file
-from exl2flow.quant.refine import Metric, refine
-from exl2flow.quant.sensitivity import read_factors
-from exl2flow.quant.source import SourceModel
-from exl2flow.quant.tokens import split_rows
-from exl2flow.quant.walk import advance
+from exl2flow.quant.allocate.budget import ALLOCATION_FILE
+from exl2flow.quant.measure.candidates import parse_params
+from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
+from exl2flow.quant.quantize.stage import install, sublayer_file
+from exl2flow.quant.rounding.descent import Metric, refine
+from exl2flow.quant.rounding.error_feedback import (
+    RoundedMatrix,
+    RoundingJob,
+    padded_weight,
+    round_matrices,
+)
+from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, factor, mixed
+from exl2flow.quant.sensitivity.fisher import Factors, estimate
+from exl2flow.quant.sensitivity.stage import read_factors
+from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.walk.divergence import divergence
+from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.walk import advance
 from exl2flow.tasks.stages import STAGES
 
 FOLDER = Path(__file__).parent

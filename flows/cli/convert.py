@@ -17,7 +17,7 @@ from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_report
 
 if TYPE_CHECKING:
-    from exl2flow.flows.server import Api
+    from exl2flow.flows.server.temporary import Api
 
 EXAMPLES = (
     "Examples:",
@@ -83,8 +83,8 @@ def _convert(
 ) -> None:
     begun = time.monotonic()
     from exl2flow.flows.release import check_release  # these import torch
-    from exl2flow.quant.fit import find_fit, fitted
-    from exl2flow.quant.preflight import preflight
+    from exl2flow.quant.forecast.fit import find_fit, fitted
+    from exl2flow.quant.forecast.preflight import preflight
 
     check_release(config)
     config = with_local_source(config, plain=as_json)
@@ -120,7 +120,7 @@ def _run(
     from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline
     from exl2flow.flows.local import run_locally
-    from exl2flow.inference.validate import REPORT_FILE
+    from exl2flow.inference.validate.stage import REPORT_FILE
     from exl2flow.tasks.stages import STAGES
 
     pipeline = open_pipeline(config, STAGES)

@@ -13,7 +13,7 @@ from exl2flow.flows.cli.tables import cost_table, plan_table
 from exl2flow.flows.cli.wording import brief, number, short, size
 
 if TYPE_CHECKING:
-    from exl2flow.inference.inspection import ModelContents
+    from exl2flow.inference.report.inspection import ModelContents
 
 EXAMPLES = (
     "Examples:",
@@ -44,7 +44,7 @@ def inspect_command(
     Errors are relative errors of a sublayer's output. Nats are what the error of a matrix costs
     alone, in KL divergence from the source. Both are known for models that exl2flow converted.
     """
-    from exl2flow.inference.inspection import inspect_model
+    from exl2flow.inference.report.inspection import inspect_model
 
     contents = inspect_model(model)
     if as_json:

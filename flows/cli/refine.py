@@ -82,7 +82,7 @@ def refine(
         print_report(report, seconds)
         OUT.print(_in_words(report["refinement"]), markup=False, soft_wrap=True)
     if report["failures"]:
-        from exl2flow.inference.validate import check_verdict
+        from exl2flow.inference.validate.stage import check_verdict
 
         check_verdict(Path(report["report_folder"]))
 
@@ -98,8 +98,8 @@ def _check(config: RefinementConfig) -> list[tuple[str, str]]:
         ConfigError, SourceModelError: problems with the model, or it is not the reference's.
         PreflightFailed: problems with the reference, the output or the options.
     """
-    from exl2flow.quant.preflight import preflight  # these import torch
-    from exl2flow.quant.stored import check_refinement
+    from exl2flow.quant.forecast.preflight import preflight  # these import torch
+    from exl2flow.quant.refine.stored_model import check_refinement
 
     check_refinement(config)
     plan = preflight(config.model_copy(update={"bpw": MOST_BPW, "tune": TuneOptions()}))
@@ -119,8 +119,8 @@ def _run(config: RefinementConfig, *, restart: bool) -> dict[str, Any]:
     from exl2flow.core.progress import Tick, report
     from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline
-    from exl2flow.inference.validate import REPORT_FILE
-    from exl2flow.quant.judge import JUDGEMENT_FILE
+    from exl2flow.inference.validate.stage import REPORT_FILE
+    from exl2flow.quant.judge.stage import JUDGEMENT_FILE
     from exl2flow.tasks.stages import REFINE_STAGES
 
     pipeline = open_pipeline(config, REFINE_STAGES)

@@ -39,7 +39,7 @@ def report(
     what made them. It needs no network and no script.
     """
     from exl2flow.core.files import write_text  # these import torch
-    from exl2flow.inference.page import write_up
+    from exl2flow.inference.report.page import write_up
 
     page = out or folder / REPORT_PAGE
     write_text(page, write_up(folder))

@@ -10,7 +10,7 @@ from exl2flow.core.errors import HubError, PublicationDamaged, PublicationRefuse
 from exl2flow.flows.cli.console import say
 
 if TYPE_CHECKING:
-    from exl2flow.flows.server import Api
+    from exl2flow.flows.server.temporary import Api
 
 NOT_PUBLISHED = (PublicationRefused, PublicationDamaged, HubError)
 ONLY_PUBLISHING = "all is converted, but not published; the same command does only the latter"
@@ -26,7 +26,7 @@ def flow_server(*, wanted: bool) -> Iterator["Api | None"]:
         yield None
         return
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
-    from exl2flow.flows.server import api
+    from exl2flow.flows.server.temporary import api
 
     with api() as server:
         yield server

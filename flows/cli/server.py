@@ -14,10 +14,10 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.failures import FAILURE
 from exl2flow.flows.cli.tables import plan_table
-from exl2flow.flows.services import DATABASE_VARIABLE, HOME, Home, ServerSettings
+from exl2flow.flows.server.services import DATABASE_VARIABLE, HOME, Home, ServerSettings
 
 if TYPE_CHECKING:
-    from exl2flow.flows.lasting import Status
+    from exl2flow.flows.server.lasting import Status
 
 app = typer.Typer(no_args_is_help=True, help="Start, end or look at a Prefect server with workers.")
 HomeOption = Annotated[
@@ -76,7 +76,7 @@ def up(
 
     Options that are not given are those of the last time.
     """
-    from exl2flow.flows import lasting
+    from exl2flow.flows.server import lasting
 
     place = Home(home)
     given: dict[str, Any] = {
@@ -182,7 +182,7 @@ def apply(
     folder: FolderOption = None,
 ) -> None:
     """Give a server that is run otherwise our work pool, deployments and automations."""
-    from exl2flow.flows.provision import Provision
+    from exl2flow.flows.server.provision import Provision
 
     place = (folder or Path.cwd()).absolute()
     _check_folder(place)
@@ -197,7 +197,7 @@ def apply(
 @app.command("down")
 def down(*, home: HomeOption = HOME) -> None:
     """End workers and server; runs that are under way go on after the next `up`."""
-    from exl2flow.flows import lasting
+    from exl2flow.flows.server import lasting
 
     place = Home(home)
     ended = lasting.down(place, say=_whisper)
@@ -213,7 +213,7 @@ def status(
     ] = False,
 ) -> None:
     """Show processes, deployments and the last runs; exit code 0 if all is well, else 1."""
-    from exl2flow.flows import lasting
+    from exl2flow.flows.server import lasting
 
     place = Home(home)
     found = lasting.status(place)

@@ -21,8 +21,8 @@ from exl2flow.flows.cli.tables import plan_table, print_published, print_sweep
 from exl2flow.flows.cli.wording import size
 
 if TYPE_CHECKING:
-    from exl2flow.flows.server import Api
-    from exl2flow.quant.plan import Plan
+    from exl2flow.flows.server.temporary import Api
+    from exl2flow.quant.forecast.plan import Plan
 
 EXAMPLES = (
     "Examples:",

@@ -16,8 +16,8 @@ from exl2flow.flows.cli.console import OUT, say, show
 from exl2flow.flows.cli.wording import brief, number, percent, printable, short, size
 
 if TYPE_CHECKING:
-    from exl2flow.inference.comparison import Compared
-    from exl2flow.inference.costs import PricedMatrix
+    from exl2flow.inference.report.comparison import Compared
+    from exl2flow.inference.report.costs import PricedMatrix
 
 CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
 MOST_COSTLY = 6  # matrices that are listed by what their errors cost
@@ -82,7 +82,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
 
 def cost_table(items: Sequence["PricedMatrix"]) -> Table | None:
     """Return the matrices that cost most under a title on their share; None if it is unknown."""
-    from exl2flow.inference.costs import concentration, dominant, share, total_nats
+    from exl2flow.inference.report.costs import concentration, dominant, share, total_nats
 
     total = total_nats(items)
     if not total:
@@ -109,7 +109,7 @@ def cost_table(items: Sequence["PricedMatrix"]) -> Table | None:
 
 def print_report(report: Mapping[str, Any], seconds: float) -> None:
     """Print the outcome of a conversion."""
-    from exl2flow.inference.costs import matrix_costs
+    from exl2flow.inference.report.costs import matrix_costs
 
     show(score_table(report))
     show(layer_table(report["layers"]))
@@ -151,7 +151,7 @@ def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Comp
 
 def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     """Print the outcome of a sweep: its models beside each other, and where everything lies."""
-    from exl2flow.inference.comparison import check_bitrates, compared, known_score
+    from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
 
     scores = [s for name in content["bitrates"] if (s := known_score(out / name)) is not None]
     if scores:

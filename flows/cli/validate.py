@@ -18,8 +18,8 @@ from exl2flow.flows.cli.sources import local_or_fetched
 from exl2flow.flows.cli.tables import comparison_table
 
 if TYPE_CHECKING:
-    from exl2flow.inference.comparison import Compared
     from exl2flow.inference.evaluate import Score
+    from exl2flow.inference.report.comparison import Compared
 
 EXAMPLES = (
     "Examples:",
@@ -77,7 +77,7 @@ def validate(
         reference = local_or_fetched(reference, root, block, plain=as_json)
     with shown(plain=as_json) as progress:
         scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
-    from exl2flow.inference.comparison import compared
+    from exl2flow.inference.report.comparison import compared
 
     found = compared(scores)
     if as_json:
@@ -106,8 +106,8 @@ def _check_plot(plot: Path | None, reference: Path | None) -> None:
 def _compare(models: Sequence["Compared"], plot: Path | None, *, quiet: bool) -> None:
     """Say whether divergences fall as bytes rise, and draw them."""
     from exl2flow.core.files import write_text
-    from exl2flow.inference.comparison import check_bitrates
-    from exl2flow.inference.plots import render_comparison
+    from exl2flow.inference.report.comparison import check_bitrates
+    from exl2flow.inference.report.plots import render_comparison
 
     sound, warnings = check_bitrates(models)
     if sound and not quiet:
@@ -156,7 +156,7 @@ def _judge(scores: Sequence["Score"], options: ValidateOptions) -> None:
     Raises:
         ValidationFailed: listing the models that fail.
     """
-    from exl2flow.inference.validate import verdict
+    from exl2flow.inference.validate.stage import verdict
 
     failed = []
     for score in scores:

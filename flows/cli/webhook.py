@@ -35,7 +35,7 @@ def webhook(
         raise ConfigError(
             "PREFECT_API_URL is not set; `exl2flow server up` prints the address of its server"
         )
-    from exl2flow.flows.services import listen
+    from exl2flow.flows.server.services import listen
     from exl2flow.flows.webhook import serve
 
     with listen(host, port) as listener:

@@ -40,7 +40,7 @@ def prefect_env(
         temporary_settings,
     )
 
-    from exl2flow.flows.server import api
+    from exl2flow.flows.server.temporary import api
 
     home = tmp_path_factory.mktemp("prefect-home")
     database.give(home)

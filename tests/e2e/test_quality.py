@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.local import run_locally
-from exl2flow.inference.inspection import inspect_model
+from exl2flow.inference.report.inspection import inspect_model
 
 ROWS = ("--rows", "4", "--row-tokens", "96", "--measure-rows", "2", "--measure-row-tokens", "96")
 VALIDATION = ("--validate-rows", "2", "--validate-row-tokens", "96", "--sample-tokens", "2")

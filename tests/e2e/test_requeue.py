@@ -16,8 +16,8 @@ from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.flows.provision import REQUEUED, RETRIES
-from exl2flow.flows.services import POOL
+from exl2flow.flows.server.provision import REQUEUED, RETRIES
+from exl2flow.flows.server.services import POOL
 
 
 @pytest.fixture

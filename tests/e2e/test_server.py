@@ -23,9 +23,9 @@ from servers import (
 )
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.flows import lasting
 from exl2flow.flows.local import run_locally
-from exl2flow.flows.services import Home
+from exl2flow.flows.server import lasting
+from exl2flow.flows.server.services import Home
 
 
 def parameters(config: ConversionConfig) -> dict[str, Any]:

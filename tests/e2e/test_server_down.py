@@ -8,8 +8,8 @@ from postgres import PASSWORD, cluster, programs
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from servers import LastingServer, long_conversion, manifest_of, wait_for_cursor
 
-from exl2flow.flows import lasting
-from exl2flow.flows.services import Home
+from exl2flow.flows.server import lasting
+from exl2flow.flows.server.services import Home
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from servers import LastingServer, wait_for
 
-from exl2flow.flows.services import Home
+from exl2flow.flows.server.services import Home
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from exl2flow.core.errors import ConfigError, Interrupted, SweepFailed
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows import sweep, sweep_locally
-from exl2flow.inference.page import write_up
+from exl2flow.inference.report.page import write_up
 
 SHARED = ("tokenize", "sensitivity", "measure")
 OWN = ("allocate", "quantize", "compile", "validate")

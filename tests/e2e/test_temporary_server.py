@@ -12,12 +12,12 @@ import pytest
 from servers import MigratedDatabase
 from tiny import make_tiny
 
-from exl2flow.flows.server import TemporaryServer
+from exl2flow.flows.server.temporary import TemporaryServer
 
 ROWS = ("--rows", "2", "--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--fail-ratio", "100")
 QUICK = (*ROWS, *EVALUATION, "--sample-tokens", "4", "--quality", "fast", "--device", "cpu")
-SERVER = b"exl2flow.flows.server_process"
+SERVER = b"exl2flow.flows.server.temporary_process"
 
 
 @pytest.fixture

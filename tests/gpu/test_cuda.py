@@ -12,10 +12,16 @@ from tiny import make_tiny
 from exl2flow.core.config import ScaleSearch
 from exl2flow.flows.local import run_locally
 from exl2flow.kernels import get_ops, times_output
-from exl2flow.quant.candidates import CANDIDATES, parse_params
-from exl2flow.quant.gptq import RoundingJob, round_matrices
-from exl2flow.quant.hessian import HessianFactor, HessianSum, MixedHessian, factor, relative_error
-from exl2flow.quant.refine import Metric, refine
+from exl2flow.quant.measure.candidates import CANDIDATES, parse_params
+from exl2flow.quant.rounding.descent import Metric, refine
+from exl2flow.quant.rounding.error_feedback import RoundingJob, round_matrices
+from exl2flow.quant.rounding.hessian import (
+    HessianFactor,
+    HessianSum,
+    MixedHessian,
+    factor,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 

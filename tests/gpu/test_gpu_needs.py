@@ -10,7 +10,7 @@ from tiny import make_tiny
 from exl2flow.core.memory import limit_memory
 from exl2flow.core.progress import silent
 from exl2flow.flows.conversion import open_pipeline
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.gpu

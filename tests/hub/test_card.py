@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from exl2flow.inference.card import CONTEXTS, render_card
-from exl2flow.inference.licences import ALLOWED, FORBIDDEN, licence_problem
-from exl2flow.inference.publication import (
+from exl2flow.inference.report.card import CONTEXTS, render_card
+from exl2flow.inference.report.licences import ALLOWED, FORBIDDEN, licence_problem
+from exl2flow.inference.report.publication import (
     Bitrate,
     Origin,
     branch_name,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl2flow.core.errors import BudgetUnreachable
-from exl2flow.quant.knapsack import Solution, solve
+from exl2flow.quant.allocate.knapsack import Solution, solve
 
 Table = list[list[int]]
 Costs = list[list[float]]

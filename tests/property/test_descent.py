@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from exl2flow.kernels import Group
 from exl2flow.kernels.torch_ops import TORCH_OPS
-from exl2flow.quant.gptq import RoundedMatrix
-from exl2flow.quant.refine import Metric, refine
+from exl2flow.quant.rounding.descent import Metric, refine
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 
 BITS = (8, 6, 5, 4, 3, 2)
 ROUNDING = 1e-5  # of fp32 sums, relative to the loss at the start

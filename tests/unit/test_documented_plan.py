@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.flows.cli.options import build
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "convert-your-first-model.md"

@@ -29,25 +29,25 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 # library → files that may import it; the rest of the package needs torch, numpy and safetensors
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "jinja2": ("model/chat_template.py", "inference/page.py", "inference/card.py"),
-    "matplotlib": ("inference/plots.py",),
+    "jinja2": ("model/chat_template.py", "inference/report/page.py", "inference/report/card.py"),
+    "matplotlib": ("inference/report/plots.py",),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
     "prefect_ray": ("flows/runners.py",),
-    "pyarrow": ("quant/parquet.py", "inference/text.py", "calibration_data/build.py"),
+    "pyarrow": ("quant/tokenize/parquet.py", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),
-    "scipy": ("quant/knapsack.py",),
+    "scipy": ("quant/allocate/knapsack.py",),
     "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
     "tokenizers": ("model/tokenizer.py", "model/sentencepiece_model.py"),
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda_ops.py", "kernels/compiler.py"),
     "huggingface_hub": ("tasks/",),
-    "uvicorn": ("flows/server_process.py", "flows/webhook.py"),
+    "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),
-    "yaml": ("flows/provision.py",),
-    "sqlalchemy": ("flows/ordering.py", "flows/application.py", "flows/lasting.py"),
+    "yaml": ("flows/server/provision.py",),
+    "sqlalchemy": ("flows/server/",),
 }
 LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
 RUNNING_FLOWS = {

@@ -65,12 +65,11 @@ def test_every_package_has_an_init() -> None:
 
 
 def test_every_data_file_is_listed() -> None:
+    data = SETUPTOOLS["package-data"]
     patterns = {
-        ROOT / folder: [
-            *SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]
-        ]
-        for package, folder in SETUPTOOLS["package-dir"].items()
-    }  # fmt: skip
+        ROOT.joinpath(*package.split(".")[1:]): [*data.get(package, []), *data["*"]]
+        for package in SETUPTOOLS["packages"]
+    }
     forgotten = []
     for top in TOP:
         for path in (ROOT / top).rglob("*"):

@@ -15,7 +15,7 @@ from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
 from exl2flow.model import resolve
 from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
-from exl2flow.quant.preflight import preflight
+from exl2flow.quant.forecast.preflight import preflight
 
 K, N = 96, 24
 KEY = "q"

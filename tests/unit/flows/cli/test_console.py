@@ -17,7 +17,7 @@ def test_json_is_one_line_of_valid_json(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_each_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("exl2flow.quant.preflight")
+    logger = logging.getLogger("exl2flow.quant.forecast.preflight")
 
     with logging_to_stderr(logging.WARNING):
         for _ in range(2):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from exl2flow.flows import provision
 from exl2flow.flows.cli import server
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.services import Home
+from exl2flow.flows.server import provision
+from exl2flow.flows.server.services import Home
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 

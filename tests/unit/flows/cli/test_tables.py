@@ -5,8 +5,8 @@ from rich.console import Console, RenderableType
 
 from exl2flow.flows.cli.tables import comparison_table, cost_table, score_table
 from exl2flow.flows.cli.wording import brief, percent
-from exl2flow.inference.comparison import Compared
-from exl2flow.inference.costs import MatrixCost
+from exl2flow.inference.report.comparison import Compared
+from exl2flow.inference.report.costs import MatrixCost
 
 SCORE = {
     "model": "3bpw",

@@ -1,0 +1,262 @@
+"""What an EXL2 folder holds, from its tensor names and headers; any program may have written it.
+
+Only headers and group tables are read, so a large model takes no longer than a small one. Errors,
+what they cost, and the divergence are known when the folder has the records that we write.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exl2flow.core.errors import SourceModelError
+from exl2flow.inference.report.costs import total_nats
+from exl2flow.inference.report.record import Record, read_object, read_record
+from exl2flow.model import QuantizedMatrix, TensorFiles
+from exl2flow.model.exl2 import is_quantized, tensor_names
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixContents:
+    """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits.
+
+    params: as they were chosen; nats: what the error costs alone. None if unknown.
+    """
+
+    key: str
+    shape: tuple[int, int]
+    bits: int
+    rows: dict[int, int]
+    groups: int
+    group_sizes: tuple[int, ...]
+    params: str | None
+    nats: float | None
+    rel_err: float | None
+
+    @property
+    def numel(self) -> int:
+        """Weights, padding included."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return self.bits / self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartContents:
+    """The matrices of one sublayer, or the head."""
+
+    name: str
+    matrices: tuple[MatrixContents, ...]
+    rel_err: float | None
+
+    @property
+    def numel(self) -> int:
+        """Weights, padding included."""
+        return sum(matrix.numel for matrix in self.matrices)
+
+    @property
+    def bits(self) -> int:
+        """All stored bits."""
+        return sum(matrix.bits for matrix in self.matrices)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return self.bits / self.numel
+
+    @property
+    def nats(self) -> float | None:
+        """The sum of what the matrices' errors cost alone."""
+        return total_nats(self.matrices)
+
+    @property
+    def groups(self) -> int:
+        """Groups of all matrices."""
+        return sum(matrix.groups for matrix in self.matrices)
+
+    @property
+    def bit_widths(self) -> tuple[int, ...]:
+        """Bit widths that occur, falling."""
+        return tuple(sorted({b for m in self.matrices for b in m.rows}, reverse=True))
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Group sizes that occur, rising."""
+        return tuple(sorted({size for m in self.matrices for size in m.group_sizes}))
+
+    def to_json(self) -> dict[str, object]:
+        """Return the part with its matrices."""
+        return {
+            "name": self.name,
+            "bpw": self.bpw,
+            "bit_widths": self.bit_widths,
+            "groups": self.groups,
+            "group_sizes": self.group_sizes,
+            "bytes": self.bits // 8,
+            "nats": self.nats,
+            "rel_err": self.rel_err,
+            "matrices": [{**asdict(matrix), "bpw": matrix.bpw} for matrix in self.matrices],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContents:
+    """A whole folder. `layers`: quantized parts inside layers; `others`: outside, as the head."""
+
+    folder: Path
+    architecture: str | None
+    declared: dict[str, Any]
+    layers: tuple[PartContents, ...]
+    others: tuple[PartContents, ...]
+    plain_bytes: int
+    file_bytes: int
+    record: Record | None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether exl2flow wrote the model."""
+        return self.record is not None
+
+    @property
+    def parts(self) -> tuple[PartContents, ...]:
+        """All quantized parts, layers first."""
+        return (*self.layers, *self.others)
+
+    @property
+    def matrices(self) -> tuple[MatrixContents, ...]:
+        """All quantized matrices, in model order."""
+        return tuple(matrix for part in self.parts for matrix in part.matrices)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight of the layers' matrices as `--bpw` counts them, else of all."""
+        parts = self.layers or self.others
+        return sum(p.bits for p in parts) / sum(p.numel for p in parts)
+
+    def to_json(self) -> dict[str, object]:
+        """Return everything as JSON."""
+        record = self.record
+        return {
+            "model": str(self.folder),
+            "architecture": self.architecture,
+            "quantization_config": self.declared,
+            "written_by_exl2flow": self.is_ours,
+            "bpw": self.bpw,
+            "series": record and record.series,
+            "allocated_kl": record and record.allocated_kl,
+            "predicted_kl": record and record.predicted_kl,
+            "is_tuned": record and record.is_tuned,
+            "score": record and record.score,
+            "calibration": record and record.calibration,
+            "weights": sum(p.numel for p in self.parts),
+            "quantized_bytes": sum(p.bits for p in self.parts) // 8,
+            "plain_bytes": self.plain_bytes,
+            "file_bytes": self.file_bytes,
+            "layers": [part.to_json() for part in self.layers],
+            "others": [part.to_json() for part in self.others],
+        }
+
+
+def inspect_model(folder: Path) -> ModelContents:
+    """Return what an EXL2 folder holds.
+
+    Raises:
+        SourceModelError: no safetensors, or none of the matrices is quantized.
+        MissingTensor: a quantized matrix lacks one of its tensors.
+        TensorShapeError: tensors of a matrix contradict one another.
+    """
+    if not folder.is_dir():
+        raise SourceModelError(f"`{folder}` is no folder; give the folder of an EXL2 model")
+    tensors = TensorFiles(folder)
+    keys = dict.fromkeys(name.rpartition(".")[0] for name in tensors.names)
+    quantized = [key for key in keys if is_quantized(key, tensors)]
+    if not quantized:
+        raise SourceModelError(
+            f"`{folder}` holds no EXL2 matrices; convert it first with `exl2flow convert`"
+        )
+    record = read_record(folder)
+    reports = record.reports if record else {}
+    members: dict[str, list[str]] = {}
+    for key in quantized:
+        members.setdefault(_part_name(key), []).append(key)
+    parts = [
+        _part(name, members[name], tensors, reports.get(name, {}))
+        for name in sorted(members, key=_walk_order)
+    ]
+    config = read_object(folder / "config.json")
+    stored = sum(tensors.nbytes(name) for name in tensors.names)
+    return ModelContents(
+        folder=folder,
+        architecture=next(iter(config.get("architectures") or ()), None),
+        declared=config.get("quantization_config") or {},
+        layers=tuple(part for part in parts if _layer_index(part.name) is not None),
+        others=tuple(part for part in parts if _layer_index(part.name) is None),
+        plain_bytes=stored - sum(part.bits for part in parts) // 8,
+        file_bytes=sum(path.stat().st_size for path in tensors.files),
+        record=record,
+    )
+
+
+def _part(
+    name: str, keys: list[str], tensors: TensorFiles, report: Mapping[str, Any]
+) -> PartContents:
+    """Return a sublayer or the head; `report` is what `quantize` said of it, if known."""
+    projections = report.get("projections", {})
+    matrices = []
+    for key in keys:
+        known = projections.get(key.rpartition(".")[2], {})
+        matrices.append(_matrix(key, _outline(key, tensors), known))
+    return PartContents(name=name, matrices=tuple(matrices), rel_err=report.get("rel_err"))
+
+
+def _matrix(key: str, matrix: QuantizedMatrix, known: Mapping[str, Any]) -> MatrixContents:
+    rows: dict[int, int] = {}
+    for group in matrix.groups:
+        rows[group.bits] = rows.get(group.bits, 0) + group.rows
+    return MatrixContents(
+        key=key,
+        shape=matrix.shape,
+        bits=matrix.total_bits,
+        rows=rows,
+        groups=len(matrix.groups),
+        group_sizes=tuple(sorted({group.rows for group in matrix.groups})),
+        params=known.get("params"),
+        nats=known.get("nats"),
+        rel_err=known.get("rel_err"),
+    )
+
+
+def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:
+    """Return a matrix of which only the group table, the one 16-bit integer tensor, has content."""
+    names = [name for name in (*tensor_names(key), f"{key}.bias") if name in tensors]
+    stored = {
+        name: tensors.read(name)
+        if tensors.dtype(name) == torch.int16
+        else torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device=_META)
+        for name in names
+    }
+    return QuantizedMatrix.from_tensors(key, stored)
+
+
+def _part_name(key: str) -> str:
+    """Return the sublayer of a matrix inside a layer: the name one below the layer's number."""
+    words = key.split(".")
+    index = next((i for i, word in enumerate(words) if word.isdigit()), None)
+    return key if index is None else ".".join(words[: index + 2])
+
+
+def _layer_index(name: str) -> int | None:
+    return next((int(word) for word in name.split(".") if word.isdigit()), None)
+
+
+def _walk_order(name: str) -> tuple[bool, int, bool, str]:
+    """Sort by layer, attention first; what is outside the layers comes last."""
+    index = _layer_index(name)
+    return index is None, index or 0, "attn" not in name, name

@@ -1,0 +1,174 @@
+"""Models of one source as one self-contained HTML page: figures, plots, bits, samples, provenance.
+
+The page needs no network and no script; `page.html.j2` is its text. What it shows comes from the
+models' own folders, samples from where validation left them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from exl2flow.core.errors import SourceModelError
+from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.sweep import SWEEP_FILE
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
+from exl2flow.inference.report.inspection import ModelContents, inspect_model
+from exl2flow.inference.report.plots import render_comparison, render_plot
+from exl2flow.inference.report.record import read_object
+
+TEMPLATE = "page.html.j2"
+VALIDATION = "validate/*/report.json"  # of a work directory
+FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
+UNKNOWN = "–"
+
+Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → what is known besides: sample, error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One model of the page; `plot` is SVG."""
+
+    figures: Compared
+    score: Score
+    contents: ModelContents
+    record: Mapping[str, Any]
+    sample: str
+    plot: str
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the rows of text lacked, say."""
+        rows = (self.record.get("calibration") or {}).get("quantize") or {}
+        return list(rows.get("notes") or ())
+
+
+def write_up(folder: Path) -> str:
+    """Return the page of a sweep's folder, of one with several models, or of a work directory.
+
+    Raises:
+        SourceModelError: there is no validated model.
+    """
+    folder = folder.expanduser().resolve()
+    found = _found(folder)
+    scores = [score for path in found if (score := known_score(path)) is not None]
+    if not scores:
+        raise SourceModelError(
+            f"`{folder}` holds no validated models; give the folder that `exl2flow sweep` made, "
+            "one with converted models in it, or a work directory in `.exl2flow`"
+        )
+    models = compared(scores)
+    ordered = sorted(zip(scores, models, strict=True), key=lambda pair: pair[1].bytes)
+    entries = [_entry(score, model, found[Path(score.model)]) for score, model in ordered]
+    failed = {path.name: known["error"] for path, known in found.items() if known.get("error")}
+    return _render(entries, failed, read_object(folder / SWEEP_FILE).get("published"))
+
+
+def _found(folder: Path) -> Found:
+    """Return the models that a folder holds or names."""
+    sweep = read_object(folder / SWEEP_FILE).get("bitrates")
+    if isinstance(sweep, dict):
+        return {folder / name: known for name, known in sweep.items()}
+    reports = sorted([*folder.glob(VALIDATION), *folder.glob(f"*/{VALIDATION}")])
+    if reports:
+        return _of_reports(map(read_object, reports))
+    inside = sorted(path.parent for path in folder.glob(f"*/{RECORD_FILE}"))
+    return {path: {} for path in ([folder] if (folder / RECORD_FILE).exists() else inside)}
+
+
+def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
+    """Return the models that reports tell of, as far as they are still those."""
+    found = {}
+    for report in reports:
+        folder = Path(str(report.get("model")))
+        score = known_score(folder)
+        if score is not None and asdict(score) == {**report["score"], "model": score.model}:
+            found[folder] = report
+    return found
+
+
+def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> Entry:
+    folder = Path(score.model)
+    record = read_object(folder / RECORD_FILE)
+    return Entry(
+        figures=figures,
+        score=score,
+        contents=inspect_model(folder),
+        record=record,
+        sample=str(known.get("sample") or ""),
+        plot=_inline(render_plot({**record, "score": asdict(score)})),
+    )
+
+
+def _render(
+    entries: Sequence[Entry], failed: Mapping[str, str], published: Mapping[str, Any] | None
+) -> str:
+    first = entries[0]
+    sound, warnings = check_bitrates([entry.figures for entry in entries])
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"fixed": _fixed, "shade": _shade, "short": _short}
+    return environment.get_template(TEMPLATE).render(
+        name=Path(str(first.record.get("source", ""))).name or first.contents.folder.name,
+        first=first,
+        entries=entries,
+        failed=failed,
+        published=published,
+        sound=sound,
+        warnings=warnings,
+        parts=[part.name for part in first.contents.parts],
+        plot=_inline(render_comparison([entry.figures for entry in entries])),
+        provenance=_provenance(entries),
+    )
+
+
+def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+    """Return (what, value) of what made the models; what differs between them is listed."""
+    found: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        options, record = entry.record.get("options") or {}, entry.record
+        calibration = record.get("calibration") or {}
+        facts = {
+            "source": record.get("source"),
+            "quality": options.get("quality"),
+            "calibration text": calibration.get("dataset"),
+            "calibration digest": calibration.get("sha256"),
+            **{f"version of {name}": v for name, v in (record.get("versions") or {}).items()},
+            **dict(_seeds(options)),
+        }
+        for name, value in facts.items():
+            if value is not None:
+                found.setdefault(name, {})[str(value)] = None
+    return [(name, ", ".join(values)) for name, values in found.items()]
+
+
+def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
+    for group, values in options.items():
+        if isinstance(values, Mapping):
+            yield from ((f"{name} of {group}", v) for name, v in values.items() if "seed" in name)
+
+
+def _inline(svg: str) -> str:
+    """Return an SVG document as a part of a page."""
+    return svg[svg.index("<svg") :]
+
+
+def _fixed(value: float | None, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _shade(bpw: float) -> str:
+    """Return how dark a cell is: 0 to 1."""
+    return f"{min(1.0, max(0.0, (bpw - FEWEST) / (MOST - FEWEST))):.2f}"
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("model.layers.")

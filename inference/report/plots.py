@@ -1,0 +1,193 @@
+"""Plots as SVG text, the same bytes for the same figures: of one model, and of a set of models."""
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from exl2flow.inference.report.comparison import MEGABYTE, Compared, by_series
+from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
+
+MARKED_COLOR = "#222222"
+MOST_NAMES = 64  # of sublayers on an axis; of more every second, third … is named
+Point = tuple[str, float, float]  # label, place on the first axis, KL divergence
+Place = tuple[Literal["left", "right"], tuple[float, float]]  # of a label; offset in points
+
+BITS_COLOR, ERROR_COLOR, PLAIN_COLOR = "#9db8d2", "#b5482f", "#777777"
+COLORS = ("#2f6db5", "#b5482f", "#3b8f5a", "#8a5aa8", "#c08a1e", "#4aa3a8", "#b04f80")
+MARKERS = "os^Dv<>"
+# Labels of one series stand above its falling curve, of the next one below
+LABEL_PLACES: tuple[Place, ...] = (("left", (4, 3)), ("right", (-4, -8)))
+LEGEND_ROOM = 1.15  # height of a panel over its highest bar
+TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What measurement found before quantization, by sublayer, as far as it did: nats, errors."""
+
+    nats: Mapping[str, float] = field(default_factory=dict)
+    rel_err: Mapping[str, float] = field(default_factory=dict)
+
+
+def render_plot(report: Mapping[str, Any]) -> str:
+    """Return bits and errors by sublayer, and what the errors cost if that is known."""
+    return _by_sublayer(report["layers"], Measured(), _title(report))
+
+
+def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured) -> str:
+    """Return the same with what was measured before, without a score."""
+    return _by_sublayer(layers, measured, "")
+
+
+def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title: str) -> str:
+    costs = matrix_costs(layers)
+    is_priced = total_nats(costs) is not None
+    names = [str(layer["name"]) for layer in layers]
+    with _style():
+        figure = Figure(figsize=(8, 5.4 if is_priced else 3.2), layout="constrained")
+        panels = figure.subplots(1 + is_priced, squeeze=False, sharex=True)[:, 0]
+        _draw_bits(panels[0], layers, [measured.rel_err.get(name) for name in names])
+        if is_priced:
+            _draw_costs(panels[1], names, costs, [measured.nats.get(name) for name in names])
+        named = range(0, len(names), 1 + (len(names) - 1) // MOST_NAMES)
+        short = [names[index].removeprefix("model.layers.") for index in named]
+        panels[-1].set_xticks(named, short, rotation=90, fontsize=6)
+        panels[-1].set_xlim(-0.6, len(layers) - 0.4)
+        panels[0].set_title(title)
+        return _as_svg(figure)
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    title = f"KL divergence {report['score']['kl_divergence']:.4f} nats"
+    predicted = report.get("predicted_kl")
+    return title if predicted is None else f"{title}, estimated {predicted:.4f}"
+
+
+def _draw_bits(
+    axes: Axes, layers: Sequence[Mapping[str, Any]], measured: Sequence[float | None]
+) -> None:
+    """Draw bits per weight as bars, and relative errors as a line."""
+    axes.bar(range(len(layers)), [layer["bpw"] for layer in layers], color=BITS_COLOR)
+    axes.set_ylabel("bits per weight")
+    errors = axes.twinx()
+    errors.plot([layer["rel_err"] for layer in layers], "o-", color=ERROR_COLOR, markersize=3)
+    errors.set_ylabel("relative error", color=ERROR_COLOR)
+    if _mark(errors, measured):
+        errors.legend(loc="upper right", fontsize=6, frameon=False)
+    errors.set_ylim(bottom=0)
+
+
+def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
+    """Mark what was measured before, and tell whether there was anything."""
+    known = [(index, value) for index, value in enumerate(measured) if value is not None]
+    places, values = [index for index, _ in known], [value for _, value in known]
+    if known:
+        axes.plot(places, values, "_", color=MARKED_COLOR, markersize=9, label="measured before")
+    return bool(known)
+
+
+def _draw_costs(
+    axes: Axes,
+    sublayers: list[str],
+    costs: Sequence[MatrixCost],
+    measured: Sequence[float | None],
+) -> None:
+    """Draw estimated costs as bars, the matrices of a sublayer on top of each other."""
+    names = list(dict.fromkeys(cost.name for cost in costs))
+    filled = [0.0] * len(sublayers)
+    for index, name in enumerate(names):
+        places = [sublayers.index(cost.sublayer) for cost in costs if cost.name == name]
+        heights = [cost.nats or 0.0 for cost in costs if cost.name == name]
+        axes.bar(
+            places,
+            heights,
+            bottom=[filled[place] for place in places],
+            color=COLORS[index % len(COLORS)] if index < len(COLORS) else PLAIN_COLOR,
+            label=name,
+        )
+        for place, height in zip(places, heights, strict=True):
+            filled[place] += height
+    axes.set_ylabel("estimated cost (nats)")
+    _mark(axes, measured)
+    axes.set_ylim(0, LEGEND_ROOM * max([*filled, *(m or 0.0 for m in measured)]) or None)
+    axes.legend(ncols=9, loc="upper center", fontsize=6, frameon=False)
+
+
+def render_comparison(models: Sequence[Compared]) -> str:
+    """Return KL divergence against bits per weight and against bytes; one point per model.
+
+    Models without a positive divergence are left out, for its axis is logarithmic; those that are
+    not EXL2 have no bits per weight and lie on the second panel only.
+    """
+    with _style():
+        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        bits, size = figure.subplots(1, 2, sharey=True)
+        for index, (series, members) in enumerate(by_series(models).items()):
+            drawn = [(m.label, m.bpw, m.bytes / MEGABYTE, m.kl) for m in members if m.kl]
+            style = {
+                "color": COLORS[index % len(COLORS)] if series else PLAIN_COLOR,
+                "marker": MARKERS[index % len(MARKERS)],
+                "linestyle": "-" if series else "none",
+                "label": series or "others",
+            }
+            place = LABEL_PLACES[index % len(LABEL_PLACES)]
+            by_bits = [(label, bpw, kl) for label, bpw, _, kl in drawn if bpw is not None]
+            by_size = [(label, megabytes, kl) for label, _, megabytes, kl in drawn]
+            _draw_series(bits, by_bits, style, place)
+            _draw_series(size, by_size, style, place)
+        bits.set_ylabel("KL divergence from the source (nats)")
+        bits.set_xlabel("bits per weight of the layers' matrices")
+        size.set_xlabel("weights on disk (MB)")
+        for axes in (bits, size):
+            _finish(axes)
+        return _as_svg(figure)
+
+
+def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], place: Place) -> None:
+    """Draw points, joined in rising order as far as the style joins, with their labels."""
+    ordered = sorted(points, key=lambda point: point[1])
+    if not ordered:
+        return
+    alignment, offset = place
+    axes.plot([x for _, x, _ in ordered], [kl for *_, kl in ordered], markersize=4, **style)
+    for label, x, kl in ordered:
+        axes.annotate(
+            label,
+            (x, kl),
+            xytext=offset,
+            ha=alignment,
+            textcoords="offset points",
+            fontsize=6,
+            color=style["color"],
+        )
+
+
+def _finish(axes: Axes) -> None:
+    """Set scale, grid and legend of a panel that has points; an empty one says so."""
+    if not axes.lines:
+        axes.text(0.5, 0.5, "nothing to show", ha="center", transform=axes.transAxes)
+        return
+    axes.set_yscale("log")
+    axes.margins(x=0.15, y=0.1)
+    axes.yaxis.set_major_locator(LogLocator(subs=TICKS))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(visible=True, alpha=0.25, linewidth=0.5)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _style() -> AbstractContextManager[None]:
+    return rc_context({"svg.hashsalt": "exl2flow", "svg.fonttype": "none", "font.size": 8})
+
+
+def _as_svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

@@ -1,0 +1,170 @@
+"""What is published: converted folders with their records, and what speaks against it.
+
+Records go out without the paths of the machine they were made on.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.stage import RECORD_FILE
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.report.comparison import check_bitrates, compared
+from exl2flow.inference.report.licences import licence_problem
+from exl2flow.inference.report.record import read_object, read_record
+from exl2flow.model import ModelSpec, resolve
+
+CARD_FILE = "README.md"  # the source's own is not handed on
+SUFFIX = "bpw"  # of a branch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The source: a repository of the Hub and its commit as far as they are known, its licence."""
+
+    repo: str | None = None
+    commit: str | None = None
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bitrate:
+    """A converted model: its folder's files and what they tell.
+
+    bpw: bits per weight of the decoder's matrices; weight_bytes: of all *.safetensors.
+    score: what validation found, None if it found nothing or compared with nothing.
+    """
+
+    folder: Path
+    branch: str
+    bpw: float
+    weight_bytes: int
+    record: Mapping[str, Any]
+    score: Score | None
+    spec: ModelSpec
+
+
+def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
+    """Return what the files of a converted model tell.
+
+    Args:
+        folder: with config.json and our records.
+        weight_bytes: if the weights are not in the folder.
+
+    Raises:
+        ConfigError: exl2flow did not write the folder.
+        SourceModelError: it is no model.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"`{folder}` is no folder; name folders that `exl2flow convert` wrote")
+    record, known = read_object(folder / RECORD_FILE), read_record(folder)
+    if known is None or "bpw" not in record.get("allocation", {}):
+        raise ConfigError(
+            f"`{folder}` has no {RECORD_FILE} that tells how it was made; name folders that "
+            "`exl2flow convert` wrote"
+        )
+    if weight_bytes is None:
+        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    bpw = float(record["allocation"]["bpw"])
+    score = None
+    if known.score is not None and known.score.get("kl_divergence") is not None:
+        score = Score(model=str(folder), **known.score)
+    return Bitrate(
+        folder=folder,
+        branch=branch_name(record.get("options", {}).get("bpw") or bpw),
+        bpw=bpw,
+        weight_bytes=weight_bytes,
+        record=record,
+        score=score,
+        spec=resolve(folder),
+    )
+
+
+def branch_name(bpw: float) -> str:
+    """Return the branch of a bitrate: 4.0bpw, 3.25bpw."""
+    digits = f"{bpw:.2f}"
+    return f"{digits[:-1] if digits.endswith('0') else digits}{SUFFIX}"
+
+
+def is_branch(name: str) -> bool:
+    """Tell whether a branch has the name of a bitrate."""
+    return name.endswith(SUFFIX) and name.removesuffix(SUFFIX).replace(".", "", 1).isdigit()
+
+
+def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
+    """Return what speaks against the quality of a set of bitrates."""
+    problems = [
+        f"`{bitrate.folder}` has no measured KL divergence of these files; run `exl2flow convert` "
+        "with its validation once more"
+        for bitrate in bitrates
+        if bitrate.score is None
+    ]
+    scores = [bitrate.score for bitrate in bitrates if bitrate.score is not None]
+    for score in scores:
+        found = score.kl_divergence
+        if found is None or not found <= max_kl:
+            text = "unknown" if found is None else f"{found:.5f}"
+            problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
+    # people choose among all of them, whatever presets they were made with
+    models = [replace(model, series=None) for model in compared(scores)]
+    return problems + check_bitrates(models)[1]
+
+
+def origin_problems(origin: Origin) -> list[str]:
+    """Return what speaks against handing on what was made from a source."""
+    problems = []
+    if origin.repo is None:
+        problems.append("the source on the Hub is not known; name it with `--base-model org/name`")
+    if origin.gated:
+        problems.append(
+            f"the source `{origin.repo}` is gated: its owner wants everybody to accept terms first"
+        )
+    found = licence_problem(origin.license, origin.license_name)
+    return [*problems, found] if found else problems
+
+
+def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
+    """Return where the sources of these models came from, each once; none for local folders."""
+    records = (bitrate.record.get("provenance") for bitrate in bitrates)
+    found = [origin_from(known) for known in records if isinstance(known, Mapping)]
+    return list(dict.fromkeys(found))
+
+
+def origin_from(known: Mapping[str, Any]) -> Origin:
+    """Return the origin that a record of provenance tells of."""
+    return Origin(
+        repo=known.get("repo"),
+        commit=known.get("commit"),
+        license=known.get("license"),
+        license_name=known.get("license_name"),
+        license_link=known.get("license_link"),
+        gated=bool(known.get("gated")),
+    )
+
+
+def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
+    """Return name → file or content of a branch: the folder, our card, the record without paths."""
+    files: dict[str, Path | bytes] = {
+        path.name: path
+        for path in sorted(bitrate.folder.iterdir())
+        if path.is_file() and not path.name.startswith(".")
+    }
+    record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)
+    return {**files, RECORD_FILE: f"{record}\n".encode(), CARD_FILE: card.encode()}
+
+
+def without_paths(value: Any) -> Any:
+    """Return a JSON value in which absolute paths are cut down to their last part."""
+    if isinstance(value, Mapping):
+        return {key: without_paths(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(entry) for entry in value]
+    if isinstance(value, str) and PurePath(value).is_absolute() and "\n" not in value:
+        return PurePath(value).name
+    return value

@@ -1,0 +1,247 @@
+"""Allot bits: choose one candidate per slot so that the objective is least within the budget.
+
+Costs of matrices are added up as if they did not act on each other; `stage.py` goes on from there.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import AllocateOptions, ConversionConfig
+from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.core.files import read_json
+from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
+from exl2flow.model.exl2 import QuantParams, padded_columns
+from exl2flow.quant.allocate.knapsack import solve
+from exl2flow.quant.allocate.layout import Choice, output_bytes
+from exl2flow.quant.measure.candidates import HEAD_PARAMS
+from exl2flow.quant.measure.measurement import (
+    CandidateResult,
+    Measurement,
+    Slots,
+    slot_projections,
+)
+
+log = logging.getLogger(__name__)
+
+ALLOCATION_FILE = "allocation.json"
+NATS = "nats"  # the objective when costs are known in nats
+LEAST_ERROR = 1e-6  # of the logarithmic objective; accuracies are stored no finer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The chosen candidate of every slot, under a budget in bits; params: by projection key."""
+
+    budget_bits: int
+    used_bits: int
+    numel: int
+    choice: Mapping[str, CandidateResult]
+    params: Mapping[str, QuantParams]
+    objective: str
+    value: float
+    bound: float
+    status: str
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight of the slots' matrices, overheads included."""
+        return self.used_bits / self.numel
+
+    def to_json(self) -> dict[str, object]:
+        """Return the content of `allocation.json`, but the parameters."""
+        return {
+            "budget_bits": self.budget_bits,
+            "used_bits": self.used_bits,
+            "numel": self.numel,
+            "bpw": self.bpw,
+            "objective": self.objective,
+            "value": self.value,
+            "bound": self.bound,
+            "status": self.status,
+            "worst_rel_err": max(1 - result.accuracy for result in self.choice.values()),
+            "choice": {name: result.to_json() for name, result in self.choice.items()},
+        }
+
+
+Allotted = tuple[Allocation, Choice]
+
+
+def allocate_bits(
+    spec: ModelSpec, slots: Slots, *, budget: int, options: AllocateOptions
+) -> Allocation:
+    """Choose a candidate per slot.
+
+    Args:
+        spec: the model.
+        slots: slot → measured candidates.
+        budget: bits permitted for all slots together.
+        options: the objective of slots whose cost in nats is not known.
+
+    Raises:
+        BudgetUnreachable: naming the reachable range in bits per weight.
+    """
+    bits = [[result.total_bits for result in results] for results in slots.values()]
+    cost = [[_cost(result, options) for result in results] for results in slots.values()]
+    projections = slot_projections(spec)
+    numel = sum(_numel(p) for name in slots for p in projections[name])
+    try:
+        solution = solve(bits, cost, budget)
+    except BudgetUnreachable as error:
+        low, high = (sum(map(extreme, bits)) / numel for extreme in (min, max))
+        raise BudgetUnreachable(
+            f"{budget / numel:.3f} bits per weight are out of reach: this model's candidates span "
+            f"{low:.3f} to {high:.3f}; ask for at least {math.ceil(low * 100) / 100:.2f} "
+            "with `--bpw`"
+        ) from error
+    choice = {
+        name: results[index]
+        for (name, results), index in zip(slots.items(), solution.choice, strict=True)
+    }
+    return Allocation(
+        budget_bits=budget,
+        used_bits=solution.bits,
+        numel=numel,
+        choice=choice,
+        params=projection_params(spec, choice),
+        objective=_objective(slots, options),
+        value=solution.value,
+        bound=solution.bound,
+        status=solution.status,
+    )
+
+
+def _objective(slots: Slots, options: AllocateOptions) -> str:
+    if all(result.nats is not None for results in slots.values() for result in results):
+        return NATS
+    return options.objective + (f" {options.power:g}" if options.objective == "power" else "")
+
+
+def _cost(result: CandidateResult, options: AllocateOptions) -> float:
+    if result.nats is not None:
+        return result.nats
+    error = max(LEAST_ERROR, 1 - result.accuracy)
+    match options.objective:
+        case "log":
+            return math.log(error)
+        case "sum":
+            return error
+        case "power":
+            return float(error**options.power)
+
+
+def _numel(projection: ProjectionSpec) -> int:
+    return projection.in_features * padded_columns(projection.out_features)
+
+
+def decoder_numel(spec: ModelSpec) -> int:
+    """Return the weights of the decoder's matrices, padding included."""
+    return sum(_numel(p) for sublayer in spec.sublayers for p in sublayer.projections)
+
+
+def read_choice(folder: Path) -> dict[str, QuantParams]:
+    """Return projection key → chosen parameters from the stage folder of `allocate`."""
+    params = read_json(folder / ALLOCATION_FILE)["params"]
+    return {key: QuantParams.from_json(value) for key, value in params.items()}
+
+
+def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) -> None:
+    """Ask that a measurement tells all that this allocation goes by.
+
+    Args:
+        config: what is to be allotted.
+        in_nats: whether there are Fisher factors, and costs measured with them.
+        with_head: whether the head was measured.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if config.fixed_head_bits is None and not with_head:
+        raise ConfigError(
+            "the measurement knows nothing of the head, whose bits are to be chosen; give "
+            "`--head-bits`, or measure with `--sensitivity fisher`"
+        )
+    if config.allocate.rounds and not in_nats:
+        raise ConfigError(
+            "further rounds of allocation need costs in nats; use `--sensitivity fisher` and a "
+            "measurement made with it, or another `--quality`"
+        )
+
+
+def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
+    """Allot bits for the target, whichever kind it is."""
+    if config.bpw is None:
+        return allocate_total(config, spec, measurement)
+    assert config.fixed_head_bits is not None
+    budget = int(decoder_numel(spec) * config.bpw)
+    allocation = allocate_bits(spec, measurement.decoder, budget=budget, options=config.allocate)
+    return allocation, {**allocation.params, spec.head.key: HEAD_PARAMS[config.fixed_head_bits]}
+
+
+def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
+    """Allot bits so that all output files of weights together keep to the target.
+
+    Raises:
+        ConfigError: the head is free but was not measured.
+        BudgetUnreachable: naming the least size.
+    """
+    slots = dict(measurement.decoder)
+    fixed: dict[str, QuantParams] = {}
+    if config.fixed_head_bits is not None:
+        fixed[spec.head.key] = HEAD_PARAMS[config.fixed_head_bits]
+    else:
+        check_measured(config, in_nats=True, with_head=bool(measurement.head))
+        slots[spec.head.key] = measurement.head
+    target = total_target(config, spec)
+    least = {name: min(results, key=stored_bits) for name, results in slots.items()}
+    choice: Choice = projection_params(spec, least) | fixed
+    size = output_bytes(spec, choice, config.shard_size_mb)
+    overhead = size * 8 - sum(
+        map(stored_bits, least.values())
+    )  # headers grow by a few digits at most
+    if size > target:
+        raise BudgetUnreachable(
+            f"the smallest output has {size:,} bytes, the target is {target:,}; raise the target"
+        )
+    while True:
+        allocation = allocate_bits(
+            spec, slots, budget=target * 8 - overhead, options=config.allocate
+        )
+        choice = {**allocation.params, **fixed}
+        excess = output_bytes(spec, choice, config.shard_size_mb) - target
+        if excess <= 0:
+            return allocation, choice
+        overhead += 8 * excess
+
+
+def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
+    """Return the target in bytes when it is a total."""
+    if config.target_bytes is not None:
+        return config.target_bytes
+    assert config.bpw_total is not None
+    weights = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
+    return int(weights * config.bpw_total / 8)
+
+
+def stored_bits(result: CandidateResult) -> int:
+    """Return the bits of a candidate, to add and compare by."""
+    return result.total_bits
+
+
+def total_nats(results: Iterable[CandidateResult]) -> float:
+    """Return the sum of the estimated costs."""
+    return math.fsum(result.nats or 0.0 for result in results)
+
+
+def projection_params(
+    spec: ModelSpec, chosen: Mapping[str, CandidateResult]
+) -> dict[str, QuantParams]:
+    """Return projection key → parameters of a choice per slot."""
+    projections = slot_projections(spec)
+    return {
+        p.key: result.params[p.name] for name, result in chosen.items() for p in projections[name]
+    }

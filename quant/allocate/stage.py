@@ -1,0 +1,198 @@
+"""The allocate stage: allot bits, and in further rounds try the result, correct, and allot again.
+
+Errors act on each other. A further round runs whole allocations end to end on rows set aside and
+scales each sublayer's costs to what it does in company; the best that was tried is kept.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from exl2flow.core.config import TARGETS, ConversionConfig
+from exl2flow.core.files import digest, write_json
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
+from exl2flow.model import ModelSpec, resolve
+from exl2flow.quant.allocate.budget import (
+    ALLOCATION_FILE,
+    NATS,
+    Allocation,
+    Allotted,
+    allot,
+    check_measured,
+    projection_params,
+    stored_bits,
+    total_nats,
+)
+from exl2flow.quant.allocate.trials import Trials
+from exl2flow.quant.measure.estimate import estimate_options
+from exl2flow.quant.measure.measurement import (
+    MEASUREMENT_FILE,
+    CandidateResult,
+    Measurement,
+    projection_bits,
+    read_measurement,
+)
+from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.walk.source_model import SourceModel
+
+log = logging.getLogger(__name__)
+
+HELD_OUT_ROWS = 4  # rows that judge whole allocations
+HESSIAN_ROWS = 16  # rows that matrices are rounded on for that, about
+CORRECTION_RANGE = (0.25, 8.0)  # of a sublayer's measured cost over the estimated one
+
+
+def allocate(run: StageRun) -> None:
+    """Write `allocation.json` for the target into the stage folder."""
+    config = run.config
+    spec = resolve(config.source)
+    given = config.measurement
+    path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
+    measurement = read_measurement(path, spec)
+    allotted = allot(config, spec, measurement)
+    tried: list[dict[str, object]] = []
+    if config.allocate.rounds:
+        allotted, tried = improve(run, spec, measurement, allotted)
+    allocation, choice = allotted
+    log.info("bpw=%.4f objective=%s %s", allocation.bpw, allocation.value, allocation.status)
+    params = {key: value.to_json() for key, value in choice.items()}
+    content = {**allocation.to_json(), "tried": tried, "params": params}
+    write_json(run.folder.path / ALLOCATION_FILE, content)
+    run.folder.commit(ALLOCATION_FILE, digest(run.folder.path / ALLOCATION_FILE), cursor=1)
+    run.tick(1, 1, f"bpw={allocation.bpw:.4f}")
+
+
+@tensor_cores()
+@torch.inference_mode()
+def improve(
+    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allotted
+) -> tuple[Allotted, list[dict[str, object]]]:
+    """Try allocations end to end, correct the costs, and return the best with all that was tried.
+
+    Raises:
+        ConfigError: there are no costs in nats to correct.
+    """
+    config = run.config
+    check_measured(
+        config,
+        in_nats="sensitivity" in run.inputs and first[0].objective == NATS,
+        with_head=bool(measurement.head),
+    )
+    training, held_out = split_rows(run.inputs["tokenize"], HELD_OUT_ROWS)
+    trials = Trials(
+        SourceModel.open(config, run.device),
+        run.inputs["sensitivity"],
+        config.rounding,
+        training[:: max(1, len(training) // HESSIAN_ROWS)],
+    )
+    best, uniform = first, uniform_allocation(spec, measurement, first)
+    verdict = trials.judge({"estimate": first[1], "uniform": uniform[1]}, held_out)
+    tried: list[dict[str, object]] = [
+        {"name": name, "kl": kl} for name, kl in verdict.divergences.items()
+    ]
+    least = verdict.divergences["estimate"]
+    if verdict.divergences["uniform"] < least:
+        best, least = uniform, verdict.divergences["uniform"]
+    current = first
+    for number in range(1, config.allocate.rounds + 1):
+        total = verdict.divergences[next(iter(verdict.divergences))]
+        measurement = corrected(spec, measurement, current[0], verdict.without, total)
+        current = allot(config, spec, measurement)
+        name = f"corrected {number}"
+        verdict = trials.judge({name: current[1]}, held_out)
+        tried.append({"name": name, "kl": verdict.divergences[name]})
+        log.info("allocation=%s kl=%.5f", name, verdict.divergences[name])
+        if verdict.divergences[name] >= least:
+            break
+        best, least = current, verdict.divergences[name]
+    return best, tried
+
+
+def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:
+    """Return the best allocation that gives all decoder matrices the same parameters.
+
+    It keeps the head of `first` and takes no more bits; `first` itself when none fits.
+    """
+    projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
+    budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
+    fitting: list[dict[str, CandidateResult]] = []
+    for params in {r.params[p.name] for p in projections for r in measurement.decoder[p.key]}:
+        alike = {
+            p.key: result
+            for p in projections
+            for result in measurement.decoder[p.key]
+            if result.params[p.name] == params
+        }
+        if len(alike) == len(projections) and sum(map(stored_bits, alike.values())) <= budget:
+            fitting.append(alike)
+    if not fitting:
+        return first
+    chosen = min(
+        fitting,
+        key=lambda alike: (total_nats(alike.values()), sum(map(stored_bits, alike.values()))),
+    )
+    choice = {**first[0].choice, **chosen}
+    params_by_key = projection_params(spec, choice)
+    allocation = replace(
+        first[0],
+        choice=choice,
+        params=params_by_key,
+        used_bits=sum(map(stored_bits, choice.values())),
+        value=total_nats(choice.values()),
+        status="uniform",
+    )
+    return allocation, {**first[1], **params_by_key}
+
+
+def corrected(
+    spec: ModelSpec,
+    measurement: Measurement,
+    allocation: Allocation,
+    without: Mapping[str, float],
+    total: float,
+) -> Measurement:
+    """Return the measurement with each sublayer's costs scaled to what it does in company.
+
+    Args:
+        spec: the model.
+        measurement: in nats.
+        allocation: whose parts were measured.
+        without: divergence when one sublayer is left as it was, by its name.
+        total: divergence of the whole allocation.
+    """
+    decoder = dict(measurement.decoder)
+    for sublayer in spec.sublayers:
+        keys = [p.key for p in sublayer.projections]
+        expected = total_nats(allocation.choice[key] for key in keys)
+        if expected <= 0:
+            continue
+        low, high = CORRECTION_RANGE
+        scale = min(max((total - without[sublayer.name]) / expected, low), high)
+        for key in keys:
+            decoder[key] = [
+                replace(result, nats=scale * (result.nats or 0.0)) for result in decoder[key]
+            ]
+    return replace(measurement, decoder=decoder)
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {
+        "target": {name: getattr(config, name) for name in TARGETS},
+        "head_bits": config.fixed_head_bits,
+        "shard_size_mb": config.shard_size_mb if config.bpw is None else None,
+        "allocate": config.allocate.model_dump(),
+        "rounding": estimate_options(config.rounding) if config.allocate.rounds else None,
+        "measurement": digest(config.measurement) if config.measurement else None,
+    }
+
+
+ALLOCATE = Stage(
+    name="allocate",
+    schema=3,
+    inputs=("tokenize", "sensitivity", "measure"),
+    options=_options,
+    run=allocate,
+)

@@ -1,0 +1,132 @@
+"""Try whole allocations end to end: the KL divergence that each causes on rows set aside.
+
+All are tried in one walk over the unquantized model. Matrices are rounded without refinement, so
+divergences are comparable with each other and above those of the final model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import RoundingOptions
+from exl2flow.model import DenseLinear, Head, Linear, Sublayer
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant.allocate.layout import Choice
+from exl2flow.quant.measure.estimate import Projection
+from exl2flow.quant.rounding.hessian import collect_hessians, head_hessian
+from exl2flow.quant.sensitivity.fisher import shared_factor
+from exl2flow.quant.sensitivity.stage import FactorFiles
+from exl2flow.quant.walk.divergence import mean_divergence
+from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.walk import advance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """divergences: nats per token of each allocation; without: those of the first allocation when
+    a single sublayer is left as it was, by the sublayer's name."""
+
+    divergences: Mapping[str, float]
+    without: Mapping[str, float]
+
+
+class Trials:
+    """Rounds matrices for several allocations and runs rows through each."""
+
+    def __init__(
+        self, model: SourceModel, factors: Path, options: RoundingOptions, rows: torch.Tensor
+    ) -> None:
+        """Prepare; `rows` int64 (rows, t) are those that Hessians are taken from."""
+        self.model = model
+        self.factors = FactorFiles(factors, model.device)
+        self.options = options
+        self.rows = rows
+
+    def judge(self, choices: Mapping[str, Choice], held_out: torch.Tensor) -> Verdict:
+        """Return what allocations cost on rows int64 (rows, t).
+
+        Args:
+            choices: allocations by name; of the first, every sublayer's part is measured, too.
+            held_out: the rows that judge.
+        """
+        seen = self.model.initial_states(self.rows)
+        reference = self.model.initial_states(held_out)
+        states = {name: reference.clone() for name in choices}
+        first = next(iter(choices))
+        without: dict[str, torch.Tensor] = {}
+        for sublayer in self.model.sublayers(self.model.spec.sublayers):
+            spec = sublayer.spec
+            hessians, _ = collect_hessians(sublayer, seen, move=True)
+            advance(sublayer, reference)
+            streams = list(without.values())
+            without[spec.name] = states[first].clone()
+            advance(sublayer, without[spec.name])
+            variants = self._variants(sublayer, hessians, choices)
+            for name, choice in choices.items():
+                for p in spec.projections:
+                    sublayer.linears[p.name] = variants[p.name, choice[p.key]]
+                for stream in [states[name], *(streams if name == first else [])]:
+                    advance(sublayer, stream)
+        return self._verdict(seen, reference, states, without, choices)
+
+    def _variants(
+        self,
+        sublayer: Sublayer,
+        hessians: Mapping[str, torch.Tensor],
+        choices: Mapping[str, Choice],
+    ) -> dict[tuple[str, QuantParams], Linear]:
+        """Round every distinct matrix that some allocation asks for."""
+        factors = self.factors.read(sublayer.spec.index)
+        found: dict[tuple[str, QuantParams], Linear] = {}
+        for capture, hessian in hessians.items():
+            specs = sublayer.spec.reading(capture)
+            item = shared_factor(specs[0], hessian, factors, self.options)
+            for p in specs:
+                linear = sublayer.linears[p.name]
+                projection = Projection(p, linear, hessian, item, factors[p.name])
+                wanted = dict.fromkeys(choice[p.key] for choice in choices.values())
+                matrices = self._round(projection, linear, tuple(wanted))
+                found |= {(p.name, params): matrix for params, matrix in matrices.items()}
+        return found
+
+    def _round(
+        self, projection: Projection, linear: Linear, wanted: tuple[QuantParams, ...]
+    ) -> dict[QuantParams, Linear]:
+        rounded = projection.rounded(wanted, self.options.scale_search)
+        return {
+            params: DenseLinear(
+                matrix.dequantize().to(linear.weight.dtype).T.contiguous(),
+                linear.bias,
+                out_features=len(linear.weight),
+            )
+            for params, matrix in zip(wanted, rounded, strict=True)
+        }
+
+    def _verdict(
+        self,
+        seen: torch.Tensor,
+        reference: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        without: Mapping[str, torch.Tensor],
+        choices: Mapping[str, Choice],
+    ) -> Verdict:
+        """Compare logits, each allocation with its own head."""
+        head, projection = self.model.head(), self.model.spec.head
+        wanted = tuple(dict.fromkeys(choice[projection.key] for choice in choices.values()))
+        factors = self.factors.read("head")
+        hessian = head_hessian(head, seen)
+        item = shared_factor(projection, hessian, factors, self.options)
+        found = Projection(projection, head.linear, hessian, item, factors[projection.name])
+        heads = self._round(found, head.linear, wanted)
+
+        def compare(found: torch.Tensor, choice: Choice) -> float:
+            own = Head(final_norm=head.final_norm, linear=heads[choice[projection.key]])
+            return mean_divergence(head, reference, own, found)
+
+        first = next(iter(choices.values()))
+        return Verdict(
+            divergences={name: compare(states[name], choice) for name, choice in choices.items()},
+            without={name: compare(stream, first) for name, stream in without.items()},
+        )

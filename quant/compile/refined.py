@@ -1,0 +1,171 @@
+"""Write a refined model: the files of the old one, byte for byte but for codes and scales.
+
+Shards, their order, `config.json`, indexes, tokenizer and whatever else lies beside them stay as
+they are, whichever program wrote them.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.files import (
+    Layout,
+    digest,
+    read_json,
+    write_json,
+    write_layout,
+)
+from exl2flow.core.source import provenance
+from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
+from exl2flow.core.store import versions
+from exl2flow.model import TensorFiles
+from exl2flow.quant.compile.stage import (
+    carried_files,
+    check_output_folder,
+    copy_file,
+    predicted_kl,
+    remove_others,
+)
+from exl2flow.quant.judge.stage import JUDGEMENT_FILE
+from exl2flow.quant.quantize.stage import read_report, result_files
+from exl2flow.quant.refine.stored_model import StoredModel, refinement
+
+log = logging.getLogger(__name__)
+
+ALLOTTING = (
+    *("bpw", "bpw_total", "target_bytes", "fit", "head_bits"),
+    *("measurement", "allocate", "tune"),
+)
+NOT_RECORDED = {
+    *("work_root", "out", "token_block", "publish", "quality", "shard_size_mb"),
+    *ALLOTTING,
+}
+
+
+def other_files(model: Path) -> list[Path]:
+    """Return the files of a model that are taken over as they are: all but weights and record."""
+    return [*carried_files(model), model / "config.json", *sorted(model.glob("*.index.json"))]
+
+
+@torch.inference_mode()
+def recompile(run: StageRun) -> None:
+    """Write the output folder.
+
+    Raises:
+        ReconstructionMismatch: a file read back differs from what was written.
+    """
+    config = refinement(run.config)
+    out = config.out.expanduser().resolve()
+    check_output_folder(out, config.source)
+    stored = StoredModel.open(config, run.device)
+    judgement = read_json(run.inputs["judge"] / JUDGEMENT_FILE)
+    is_refined = judgement["refined"]
+    matrices = run.inputs["refine"] / "sublayers"
+    tensors = stored.replaced(matrices) if is_refined else stored.tensors
+    files = stored.tensors.files
+    others = other_files(config.model)
+    run.folder.manifest.total = len(files)
+    remove_others(out, {path.name for path in [*files, *others]})
+    _commit(run, _write_record(run, stored, judgement))
+    for path in others:
+        _commit(run, copy_file(path, out / path.name))
+    for index, path in enumerate(files, 1):
+        _write_shard(run, path, out / path.name, tensors, order=stored.tensors.names, cursor=index)
+        run.tick(index, len(files), path.name)
+        run.stop_if_asked()
+    _compare(out, tensors)
+
+
+def _write_shard(
+    run: StageRun,
+    old: Path,
+    new: Path,
+    tensors: TensorFiles,
+    *,
+    order: Sequence[str],
+    cursor: int,
+) -> None:
+    """Write a file with the names and the metadata of an old one; `order` is that of all names."""
+    if run.folder.valid(str(new)):
+        return
+    with safe_open(old, framework="pt") as file:
+        inside, metadata = set(file.keys()), file.metadata()
+    names = [name for name in order if name in inside]
+    layout: Layout = {name: (tensors.dtype(name), tensors.shape(name)) for name in names}
+    contents = (tensors.read(name) for name in names)
+    sha256 = write_layout(new, layout, contents, metadata=metadata)
+    run.folder.commit(str(new), sha256, cursor=cursor)
+
+
+def _commit(run: StageRun, path: Path) -> None:
+    run.folder.commit(str(path), digest(path))
+
+
+def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, Any]) -> Path:
+    """Write what made the folder: model, reference, options, the judgement, errors."""
+    config = run.config
+    names = result_files(stored.spec)[: None if stored.has_head else -1]
+    layers: list[dict[str, Any]] = [read_report(run.inputs["refine"] / name) for name in names]
+    if not judgement["refined"]:
+        layers = [_before(layer) for layer in layers]
+    decoder = layers[: len(stored.spec.sublayers)]
+    weights = sum(layer["bits"] / layer["bpw"] for layer in decoder)
+    record = {
+        "source": str(config.source.resolve()),
+        "fingerprint": run.folder.manifest.fingerprint,
+        "versions": versions(),
+        "provenance": provenance(config.source),
+        "options": config.model_dump(mode="json", exclude=NOT_RECORDED),
+        "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
+        "refinement": {"model": str(stored.folder.resolve()), **judgement},
+        "predicted_kl": predicted_kl(layers),
+        "layers": layers,
+    }
+    path = config.out.expanduser().resolve() / RECORD_FILE
+    write_json(path, record)
+    return path
+
+
+def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report of a sublayer whose old matrices stay."""
+    projections = {
+        name: {key: entry[key] for key in ("params", "bits", "bpw") if key in entry}
+        | entry["before"]
+        for name, entry in layer["projections"].items()
+    }
+    return {**layer, "rel_err": layer["before"]["rel_err"], "projections": projections}
+
+
+def _compare(out: Path, tensors: TensorFiles) -> None:
+    """Read every tensor back and compare it, as bits, with what it should be."""
+    written = TensorFiles(out)
+    for name in tensors.names:
+        found, expected = (
+            files.read(name).reshape(-1).view(torch.uint8) for files in (written, tensors)
+        )
+        if not torch.equal(found, expected):
+            raise ReconstructionMismatch(
+                f"`{name}` in `{out}` differs from what was written; the disk or memory is faulty: "
+                "delete the folder and repeat the command"
+            )
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    model = refinement(config).model
+    return {
+        "out": str(config.out.expanduser().resolve()),
+        "source": str(config.source.resolve()),
+        "model": str(model.resolve()),
+        "files": {path.name: digest(path) for path in other_files(model) if path.is_file()},
+    }
+
+
+RECOMPILE = Stage(
+    name="compile", schema=1, inputs=("refine", "judge"), options=_options, run=recompile
+)

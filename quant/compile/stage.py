@@ -1,0 +1,307 @@
+"""Compile the output folder: shards, index, config, tokenizer and all other files of the source.
+
+Everything is laid out before anything is written, so the bytes are known beforehand. After writing,
+every matrix is read back and its reconstruction compared with what was quantized.
+"""
+
+import json
+import logging
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exl2flow.core.background import helpers, one_ahead, to_host
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
+from exl2flow.core.files import (
+    TEMPORARY_SUFFIX,
+    digest,
+    read_json,
+    replacing,
+    write_json,
+    write_layout,
+)
+from exl2flow.core.source import provenance
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
+from exl2flow.core.store import versions
+from exl2flow.model import ModelSpec, TensorFiles, resolve
+from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
+from exl2flow.quant.allocate.layout import (
+    FORMAT_METADATA,
+    Shard,
+    output_layout,
+    plain_tensors,
+    plan_shards,
+    tensor_bytes,
+)
+from exl2flow.quant.quantize.stage import (
+    read_report,
+    result_files,
+)
+from exl2flow.quant.quantize.stored_form import reconstruction_digest
+from exl2flow.quant.tune.stage import TUNING_FILE
+
+log = logging.getLogger(__name__)
+
+NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
+NOT_RECORDED = {"work_root", "out", "token_block", "publish"}
+LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
+
+
+def carried_files(source: Path) -> list[Path]:
+    """Return the source's other files that go along: all but weights, indexes and config.json."""
+    return sorted(
+        path
+        for path in source.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(NOT_CARRIED)
+        and path.name not in ("config.json", RECORD_FILE, SCORE_FILE)
+    )
+
+
+def check_output_folder(out: Path, source: Path) -> None:
+    """Refuse a folder that holds something this source's conversion did not write.
+
+    Raises:
+        StoreError: naming the folder and what to do.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        record = read_json(out / RECORD_FILE)
+        if record["source"] == str(source.resolve()):
+            return
+    except (StoreError, KeyError, TypeError):
+        pass
+    raise StoreError(
+        f"the output `{out}` exists and was not made from this source by exl2flow; "
+        "choose another `--out` or delete it"
+    )
+
+
+class _Tensors:
+    """Finds each output tensor where it lies: in the source, or among the quantized sublayers."""
+
+    def __init__(self, source: TensorFiles, quantized: Path) -> None:
+        self.source = source
+        self.quantized = TensorFiles(quantized)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor as it is stored in the output."""
+        if name in self.quantized:
+            return self.quantized.read(name)
+        tensor = self.source.read(name).to(torch.float16)
+        if not tensor.isfinite().all():
+            raise NonFiniteState(
+                f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
+                "converted without clamping it"
+            )
+        return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have spare rows
+
+
+@torch.inference_mode()
+def compile_model(run: StageRun) -> None:
+    """Write the output folder.
+
+    Raises:
+        ReconstructionMismatch: a file read back differs from what was quantized.
+    """
+    config = run.config
+    spec = resolve(config.source)
+    out = config.out.expanduser().resolve()
+    check_output_folder(out, config.source)
+    quantized = _quantized(run)
+    choice = read_choice(run.inputs["allocate"])
+    shards = plan_shards(output_layout(spec, choice), config.shard_size_mb)
+    extras = carried_files(config.source)
+    run.folder.manifest.total = len(shards)
+    _write_record(run, out, spec)
+    for path in extras:
+        _commit(run, copy_file(path, out / path.name))
+    remove_others(out, {shard.name for shard in shards})
+    tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
+    for index, shard in enumerate(shards, 1):
+        path = out / shard.name
+        if not run.folder.valid(str(path)):
+            reads = (partial(tensors.read, name, entry[1]) for name, entry in shard.layout.items())
+            sha256 = write_layout(path, shard.layout, one_ahead(reads), metadata=FORMAT_METADATA)
+            run.folder.commit(str(path), sha256, cursor=index)
+        run.tick(index, len(shards), shard.name)
+        run.stop_if_asked()
+    if len(shards) > 1:
+        _commit(run, _write_index(out, shards))
+    _commit(run, _write_config(run, out, spec))
+    _compare(out, quantized, spec, tensors, run.device)
+
+
+def _quantized(run: StageRun) -> Path:
+    """Return the folder of quantized tensors: tuned if they were."""
+    return run.inputs.get("tune", run.inputs["quantize"])
+
+
+def _commit(run: StageRun, path: Path) -> None:
+    run.folder.commit(str(path), digest(path))
+
+
+def copy_file(source: Path, target: Path) -> Path:
+    """Copy a file, whole or not at all.
+
+    Raises:
+        WriteFailed: it cannot be read or written.
+    """
+    try:
+        with source.open("rb") as file, replacing(target) as copy:
+            shutil.copyfileobj(file, copy)
+    except OSError as error:
+        raise WriteFailed(f"cannot copy `{source}` to `{target}`: {error}") from error
+    return target
+
+
+def remove_others(out: Path, names: set[str]) -> None:
+    """Delete what an earlier or killed conversion left: shards, indexes, files half written."""
+    for path in [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]:
+        if path.name not in names:
+            path.unlink()
+
+
+def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
+    """Write what made the folder: source, options, rows, allocation, errors, what they cost."""
+    allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
+    layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
+    record = {
+        "source": str(run.config.source.resolve()),
+        "fingerprint": run.folder.manifest.fingerprint,
+        "versions": versions(),
+        "provenance": provenance(run.config.source),
+        "options": run.config.model_dump(mode="json", exclude=NOT_RECORDED),
+        "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
+        "calibration": _calibration(run),
+        "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
+        "predicted_kl": predicted_kl(layers),
+        "layers": layers,
+    }
+    write_json(out / RECORD_FILE, record)
+    _commit(run, out / RECORD_FILE)
+
+
+def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the sum in nats of what the errors of all matrices cost, None where one is unknown.
+
+    Args:
+        layers: reports of all sublayers and of the head. Of tuned matrices they tell what was
+            before.
+    """
+    costs = [item.get("nats") for layer in layers for item in layer["projections"].values()]
+    known = [cost for cost in costs if cost is not None]
+    return math.fsum(known) if known and len(known) == len(costs) else None
+
+
+def _calibration(run: StageRun) -> dict[str, object]:
+    """Return the text's name, its rows' digest, and by mix how many of each kind, with notes."""
+    described = read_json(run.inputs["tokenize"] / KINDS_FILE)
+    mixes = {
+        mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
+        for mix, rows in described.items()
+    }
+    rows = digest(run.inputs["tokenize"] / ROWS_FILE)
+    return {"dataset": run.config.calibration.dataset, "sha256": rows, **mixes}
+
+
+def _write_index(out: Path, shards: list[Shard]) -> Path:
+    sizes = [tensor_bytes(entry) for shard in shards for entry in shard.layout.values()]
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: shard.name for shard in shards for name in shard.layout},
+    }
+    path = out / "model.safetensors.index.json"
+    write_json(path, index)
+    return path
+
+
+def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
+    """Write config.json with the block by which programs recognize EXL2."""
+    config = run.config
+    calibration = config.calibration
+    allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
+    content = json.loads((config.source / "config.json").read_bytes())
+    content["quantization_config"] = {
+        "quant_method": "exl2",
+        "version": versions()["exl2flow"],
+        "bits": config.bpw or round(allocation["bpw"], 2),
+        "head_bits": min(allocation["params"][spec.head.key]["bits"]),
+        "calibration": {
+            "rows": calibration.rows,
+            "length": calibration.row_tokens,
+            "dataset": calibration.dataset,
+        },
+    }
+    write_json(out / "config.json", content)
+    return out / "config.json"
+
+
+def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield (linear key, sha256 of its reconstruction) of all quantized linears."""
+    for name, sublayer in zip(result_files(spec), [*spec.sublayers, None], strict=True):
+        projections = sublayer.projections if sublayer else (spec.head,)
+        report = read_report(quantized / name)["projections"]
+        for projection in projections:
+            yield projection.key, report[projection.name]["sha256"]  # type: ignore[index]  # JSON
+
+
+def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, device: str) -> None:
+    """Read every tensor back and compare it, reconstructed, with what was quantized."""
+    written = TensorFiles(out)
+    plain = dict(plain_tensors(spec))
+
+    def check(key: str, sha256: str) -> None:
+        names = [name for name in written.names if name.startswith(f"{key}.")]
+        matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
+        decoded = to_host({key: matrix.to(device).dequantize()})()[key]
+        if reconstruction_digest(decoded) != sha256:
+            raise ReconstructionMismatch(
+                f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
+                "faulty: delete the folder and repeat the command"
+            )
+        if matrix.bias is not None:
+            plain[f"{key}.bias"] = tuple(matrix.bias.shape)
+
+    # beside a GPU, which decodes, some matrices are read and hashed at the same time
+    together = map if device == "cpu" else helpers().map
+    for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
+        pass
+    for name, shape in plain.items():
+        found, expected = (
+            t.view(torch.int16) for t in (written.read(name), tensors.read(name, shape))
+        )
+        if not torch.equal(found, expected):  # as bits: 0.0 is not -0.0
+            raise ReconstructionMismatch(
+                f"`{name}` in `{out}` differs from what was written; the disk or memory is faulty: "
+                "delete the folder and repeat the command"
+            )
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    files = [config.source / "config.json", *carried_files(config.source)]
+    return {
+        "out": str(config.out.expanduser().resolve()),
+        "source": str(config.source.resolve()),
+        "shard_size_mb": config.shard_size_mb,
+        "files": {path.name: digest(path) for path in files if path.is_file()},
+    }
+
+
+COMPILE = Stage(
+    name="compile",
+    schema=3,
+    inputs=("tokenize", "allocate", "quantize", "tune"),
+    options=_options,
+    run=compile_model,
+)

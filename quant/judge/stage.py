@@ -1,0 +1,87 @@
+"""The judge stage: whether refining brought a model nearer to its reference, on rows set aside.
+
+Hessians were not taken from these rows. Where the KL divergence has not fallen, the old matrices
+stay.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.files import digest, write_json
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.quant.refine.stored_model import StoredModel, refinement
+from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.walk.divergence import mean_divergence
+from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.walk import advance
+
+log = logging.getLogger(__name__)
+
+JUDGEMENT_FILE = "judgement.json"
+
+
+def divergences(
+    run: StageRun, reference: SourceModel, models: Mapping[str, SourceModel], rows: torch.Tensor
+) -> dict[str, float]:
+    """Return the KL divergence of models from a reference in nats per token, by name.
+
+    Args:
+        run: the stage; ticks and stops after every sublayer.
+        reference: what to compare with.
+        models: what is compared; sublayers as the reference's.
+        rows: int64 (rows, t).
+    """
+    expected = reference.initial_states(rows)
+    found = {name: model.initial_states(rows) for name, model in models.items()}
+    order = reference.spec.sublayers
+    for spec in order:
+        advance(reference.sublayer(spec), expected)
+        for name, model in models.items():
+            advance(model.sublayer(spec), found[name])
+        run.tick(spec.index + 1, len(order) + 1, spec.name)
+        run.stop_if_asked()
+    return {
+        name: mean_divergence(reference.head(), expected, model.head(), found[name])
+        for name, model in models.items()
+    }
+
+
+@torch.inference_mode()
+def judge(run: StageRun) -> None:
+    """Write the divergences before and after refining, and which matrices stay."""
+    config = refinement(run.config)
+    stored = StoredModel.open(config, run.device)
+    _, rows = split_rows(run.inputs["tokenize"], config.held_out_rows)
+    models = {
+        "before": stored.as_stored(),
+        "after": stored.with_matrices(run.inputs["refine"] / "sublayers"),
+    }
+    kl = divergences(run, SourceModel.open(config, run.device), models, rows)
+    content = {
+        "rows": len(rows),
+        "tokens": rows.numel(),
+        "kl_before": kl["before"],
+        "kl_after": kl["after"],
+        "refined": kl["after"] < kl["before"],
+    }
+    if not content["refined"]:
+        run.folder.note(
+            f"refining did not help: KL {kl['before']:.5f} -> {kl['after']:.5f} on the rows set "
+            "aside; the old matrices stay"
+        )
+        log.warning("%s", run.folder.manifest.notes[-1])
+    path = run.folder.path / JUDGEMENT_FILE
+    write_json(path, content)
+    total = len(stored.spec.sublayers) + 1
+    run.folder.commit(JUDGEMENT_FILE, digest(path), cursor=total)
+    run.tick(total, total, f"KL on rows set aside {kl['before']:.5f} -> {kl['after']:.5f}")
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {"held_out_rows": refinement(config).held_out_rows, "rope": config.rope.model_dump()}
+
+
+JUDGE = Stage(name="judge", schema=1, inputs=("tokenize", "refine"), options=_options, run=judge)

@@ -1,0 +1,131 @@
+"""The quantization parameters that are tried.
+
+A cell reads `bits/bits@share/share gSIZE/SIZE`; one size serves all widths of the cell. The tables
+of sublayers are exllamav2's (`docs/format.md` section 5): a row sets all projections at once. The
+options of single projections and of the head are this project's (`docs/concepts/quality.md`).
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+
+from exl2flow.core.config import HEAD_BITS
+from exl2flow.model import SublayerSpec
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant.measure.measurement import Candidate
+
+ATTENTION_COLUMNS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_TABLE = """
+3/2@0.05/0.95 g64  | 3/2@0.05/0.95 g64  | 3/2@0.05/0.95 g64  | 3/2@0.05/0.95 g64
+3/2@0.1/0.9 g64    | 3/2@0.1/0.9 g64    | 3/2@0.25/0.75 g64  | 3/2@0.1/0.9 g64
+3/2@0.1/0.9 g64    | 3/2@0.1/0.9 g64    | 4/3@0.1/0.9 g128   | 3/2@0.1/0.9 g64
+3/2@0.1/0.9 g64    | 3/2@0.1/0.9 g64    | 4/3@0.1/0.9 g128   | 4/3@0.1/0.9 g128
+4/3@0.1/0.9 g128   | 4/3@0.1/0.9 g128   | 4/3@0.1/0.9 g128   | 4/3@0.1/0.9 g128
+4/3@0.1/0.9 g128   | 4/3@0.1/0.9 g128   | 4/3@0.1/0.9 g64    | 4/3@0.1/0.9 g128
+4 g128             | 4 g128             | 4 g128             | 4 g128
+4 g128             | 4 g128             | 4 g64              | 4 g128
+4 g64              | 4 g64              | 4 g32              | 4 g64
+4 g32              | 4 g32              | 4 g32              | 4 g32
+5/4@0.1/0.9 g128   | 5/4@0.1/0.9 g128   | 5/4@0.1/0.9 g64    | 5/4@0.1/0.9 g128
+5/4@0.1/0.9 g64    | 5/4@0.1/0.9 g64    | 5/4@0.1/0.9 g32    | 5/4@0.1/0.9 g64
+5/4@0.1/0.9 g64    | 5/4@0.1/0.9 g64    | 5 g64              | 5/4@0.1/0.9 g64
+5/4@0.1/0.9 g32    | 5/4@0.1/0.9 g32    | 5 g32              | 5/4@0.1/0.9 g32
+6/5@0.1/0.9 g128   | 6/5@0.1/0.9 g128   | 6 g128             | 6/5@0.1/0.9 g128
+6/5@0.1/0.9 g32    | 6/5@0.1/0.9 g32    | 6 g32              | 6/5@0.1/0.9 g32
+6 g128             | 6 g128             | 6 g128             | 6 g128
+6 g32              | 6 g32              | 8 g32              | 6 g32
+8 g128             | 8 g128             | 8 g128             | 8 g128
+"""
+MLP_COLUMNS = ("gate_proj", "up_proj", "down_proj")
+MLP_TABLE = """
+3/2@0.05/0.95 g64  | 3/2@0.05/0.95 g64  | 6/3/2@0.05/0.2/0.75 g32/64/64
+3/2@0.1/0.9 g64    | 3/2@0.25/0.75 g64  | 6/3/2@0.05/0.2/0.75 g32/64/64
+3/2@0.1/0.9 g64    | 3/2@0.3/0.7 g64    | 5/3@0.05/0.95 g32
+3/2@0.1/0.9 g64    | 3/2@0.3/0.7 g64    | 5/4@0.05/0.95 g32
+4/3@0.1/0.9 g128   | 4/3@0.25/0.75 g128 | 8/4/3@0.05/0.1/0.85 g32/128/128
+4/3@0.1/0.9 g32    | 4/3@0.25/0.75 g32  | 8/4/3@0.05/0.1/0.85 g32
+4/3@0.1/0.9 g32    | 4/3@0.25/0.75 g32  | 8/4@0.05/0.95 g32/128
+4 g128             | 4 g32              | 8/4@0.05/0.95 g32/128
+4 g32              | 4 g32              | 8/4@0.05/0.95 g32
+5/4@0.1/0.9 g128   | 5/4@0.25/0.75 g128 | 8/5/4@0.05/0.1/0.85 g32/128/128
+5/4@0.1/0.9 g32    | 5/4@0.25/0.75 g32  | 8/5/4@0.05/0.1/0.85 g32
+6/5@0.1/0.9 g128   | 6/5@0.25/0.75 g128 | 8/6/5@0.05/0.1/0.85 g32/128/128
+6/5@0.1/0.9 g32    | 6/5@0.25/0.75 g32  | 8/6/5@0.05/0.1/0.85 g32
+6 g128             | 6 g128             | 8/6@0.05/0.95 g32/128
+8/6@0.1/0.9 g128   | 8/6@0.1/0.9 g128   | 8/6@0.15/0.85 g128
+8/6@0.1/0.9 g128   | 8/6@0.1/0.9 g128   | 8 g128
+8 g128             | 8 g128             | 8 g128
+"""
+HEAD_TABLE = """
+4/2@0.3/0.7 g32
+4/3@0.15/0.85 g32
+6/4@0.15/0.85 g32
+6/5@0.15/0.85 g128
+8/6@0.15/0.85 g128
+8 g128
+"""
+
+
+def parse_params(text: str) -> QuantParams:
+    """Read one table cell."""
+    left, _, sizes = text.strip().partition(" g")
+    widths, _, shares = left.partition("@")
+    bits = tuple(map(int, widths.split("/")))
+    groups = tuple(map(int, sizes.split("/")))
+    return QuantParams(
+        bit_widths=bits,
+        proportions=tuple(map(float, shares.split("/"))) if shares else (1.0,),
+        group_sizes=groups if len(groups) == len(bits) else groups * len(bits),
+    )
+
+
+def _parse_table(columns: tuple[str, ...], table: str) -> tuple[Candidate, ...]:
+    return tuple(
+        dict(zip(columns, map(parse_params, line.split("|")), strict=True))
+        for line in table.strip().splitlines()
+    )
+
+
+CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    "attention": _parse_table(ATTENTION_COLUMNS, ATTENTION_TABLE),
+    "mlp": _parse_table(MLP_COLUMNS, MLP_TABLE),
+}
+
+
+def _mixes(
+    widths: tuple[int, ...], group_sizes: tuple[int, ...], shares: tuple[float, ...]
+) -> Iterator[QuantParams]:
+    """Yield every width alone, then each with shares of the next width above it."""
+    for size in group_sizes:
+        yield from (QuantParams.uniform(bits, size) for bits in widths)
+        for lower, upper in pairwise(widths):
+            for share in shares:
+                yield QuantParams(
+                    bit_widths=(upper, lower),
+                    proportions=(share, 1 - share),
+                    group_sizes=(size, size),
+                )
+
+
+def single_widths(options: Iterable[QuantParams]) -> list[tuple[int, int]]:
+    """Return the distinct (bits, group size) that candidates are made of."""
+    parts = (zip(p.bit_widths, p.group_sizes, strict=True) for p in options)
+    return list(dict.fromkeys(chain.from_iterable(parts)))
+
+
+PROJECTION_OPTIONS = (
+    *_mixes((3, 4, 5, 6, 8), (128,), (0.1, 0.25, 0.5, 0.75)),
+    *_mixes((2, 3, 4, 5, 6, 8), (64, 32), (0.1, 0.25, 0.5, 0.75)),
+)
+HEAD_OPTIONS = tuple(_mixes((3, 4, 5, 6, 8), (128, 64), (0.15, 0.25, 0.5, 0.75)))
+HEAD_PARAMS: dict[int, QuantParams] = dict(
+    zip(HEAD_BITS, map(parse_params, HEAD_TABLE.strip().splitlines()), strict=True)
+)
+
+
+def candidates_for(sublayer: SublayerSpec) -> tuple[Candidate, ...]:
+    """Return the candidates of a sublayer, in table order, for the projections it has."""
+    names = {projection.name for projection in sublayer.projections}
+    return tuple(
+        {name: params for name, params in row.items() if name in names}
+        for row in CANDIDATES[sublayer.kind]
+    )

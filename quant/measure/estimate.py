@@ -1,0 +1,304 @@
+"""Estimate what rounding each projection costs in nats, from its Fisher factors.
+
+The second kind of measurement: no candidate is run through the model. Every projection, and the
+head, is a slot of its own. Only matrices of one width are rounded: a mixed one costs what its rows
+cost in those (`docs/concepts/quality.md`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import RoundingOptions, ScaleSearch
+from exl2flow.core.errors import QuantizationError
+from exl2flow.core.files import read_json, write_json
+from exl2flow.core.stage import StageRun
+from exl2flow.core.store import StageFolder
+from exl2flow.kernels import at_the_same_time
+from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
+from exl2flow.quant.measure.measurement import CandidateResult, projection_bits, read_entries
+from exl2flow.quant.rounding.error_feedback import (
+    RoundedMatrix,
+    RoundingJob,
+    near,
+    padded_weight,
+    round_matrices,
+)
+from exl2flow.quant.rounding.hessian import (
+    HessianFactor,
+    collect_hessians,
+    head_hessian,
+    squared_norm,
+    widest_first,
+)
+from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats, shared_factor
+from exl2flow.quant.sensitivity.stage import FactorFiles
+from exl2flow.quant.walk.divergence import divergence
+from exl2flow.quant.walk.pinned import made_to_fit
+from exl2flow.quant.walk.source_model import SourceModel, device_of
+from exl2flow.quant.walk.walk import OverSource, Store, walk
+
+HEAD_FILE = "sublayers/head.json"
+HEAD_ROWS = 2  # rows on which the head's candidates are compared
+HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
+LEAST_SIZE = 1e-30  # of what a projection puts out
+REFERENCE = (3, 128)  # bits and group size where rounding in the outputs' metric is measured
+
+
+class Estimating(OverSource):
+    """The work of `measure` at a sublayer when there are Fisher factors."""
+
+    def __init__(self, folder: StageFolder, factors: FactorFiles, options: RoundingOptions) -> None:
+        self.folder = folder
+        self.factors = factors
+        self.options = options
+
+    def describe(self, path: Path) -> str:
+        """See `SublayerWork`."""
+        nats = [entry["nats"] for entries in read_json(path).values() for entry in entries]
+        return f"nats={min(nats):.2g}..{max(nats):.2g}"
+
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+        """See `SublayerWork`: let the states pass unquantized, and try all candidates."""
+        hessians, _ = collect_hessians(sublayer, states, move=True)
+        factors = self.factors.read(sublayer.spec.index)
+        items = {
+            capture: self.factor(sublayer.spec.reading(capture)[0], hessian, factors)
+            for capture, hessian in hessians.items()
+        }
+
+        def work(capture: str) -> dict[str, list[CandidateResult]]:
+            specs, hessian, item = sublayer.spec.reading(capture), hessians[capture], items[capture]
+            projections = [
+                Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
+                for spec in specs
+            ]
+            return estimated(projections, PROJECTION_OPTIONS, self.options)
+
+        works = [partial(work, capture) for capture in widest_first(hessians)]
+        results: dict[str, list[CandidateResult]] = {}
+        for found in at_the_same_time(works, device_of(sublayer)):
+            results |= found
+        in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
+        return partial(write_json, path, _content(in_order))
+
+    def factor(
+        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
+    ) -> HessianFactor:
+        """Factor the Hessian of what projections read, and record what had to be done for that."""
+        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
+
+
+class Projection:
+    """A projection, and what rounding it costs."""
+
+    def __init__(
+        self,
+        spec: ProjectionSpec,
+        linear: Linear,
+        hessian: torch.Tensor,
+        item: HessianFactor,
+        factors: Factors,
+    ) -> None:
+        self.spec, self.hessian, self.item = spec, hessian, item
+        self.factors = factors.to(hessian.device)
+        self.weight = padded_weight(linear)
+        self.values = near(self.weight, linear)
+
+    def rounded(
+        self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
+    ) -> Iterator[RoundedMatrix]:
+        """Yield the matrix rounded with each of the parameters."""
+        jobs = [RoundingJob(weight=self.weight, params=params) for params in options]
+        return round_matrices(jobs, self.item, search=search, keep_fed_back=keep_fed_back)
+
+    def row_costs(
+        self,
+        options: Iterable[QuantParams],
+        search: ScaleSearch,
+        nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return nats and squared relative error of each row for parameters of one width.
+
+        What error feedback leaves of a row's error cannot be mended by later rows: rows of
+        `U⁻ᵀ E` do not correlate in the metric of the Hessian, so that each has a share of the
+        objective.
+
+        Args:
+            options: the parameters.
+            search: how scales are chosen.
+            nats: cost of a matrix fp16 (k, n). None: the estimate by the factors.
+
+        Returns:
+            fp64 (options, 2, k), in act-order.
+        """
+        size = squared_norm(self.hessian, self.values).clamp(min=LEAST_SIZE)
+
+        def cost(matrix: RoundedMatrix) -> torch.Tensor:
+            assert matrix.fed_back is not None
+            norms = [self.factors.output.row_norms(part) for part in matrix.fed_back.readings()]
+            shares = torch.cat(norms).clamp(min=0).double()
+            shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
+            found = matrix.dequantize()
+            squared = squared_norm(self.hessian, found, less=self.values).clamp(min=0) / size
+            price = self.nats(found) if nats is None else nats(found)
+            return torch.stack([price, squared])[:, None].double() * shares
+
+        # no matrix of a head is kept while the next one is made
+        return torch.stack(list(map(cost, self.rounded(options, search, keep_fed_back=True))))
+
+    def nats(self, found: torch.Tensor) -> torch.Tensor:
+        """Return the estimate for what became of the matrix, (k, n)."""
+        return estimated_nats(found, self.factors, less=self.values)
+
+    def results(
+        self,
+        options: Sequence[QuantParams],
+        costs: Mapping[tuple[int, int], torch.Tensor],
+        gain: float,
+    ) -> list[CandidateResult]:
+        """Return the cost of every candidate.
+
+        Args:
+            options: the candidates.
+            costs: bits and group size → fp64 (2, k), as of `row_costs`.
+            gain: what part of the nats is left when outputs are regarded, too.
+
+        Raises:
+            QuantizationError: the best one is hopeless.
+        """
+        found = [self._result(params, costs, gain) for params in options]
+        best = 1 - max(result.accuracy for result in found)
+        if best > HOPELESS_ERROR:
+            raise QuantizationError(
+                f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
+                "the model or the calibration data is unusable: check both with `--dry-run`"
+            )
+        return found
+
+    def _result(
+        self,
+        params: QuantParams,
+        costs: Mapping[tuple[int, int], torch.Tensor],
+        gain: float,
+    ) -> CandidateResult:
+        """Add up the costs of each band's rows at its width."""
+        nats, squared_error = (
+            torch.stack(
+                [
+                    costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
+                    for band in params.bands(self.spec.in_features)
+                ]
+            )
+            .sum(dim=0)
+            .tolist()
+        )
+        return CandidateResult(
+            accuracy=max(0.0, 1 - squared_error**0.5),
+            total_bits=projection_bits(self.spec, params),
+            params={self.spec.name: params},
+            nats=gain * nats,
+        )
+
+
+def estimated(
+    projections: Sequence[Projection],
+    options: Sequence[QuantParams],
+    rounding: RoundingOptions,
+    nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> dict[str, list[CandidateResult]]:
+    """Return the costs of all candidates of projections that read one activation, by key.
+
+    Args:
+        projections: what to round.
+        options: the candidates.
+        rounding: how.
+        nats: cost of a matrix fp16 (k, n). None: the estimate by the factors, less what is gained
+            when outputs are regarded, too.
+    """
+    bands = single_widths(options)
+    params = [QuantParams.uniform(*band) for band in bands]
+    costs = [p.row_costs(params, rounding.scale_search, nats) for p in projections]
+    gains = torch.ones(len(projections))
+    if nats is None and rounding.rounds:
+        without = torch.stack([cost[bands.index(REFERENCE), 0].sum() for cost in costs])
+        gains = (_with_metric(projections, rounding) / without).clamp(max=1).nan_to_num(nan=1)
+    found = zip(projections, costs, gains.tolist(), strict=True)
+    return {
+        projection.spec.key: projection.results(
+            options, dict(zip(bands, cost.cpu(), strict=True)), gain
+        )
+        for projection, cost, gain in found
+    }
+
+
+def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -> torch.Tensor:
+    """Return what `REFERENCE` costs when rounding regards outputs, too, (projections,)."""
+    jobs = [
+        RoundingJob(
+            weight=p.weight,
+            params=QuantParams.uniform(*REFERENCE),
+            output=p.factors.output.damped(rounding.output_damping).blocks,
+        )
+        for p in projections
+    ]
+    rounded = round_matrices(jobs, projections[0].item, search=rounding.scale_search)
+    pairs = zip(projections, rounded, strict=True)
+    return torch.stack([p.nats(matrix.dequantize()) for p, matrix in pairs])
+
+
+def estimate_options(options: RoundingOptions) -> dict[str, object]:
+    """Return what of the options changes an estimate."""
+    used = {"scale_search", "damping", "fisher_share", "output_damping"}
+    return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
+
+
+def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dict[str, object]:
+    """Return projection key → entries of `measurement.json`, the head's among them.
+
+    Args:
+        run: of the stage `measure`.
+        model: the source.
+        rows: int64 (rows, t).
+    """
+    folder = run.folder
+    folder.manifest.total = len(model.spec.sublayers) + 1
+    factors = FactorFiles(run.inputs["sensitivity"], model.device)
+    work = Estimating(folder, factors, run.config.rounding)
+    states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
+    if states is not None:
+        results = made_to_fit(partial(_head, model, states, work))
+        found = {model.spec.head.key: results}
+        sha256 = write_json(folder.path / HEAD_FILE, _content(found))
+        folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
+    run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
+    files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
+    return {key: value for name in files for key, value in read_entries(folder.path / name).items()}
+
+
+def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
+    """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
+    spec, head = model.spec.head, model.head()
+    factors = work.factors.read("head")[spec.name]
+    step = max(1, len(states) // HEAD_ROWS)
+    chosen = states[::step][:HEAD_ROWS]
+    inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])
+
+    def nats(matrix: torch.Tensor) -> torch.Tensor:
+        columns = len(head.linear.weight)
+        weight = matrix.T.to(head.linear.weight.dtype)
+        found = DenseLinear(weight, head.linear.bias, out_features=columns)
+        return torch.tensor(divergence(head.linear, inputs, found, inputs), device=matrix.device)
+
+    hessian = head_hessian(head, states)
+    item = work.factor(spec, hessian, {spec.name: factors})
+    projection = Projection(spec, head.linear, hessian, item, factors)
+    return estimated([projection], HEAD_OPTIONS, work.options, nats)[spec.key]
+
+
+def _content(results: Mapping[str, list[CandidateResult]]) -> dict[str, object]:
+    return {key: [item.to_json() for item in items] for key, items in results.items()}

@@ -1,0 +1,242 @@
+"""Measure what each candidate costs, in bits and in error.
+
+States are those of the unquantized model throughout: errors do not accumulate here. The result is
+`measurement.json` in the schema of exllamav2, with an `exl2flow` entry beside it.
+"""
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import ConversionConfig, RoundingOptions, ScaleSearch
+from exl2flow.core.errors import QuantizationError
+from exl2flow.core.files import read_json, write_json
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.store import StageFolder, versions
+from exl2flow.kernels import tensor_cores
+from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
+from exl2flow.model.exl2 import QuantParams
+from exl2flow.quant.measure.candidates import candidates_for
+from exl2flow.quant.measure.estimate import estimate_options, estimate_slots
+from exl2flow.quant.measure.measurement import (
+    MEASUREMENT_FILE,
+    Candidate,
+    CandidateResult,
+    candidate_bits,
+    read_entries,
+)
+from exl2flow.quant.rounding.error_feedback import (
+    RoundedMatrix,
+    RoundingJob,
+    padded_weight,
+    round_matrices,
+)
+from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, factor, mixed
+from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
+from exl2flow.quant.walk.walk import OverSource, Store, walk
+
+LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
+HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
+
+
+class Measuring(OverSource):
+    """The work of `measure` at a sublayer: the error of its output under every candidate."""
+
+    def __init__(self, folder: StageFolder, options: RoundingOptions) -> None:
+        self.folder = folder
+        self.options = options
+
+    def describe(self, path: Path) -> str:
+        """See `SublayerWork`."""
+        accuracies = [entry["accuracy"] for entry in read_json(path)]
+        return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
+
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+        """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
+        hessians, outputs = collect_hessians(sublayer, states)
+        factors = {
+            capture: factor(
+                mixed(hessian, None, 0),
+                damping=self.options.damping,
+                name=f"{sublayer.spec.name}.{capture}",
+            )
+            for capture, hessian in hessians.items()
+        }
+        for capture, item in factors.items():
+            if item.remedy:
+                self.folder.note(f"{sublayer.spec.name} {capture}: {item.remedy}")
+        targets = torch.stack([outputs[row] for row in range(len(states))])
+        candidates = candidates_for(sublayer.spec)
+        rounded, costs = _round_variants(sublayer, candidates, factors, self.options.scale_search)
+        candidates = undominated(sublayer.spec, candidates, costs)
+        errors = _candidate_errors(sublayer, states, targets, candidates, rounded)
+        results = [
+            CandidateResult(
+                accuracy=max(LEAST_ACCURACY, 1 - error),
+                total_bits=candidate_bits(sublayer.spec.projections, candidate),
+                params=candidate,
+            )
+            for candidate, error in zip(candidates, errors, strict=True)
+        ]
+        best = max(result.accuracy for result in results)
+        if best < HOPELESS_ACCURACY:
+            raise QuantizationError(
+                f"the best candidate of `{sublayer.spec.name}` reaches accuracy {best:.3f} only; "
+                "the model or the calibration data is unusable: check both with `--dry-run`"
+            )
+        states.copy_(targets)
+        return partial(write_json, path, [result.to_json() for result in results])
+
+
+def _candidate_errors(
+    sublayer: Sublayer,
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    candidates: tuple[Candidate, ...],
+    rounded: "Variants",
+) -> list[float]:
+    """Return each candidate's mean over rows of ‖y - y_ref‖ / ‖y_ref‖."""
+    first = [p.name for p in sublayer.spec.projections if p.capture == "input"]
+    last = [p.name for p in sublayer.spec.projections if p.capture == "inner"]
+    device = device_of(sublayer)
+    totals = torch.zeros(len(candidates), dtype=torch.float64, device=device)
+    sharing: dict[tuple[QuantParams, ...], list[int]] = {}
+    for index, candidate in enumerate(candidates):
+        sharing.setdefault(tuple(candidate[name] for name in first), []).append(index)
+    for members in sharing.values():
+        inputs = [_linear(sublayer, name, candidates[members[0]], rounded) for name in first]
+        sublayer.linears.update(zip(first, inputs, strict=True))
+        outputs = {i: [_linear(sublayer, n, candidates[i], rounded) for n in last] for i in members}
+        for rows in row_batches(sublayer, states):
+            hidden, wanted = (x[rows].to(device) for x in (states, targets))
+            inner, sizes = sublayer.inner(sublayer.normed(hidden)), row_norms(wanted)
+            for index, linears in outputs.items():
+                sublayer.linears.update(zip(last, linears, strict=True))
+                errors = row_norms(sublayer.output(hidden, inner) - wanted)
+                totals[index] += (errors / sizes).sum()
+    return (totals / len(states)).tolist()
+
+
+def row_norms(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row of states (rows, t, hidden)."""
+    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=(1, 2))
+    return norms
+
+
+Variants = dict[tuple[str, QuantParams], RoundedMatrix]
+Costs = Mapping[tuple[str, QuantParams], float]
+
+
+def undominated(
+    sublayer: SublayerSpec, candidates: Sequence[Candidate], costs: Costs
+) -> tuple[Candidate, ...]:
+    """Return the candidates that may be on the Pareto front of bits and error, in order.
+
+    Left out is what takes no fewer bits than another one, and costs no less in any projection. The
+    largest one stays: it bounds what can be asked for.
+    """
+    seen = [
+        (
+            candidate_bits(sublayer.projections, candidate),
+            *(costs[name, params] for name, params in candidate.items()),
+        )
+        for candidate in candidates
+    ]
+
+    most = max(bits for bits, *_ in seen)
+
+    def is_dominated(own: tuple[float, ...]) -> bool:
+        return own[0] < most and any(
+            other != own and all(map(operator.le, other, own)) for other in seen
+        )
+
+    pairs = zip(candidates, seen, strict=True)
+    return tuple(candidate for candidate, own in pairs if not is_dominated(own))
+
+
+def _round_variants(
+    sublayer: Sublayer,
+    candidates: tuple[Candidate, ...],
+    factors: Mapping[str, HessianFactor],
+    search: ScaleSearch,
+) -> tuple[Variants, Costs]:
+    """Round every distinct (projection, parameters) once, those sharing a Hessian together.
+
+    A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors that were fed back.
+    """
+    variants: Variants = {}
+    costs: dict[tuple[str, QuantParams], torch.Tensor] = {}
+    for capture, item in factors.items():
+        names = [p.name for p in sublayer.spec.reading(capture)]
+        keys = list(dict.fromkeys((name, c[name]) for name in names for c in candidates))
+        weights = {name: padded_weight(sublayer.linears[name]) for name in names}
+        jobs = [RoundingJob(weight=weights[name], params=params) for name, params in keys]
+        rounded = round_matrices(jobs, item, search=search, keep_fed_back=True)
+        for key, matrix in zip(keys, rounded, strict=True):
+            assert matrix.fed_back is not None
+            norms = [torch.linalg.vector_norm(part) for part in matrix.fed_back.readings()]
+            costs[key] = torch.linalg.vector_norm(torch.stack(norms))
+            variants[key] = replace(matrix, fed_back=None)
+    norms = torch.stack(list(costs.values())).tolist()
+    return variants, dict(zip(costs, norms, strict=True))
+
+
+def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Variants) -> DenseLinear:
+    """Return a projection with the weights that a decoder will see."""
+    original = sublayer.linears[name]
+    matrix = rounded[name, candidate[name]].dequantize()[:, : len(original.weight)]
+    return DenseLinear(matrix.T.to(original.weight.dtype).contiguous(), original.bias)
+
+
+@tensor_cores()
+@torch.inference_mode()
+def measure(run: StageRun) -> None:
+    """Write `measurement.json` of the source model into the stage folder."""
+    model = SourceModel.open(run.config, run.device)
+    rows = load_rows(run.inputs["tokenize"], "measure")
+    entries: dict[str, object]
+    if "sensitivity" in run.inputs:
+        entries = estimate_slots(run, model, rows)
+    else:
+        run.folder.manifest.total = len(model.spec.sublayers)
+        work = Measuring(run.folder, run.config.rounding)
+        walk(run, model, rows, work, to_end=False)
+        entries = {
+            sublayer.name: read_entries(run.folder.path / work.file(sublayer))
+            for sublayer in model.spec.sublayers
+        }
+    measurement = {
+        "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
+        "last_module_idx": len(model.spec.sublayers) + 2,  # embedding, sublayers, norm, head
+        "exl2flow": {
+            "fingerprint": run.folder.manifest.fingerprint,
+            "versions": versions(),
+            "options": json.loads(run.config.calibration.model_dump_json()),
+            "notes": run.folder.manifest.notes,
+        },
+    }
+    path = run.folder.path / MEASUREMENT_FILE
+    run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    options: dict[str, object] = {"rope": config.rope.model_dump()}
+    if config.sensitivity.kind == "fisher":
+        return options | {"rounding": estimate_options(config.rounding)}
+    return options | {"rounding": config.rounding.model_dump(include={"scale_search", "damping"})}
+
+
+MEASURE = Stage(
+    name="measure",
+    schema=7,
+    inputs=("tokenize", "sensitivity"),
+    options=_options,
+    run=measure,
+    enabled=lambda config: config.measurement is None,
+)

@@ -1,0 +1,179 @@
+"""Correct the target of rounding for what the sublayers before have changed.
+
+Rounding for quantized inputs X̂ towards W keeps X̂W, not the source's XW. The least-squares target
+for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goes part of the way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from exl2flow.core.memory import limit_of
+from exl2flow.kernels import CHUNK_ELEMENTS
+from exl2flow.model import DenseLinear, Head, Linear, Sublayer
+from exl2flow.quant.rounding.hessian import LEAST_DAMPING
+from exl2flow.quant.walk.divergence import mean_divergence
+from exl2flow.quant.walk.pinned import is_tall
+from exl2flow.quant.walk.source_model import device_of, relative_distance
+
+PAIRED_ROWS = 40  # at most so many rows pass the source beside the quantized model
+JUDGE_STEP = 8  # one of them in so many judges a correction
+
+
+class CrossProducts:
+    """Sums `X̂ᵀ(X - X̂)` over rows while the source's states pass the sublayer."""
+
+    def __init__(self, sublayer: Sublayer, source: torch.Tensor, pairs: range) -> None:
+        """Begin with zeros.
+
+        Args:
+            sublayer: with the source's weights.
+            source: states fp32 (p, t, hidden) of the source; become those after the sublayer.
+            pairs: the rows that they belong to.
+        """
+        self.sublayer, self.source, self.pairs = sublayer, source, pairs
+        self._fitting = fitting(len(pairs))
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
+        """Add what the quantized model reads of a row, by capture, (1, t, k)."""
+        if row not in self.pairs:
+            return
+        place = self.pairs.index(row)
+        hidden = self.source[place : place + 1].to(device_of(self.sublayer), non_blocking=True)
+        normed = self.sublayer.normed(hidden)
+        inner = self.sublayer.inner(normed)
+        output = self.sublayer.output(hidden, inner)[0]
+        self.source[place].copy_(output, non_blocking=True)
+        if place not in self._fitting:
+            return
+        for capture, wanted in (("input", normed), ("inner", inner)):
+            found = read[capture][0]
+            if capture not in self._sums:
+                k = found.shape[-1]
+                self._sums[capture] = torch.zeros(k, k, device=found.device)
+            self._sums[capture].addmm_(found.T, wanted[0] - found)
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Return capture name → the mean over rows, fp32 (k, k). Ends the sums."""
+        sums, self._sums = self._sums, {}
+        return {capture: total.div_(len(self._fitting)) for capture, total in sums.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """strength: how far to go, 0 to 1; damping: added to a Hessian, in mean diagonals."""
+
+    strength: float
+    damping: float
+
+    def move(self, hessian: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+        """Return by what inputs are multiplied to make up for a part of their error, fp32 (k, k).
+
+        Args:
+            hessian: mean over rows of `X̂ᵀX̂`, fp32 (k, k).
+            cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k).
+        """
+        damped = hessian.clone()
+        mean = hessian.diagonal().mean()
+        damped.diagonal().add_((self.damping * mean).clamp(min=LEAST_DAMPING))
+        lower = torch.linalg.cholesky(damped)
+        del damped
+        return torch.cholesky_solve(cross, lower).mul_(self.strength)
+
+    def sublayer_targets(
+        self,
+        sublayer: Sublayer,
+        states: torch.Tensor,
+        hessians: Mapping[str, torch.Tensor],
+        crosses: CrossProducts,
+    ) -> dict[str, Linear]:
+        """Return targets if with them outputs come nearer to the source's, else the weights.
+
+        Args:
+            sublayer: with the source's weights.
+            states: fp32 (rows, t, hidden) that the quantized model puts in.
+            hessians: by capture, fp32 (k, k).
+            crosses: has seen all rows.
+        """
+        means, paired = crosses.means(), states[:: crosses.pairs.step]
+        own = dict(sublayer.linears)
+        moves = {
+            capture: self.move(hessian, means.pop(capture)) for capture, hessian in hessians.items()
+        }
+        targets = {p.name: moved(own[p.name], moves[p.capture]) for p in sublayer.spec.projections}
+        errors = []
+        for linears in (own, targets):
+            sublayer.linears.update(linears)
+            errors.append(output_error(sublayer, _judging(paired), _judging(crosses.source)))
+        sublayer.linears.update(own)
+        return targets if errors[1] < errors[0] else own
+
+    def head_target(
+        self, head: Head, hessian: torch.Tensor, states: torch.Tensor, source: torch.Tensor
+    ) -> Linear:
+        """Return the head's target if predictions come nearer to the source's, else its weight.
+
+        Args:
+            head: of the source.
+            hessian: of what it reads, fp32 (hidden, hidden).
+            states: final ones of the quantized model, of paired rows, fp32 (p, t, hidden).
+            source: those of the source.
+        """
+        rows = fitting(len(states))
+
+        def read(row: torch.Tensor) -> torch.Tensor:
+            return head.normed(row.to(hessian.device))
+
+        cross = torch.zeros_like(hessian)
+        for row in rows:
+            found = read(states[row])
+            cross += found.T @ (read(source[row]) - found)
+        target = moved(head.linear, self.move(hessian, cross / len(rows)))
+
+        def error(linear: Linear) -> float:
+            other = Head(final_norm=head.final_norm, linear=linear)
+            return mean_divergence(head, _judging(source), other, _judging(states))
+
+        return target if error(target) < error(head.linear) else head.linear
+
+
+def moved(linear: Linear, move: torch.Tensor) -> Linear:
+    """Return a projection with the target `W + move W` in place of its weight.
+
+    It is fp32, for as fp16 it costs 2.6 % of the divergence; one that is too large for that is
+    like its weight.
+    """
+    n, k = linear.weight.shape
+    narrow = is_tall(n * k, limit_of(linear.weight.device))
+    target = torch.empty_like(linear.weight, dtype=None if narrow else torch.float32)
+    step = max(1, CHUNK_ELEMENTS // k)
+    for begin in range(0, n, step):
+        part = linear.weight[begin : begin + step].float()
+        target[begin : begin + step] = torch.addmm(part, part, move.T)
+    return DenseLinear(target, linear.bias)
+
+
+def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:
+    """Return the mean over rows of ‖y - y_source‖ / ‖y_source‖, with the linears as they are."""
+    device = device_of(sublayer)
+    errors = [
+        relative_distance(sublayer(row[None].to(device, non_blocking=True))[0], y)
+        for row, y in zip(quantized, outputs, strict=True)
+    ]
+    return float(torch.stack(errors).mean())
+
+
+def paired_rows(rows: int) -> range:
+    """Return the rows that pass the source beside the quantized model."""
+    return range(0, rows, -(-rows // PAIRED_ROWS))
+
+
+def fitting(pairs: int) -> Sequence[int]:
+    """Return the places of the pairs that make a correction: all but those that judge it."""
+    return [place for place in range(pairs) if place % JUDGE_STEP] or range(pairs)
+
+
+def _judging(states: torch.Tensor) -> torch.Tensor:
+    return states[::JUDGE_STEP]

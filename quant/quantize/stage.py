@@ -1,0 +1,318 @@
+"""Quantize every sublayer with its chosen candidate, then the head.
+
+States are those of the quantized model: each sublayer is rounded for what the sublayers before it
+really put out. One file per sublayer holds the stored tensors; its header holds the errors and the
+digest of every reconstruction, which `compile` compares with what it wrote.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.files import read_metadata, read_tensors
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import at_the_same_time, tensor_cores, used_here
+from exl2flow.model import (
+    Linear,
+    ModelSpec,
+    ProjectionSpec,
+    QuantizedLinear,
+    Sublayer,
+    SublayerSpec,
+)
+from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.quant.allocate.budget import read_choice
+from exl2flow.quant.allocate.layout import Choice
+from exl2flow.quant.quantize.correction import Correction, CrossProducts, paired_rows
+from exl2flow.quant.quantize.stored_form import Packed, Reports, storing
+from exl2flow.quant.rounding.descent import Metric, refine_together
+from exl2flow.quant.rounding.error_feedback import (
+    RoundedMatrix,
+    RoundingJob,
+    alike,
+    padded_weight,
+    round_matrices,
+    side_by_side,
+)
+from exl2flow.quant.rounding.hessian import (
+    HessianFactor,
+    collect_hessians,
+    head_hessian,
+    widest_first,
+)
+from exl2flow.quant.sensitivity.fisher import Factors, shared_factor
+from exl2flow.quant.sensitivity.stage import FactorFiles
+from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.walk.pinned import made_to_fit
+from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
+from exl2flow.quant.walk.walk import Store, advance, walk
+
+log = logging.getLogger(__name__)
+
+HEAD_FILE = "sublayers/head.safetensors"
+ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
+
+
+def sublayer_file(sublayer: SublayerSpec) -> str:
+    """Return the name of a sublayer's tensors inside the stage folder of `quantize`."""
+    return f"sublayers/{sublayer.index:04d}.{sublayer.kind}.safetensors"
+
+
+def result_files(spec: ModelSpec) -> list[str]:
+    """Return the files of a finished `quantize` stage, in model order."""
+    return [*map(sublayer_file, spec.sublayers), HEAD_FILE]
+
+
+def read_report(path: Path) -> dict[str, object]:
+    """Return what is known of a quantized sublayer: errors, parameters, reconstruction digests."""
+    report: dict[str, object] = json.loads(read_metadata(path)["report"])
+    return report
+
+
+class Rounding:
+    """How matrices are rounded: in the metric of Fisher factors, or by their Hessians alone."""
+
+    def __init__(self, run: StageRun, choice: Choice) -> None:
+        self.folder = run.folder
+        self.options = run.config.rounding
+        factors = run.inputs.get("sensitivity")
+        self.factors = factors and FactorFiles(factors, torch.device(run.device))
+        self.choice = choice
+        self.correction = Correction(strength=self.options.correction, damping=self.options.damping)
+
+    def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
+        """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
+        return self.factors.read(index) if self.factors else {}
+
+    def summary(self, name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
+        """Return the report on a sublayer or the head, but for its own error."""
+        bits = sum(item.matrix.total_bits for item in packed)
+        numel = sum(math.prod(item.matrix.shape) for item in packed)
+        projections = {
+            item.projection.name: {
+                "params": str(self.choice[item.projection.key]),
+                **reports[item.projection.name],
+            }
+            for item in packed
+        }
+        return {"name": name, "bits": bits, "bpw": bits / numel, "projections": projections}
+
+    def factor(
+        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
+    ) -> HessianFactor:
+        """Return the factor of what a projection and others read."""
+        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
+
+    def job(
+        self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]
+    ) -> RoundingJob:
+        """Return what is to be done with a projection."""
+        options, output = self.options, None
+        if factors and options.rounds:
+            output = factors[projection.name].output.damped(options.output_damping).blocks
+        params = self.choice[projection.key]
+        return RoundingJob(weight=padded_weight(linear), params=params, output=output)
+
+    def round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
+        """Round matrices that read one activation.
+
+        Args:
+            jobs: the matrices; taken out, and freed on the way if nobody else has them.
+            item: the factor of what they read; freed likewise.
+        """
+        options = self.options
+        hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
+        used_here(item.upper)
+        del item
+        begun = list(rounded)
+        if not options.rounds:
+            return begun
+        damped, refined = hessian.matrix(), list[RoundedMatrix]()
+        while jobs:
+            run = next(alike(jobs))
+            del jobs[: len(run)]
+            weights = [job.weight for job in run]
+            metric = Metric(hessian=damped, output=side_by_side([job.output for job in run]))
+            starts = [begun.pop(0) for _ in run]
+            del run
+            refined += refine_together(
+                starts, weights, metric, rounds=options.rounds, sweeps=options.sweeps
+            )
+        return refined
+
+
+class Quantizing:
+    """The work of `quantize` at a sublayer."""
+
+    def __init__(self, rounding: Rounding, rows: int) -> None:
+        self.rounding = rounding
+        self.rows = rows
+        self.again = paired_rows(rows) if rounding.options.correction else range(0)
+
+    def file(self, sublayer: SublayerSpec) -> str:
+        """See `SublayerWork`."""
+        return sublayer_file(sublayer)
+
+    def describe(self, path: Path) -> str:
+        """See `SublayerWork`."""
+        report = read_report(path)
+        return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
+
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """See `SublayerWork`: let states pass the matrices of an earlier run."""
+        quantized, source = states[: self.rows], states[self.rows :]
+        advance(sublayer, source)
+        tensors = read_tensors(path)
+        for projection in sublayer.spec.projections:
+            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
+            install(sublayer, projection, matrix.to(device_of(sublayer)))
+        advance(sublayer, quantized)
+
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+        """See `SublayerWork`: round, pack, and let the states pass quantized."""
+        quantized = states[: self.rows]
+        kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
+        crosses = CrossProducts(sublayer, states[self.rows :], self.again)
+        hessians, reference = collect_hessians(sublayer, quantized, keep=kept, observe=crosses.add)
+        source, targets = dict(sublayer.linears), dict(sublayer.linears)
+        if self.again:
+            correction = self.rounding.correction
+            targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+        factors = self.rounding.read_factors(sublayer.spec.index)
+        rounded = self._round(sublayer, targets, hessians, factors)
+        packed = []
+        for p in sublayer.spec.projections:
+            item = Packed(
+                p, source[p.name], rounded[p.name], hessians[p.capture], factors.get(p.name)
+            )
+            packed.append(item)
+            install(sublayer, p, item.matrix)
+        advance(sublayer, quantized)
+        device = device_of(sublayer)
+        errors = torch.stack(
+            [
+                relative_distance(quantized[row].to(device, non_blocking=True), y)
+                for row, y in reference.items()
+            ]
+        )
+
+        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+            return self.rounding.summary(sublayer.spec.name, packed, reports) | {
+                "rel_err": float(host["errors"].mean())
+            }
+
+        return storing(path, packed, {"errors": errors}, finish)
+
+    def _round(
+        self,
+        sublayer: Sublayer,
+        targets: dict[str, Linear],
+        hessians: Mapping[str, torch.Tensor],
+        factors: Mapping[str, Factors],
+    ) -> dict[str, RoundedMatrix]:
+        """Return projection → rounded matrix, those that read one activation together.
+
+        Targets are taken out: each is as large as the sublayer's weights.
+        """
+        jobs = {
+            p.name: self.rounding.job(p, targets.pop(p.name), factors)
+            for p in sublayer.spec.projections
+        }
+
+        def factor(capture: str) -> HessianFactor:
+            first = sublayer.spec.reading(capture)[0]
+            return self.rounding.factor(first, hessians[capture], factors)
+
+        items = {capture: factor(capture) for capture in hessians}
+
+        def work(capture: str) -> dict[str, RoundedMatrix]:
+            names = [p.name for p in sublayer.spec.reading(capture)]
+            found = self.rounding.round(
+                [jobs[name] for name in names],
+                # gone if this is done a second time
+                items.pop(capture) if capture in items else factor(capture),
+            )
+            return dict(zip(names, found, strict=True))
+
+        works = [partial(work, capture) for capture in widest_first(hessians)]
+        parts = at_the_same_time(works, device_of(sublayer))
+        found = {name: matrix for part in parts for name, matrix in part.items()}
+        for matrix in found.values():
+            used_here(matrix.codes, matrix.scale_codes, matrix.max_scales)
+        return found
+
+
+def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
+    """Put a matrix into a sublayer."""
+    weight = sublayer.linears[projection.name].weight
+    sublayer.linears[projection.name] = QuantizedLinear(
+        matrix, out_features=projection.out_features, dtype=weight.dtype, device=weight.device
+    )
+
+
+def quantize_head(
+    run: StageRun, model: SourceModel, work: Quantizing, states: torch.Tensor
+) -> None:
+    """Quantize the head on the final states and commit its file."""
+    rounding = work.rounding
+    projection = model.spec.head
+    head = model.head()
+    quantized, source = states[: work.rows], states[work.rows :]
+    hessian = head_hessian(head, quantized)
+    factors = rounding.read_factors("head")
+
+    def target() -> Linear:
+        if not work.again:
+            return head.linear
+        paired = quantized[:: work.again.step]
+        return rounding.correction.head_target(head, hessian, paired, source)
+
+    # targets and weights are as large as the head: none is kept
+    jobs = [rounding.job(projection, target(), factors)]
+    (matrix,) = rounding.round(jobs, rounding.factor(projection, hessian, factors))
+    packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
+
+    def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+        return rounding.summary(projection.key, [packed], reports) | {
+            "rel_err": reports[projection.name]["rel_err"]
+        }
+
+    sha256 = storing(run.folder.path / HEAD_FILE, [packed], {}, finish)()
+    run.folder.commit(HEAD_FILE, sha256, cursor=run.folder.manifest.total)
+
+
+@tensor_cores()
+@torch.inference_mode()
+def quantize(run: StageRun) -> None:
+    """Write the stored tensors of every sublayer and of the head into the stage folder."""
+    model = SourceModel.open(run.config, run.device)
+    run.folder.manifest.total = len(model.spec.sublayers) + 1
+    rounding = Rounding(run, read_choice(run.inputs["allocate"]))
+    ids = load_rows(run.inputs["tokenize"], "quantize")
+    head_is_open = not run.folder.valid(HEAD_FILE)
+    work = Quantizing(rounding, len(ids))
+    states = walk(run, model, ids, work, to_end=head_is_open)
+    if states is not None:
+        made_to_fit(partial(quantize_head, run, model, work, states))
+    total = run.folder.manifest.total
+    run.tick(total, total, "lm_head")
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {"rope": config.rope.model_dump(), "rounding": config.rounding.model_dump()}
+
+
+QUANTIZE = Stage(
+    name="quantize",
+    schema=7,
+    inputs=("tokenize", "sensitivity", "allocate"),
+    options=_options,
+    run=quantize,
+)

@@ -1,0 +1,117 @@
+"""Quantized matrices on their way to a file: packed, checked, reported on."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.background import to_host
+from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.files import tensor_bytes, write_tensors
+from exl2flow.model import Linear, ProjectionSpec
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix, padded
+from exl2flow.quant.rounding.hessian import relative_error
+from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
+from exl2flow.quant.walk.walk import Store
+
+Reports = Mapping[str, Mapping[str, object]]  # projection name → what is reported on it
+Finish = Callable[[Reports, Mapping[str, torch.Tensor]], object]
+
+
+def reconstruction_digest(matrix: torch.Tensor) -> str:
+    """Return the sha256 of a dequantized matrix, fp16 (k, n)."""
+    return hashlib.sha256(tensor_bytes(matrix)).hexdigest()
+
+
+class Packed:
+    """A rounded matrix as it is stored, and what is reported on it once it is in main memory."""
+
+    def __init__(
+        self,
+        projection: ProjectionSpec,
+        linear: Linear,
+        rounded: RoundedMatrix,
+        hessian: torch.Tensor,
+        factors: Factors | None = None,
+    ) -> None:
+        """Pack.
+
+        Args:
+            projection: what the matrix belongs to.
+            linear: the weights before rounding.
+            rounded: what became of them.
+            hessian: of what the projection reads, fp32 (k, k).
+            factors: price the error; without them `nats` is None.
+        """
+        self.projection = projection
+        self.matrix = rounded.pack(None if linear.bias is None else padded(linear.bias))
+        values, weight = rounded.dequantize(), padded(linear.weight.T)
+        self._figures = {
+            "values": values,
+            "wrong": torch.stack(
+                [(part != values[:, columns]).any() for columns, part in self.matrix.parts()]
+            ).any(),
+            "rel_err": relative_error(hessian, weight, values),
+        }
+        if factors is not None:
+            factors = factors.to(values.device)
+            self._figures["nats"] = estimated_nats(values, factors, less=weight)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what `report` needs in main memory, by name."""
+        return {f"{self.projection.key}/{name}": x for name, x in self._figures.items()}
+
+    def report(self, host: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        """Check that the matrix decodes to the values it had, and report on it.
+
+        Args:
+            host: `tensors()` in main memory, among others.
+
+        Raises:
+            ReconstructionMismatch: the packed tensors decode to something else.
+        """
+        figures = {name: host[f"{self.projection.key}/{name}"] for name in self._figures}
+        if figures["wrong"]:
+            raise ReconstructionMismatch(
+                f"the packed tensors of `{self.projection.key}` do not decode to the rounded "
+                "matrix; this is a defect of exl2flow: report it with the model's name"
+            )
+        return {
+            "rel_err": float(figures["rel_err"]),
+            "nats": float(figures["nats"]) if "nats" in figures else None,
+            "bits": self.matrix.total_bits,
+            "bpw": self.matrix.total_bits / figures["values"].numel(),
+            "sha256": reconstruction_digest(figures["values"]),
+        }
+
+
+def storing(
+    path: Path,
+    packed: Sequence[Packed],
+    figures: Mapping[str, torch.Tensor],
+    finish: Finish,
+) -> Store:
+    """Return what writes packed matrices, and a report in the header; their copying begins.
+
+    Args:
+        path: the file.
+        packed: its matrices.
+        figures: other tensors that the report needs.
+        finish: makes the report from those of the projections, by name, and the figures.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    reported = dict(figures)
+    for item in packed:
+        stored |= item.matrix.to_tensors(item.projection.key)
+        reported |= item.tensors()
+    waiting = to_host(stored | reported)
+
+    def store() -> str:
+        host = waiting()
+        reports = {item.projection.name: item.report(host) for item in packed}
+        metadata = {"report": json.dumps(finish(reports, host))}
+        return write_tensors(path, {name: host[name] for name in stored}, metadata=metadata)
+
+    return store

@@ -1,0 +1,195 @@
+"""An EXL2 model beside the model that it was made from: whether they belong together, and both
+mixed: the one's norms and embedding with the other's weights, or with refined matrices.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
+from exl2flow.core.source import WANTED
+from exl2flow.model import ModelSpec, ProjectionSpec, QuantizedMatrix, TensorFiles, resolve
+from exl2flow.model.exl2 import ROW_MULTIPLE, is_quantized, padded_columns, tensor_names
+from exl2flow.model.spec import EMBEDDING_KEY
+from exl2flow.quant.walk.source_model import SourceModel
+
+NAMED = 4  # problems of one kind that a message lists
+
+
+class Overlay(TensorFiles):
+    """The tensors of a folder, some of them taken away and others put in their place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        without: Iterable[str] = (),
+        instead: Mapping[str, tuple[TensorFiles, str]],
+    ) -> None:
+        """Read the headers of `folder`; `instead`: name → where it lies, and under which name."""
+        super().__init__(folder)
+        for name in without:
+            self._entries.pop(name, None)
+        for name, (files, other) in instead.items():
+            self._entries[name] = files._entry(other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """An EXL2 model to refine, and its reference."""
+
+    folder: Path
+    reference: Path
+    spec: ModelSpec
+    tensors: TensorFiles
+    device: torch.device
+
+    @classmethod
+    def open(cls, config: RefinementConfig, device: str) -> "StoredModel":
+        """Open both; reads headers only."""
+        rope = config.rope
+        spec = resolve(config.model, wanted="an EXL2 model")
+        return cls(
+            folder=config.model,
+            reference=config.source,
+            spec=spec.with_rope(scale=rope.scale, alpha=rope.alpha),
+            tensors=TensorFiles(config.model),
+            device=torch.device(device),
+        )
+
+    @property
+    def projections(self) -> tuple[ProjectionSpec, ...]:
+        """All of the decoder in walk order, then the head if it is stored in EXL2 form."""
+        found = tuple(p for sublayer in self.spec.sublayers for p in sublayer.projections)
+        return (*found, self.spec.head) if self.has_head else found
+
+    @property
+    def has_head(self) -> bool:
+        """Tell whether the head is stored in EXL2 form, not dense or as the embedding."""
+        return is_quantized(self.spec.head.key, self.tensors)
+
+    def matrix(self, projection: ProjectionSpec) -> QuantizedMatrix:
+        """Read a stored matrix, on the CPU.
+
+        Raises:
+            MissingTensor: one of its tensors is absent.
+            TensorShapeError: its tensors contradict each other or the config, or are damaged.
+        """
+        key = projection.key
+        names = [name for name in (*tensor_names(key), f"{key}.bias") if name in self.tensors]
+        matrix = QuantizedMatrix.from_tensors(key, {n: self.tensors.read(n) for n in names})
+        k, n = matrix.shape
+        wanted = padded_columns(projection.out_features)
+        if k != projection.in_features or n < wanted or (n > wanted and key != self.spec.head.key):
+            raise TensorShapeError(
+                f"`{key}` in `{self.folder}` has {k} rows and {n} columns, its `config.json` "
+                f"implies {projection.in_features} and {wanted}; fetch the model again"
+            )
+        order = matrix.inverse_perm.sort().values
+        whole = all(group.rows % ROW_MULTIPLE == 0 for group in matrix.groups)
+        if not (whole and torch.equal(order, torch.arange(k, dtype=order.dtype))):
+            raise TensorShapeError(
+                f"the groups or the permutation of `{key}` in `{self.folder}` are damaged; fetch "
+                "the model again"
+            )
+        return matrix
+
+    def as_stored(self) -> SourceModel:
+        """Return the model as its files hold it."""
+        return self._model(self.tensors)
+
+    def with_reference(self) -> SourceModel:
+        """Return the model with the reference's weights in place of its EXL2 matrices."""
+        weights = TensorFiles(self.reference)
+        instead = {f"{p.key}.weight": (weights, f"{p.key}.weight") for p in self.projections}
+        head = f"{self.spec.head.key}.weight"
+        if head in instead and head not in weights:  # tied
+            instead[head] = (weights, f"{EMBEDDING_KEY}.weight")
+        stored = [name for p in self.projections for name in tensor_names(p.key)]
+        return self._model(Overlay(self.folder, without=stored, instead=instead))
+
+    def with_matrices(self, folder: Path) -> SourceModel:
+        """Return the model with the matrices in the files of a folder in place of its own."""
+        return self._model(self.replaced(folder))
+
+    def replaced(self, folder: Path) -> TensorFiles:
+        """Return the model's tensors, those of matrices taken from a folder's files."""
+        made = TensorFiles(folder)
+        names = [name for p in self.projections for name in tensor_names(p.key)]
+        return Overlay(self.folder, instead={name: (made, name) for name in names})
+
+    def _model(self, tensors: TensorFiles) -> SourceModel:
+        return SourceModel(spec=self.spec, tensors=tensors, device=self.device)
+
+
+def refinement(config: ConversionConfig) -> RefinementConfig:
+    """Return the configuration of a stage that only refinements have."""
+    assert isinstance(config, RefinementConfig)
+    return config
+
+
+def check_refinement(config: RefinementConfig) -> None:
+    """Ask that the model is an EXL2 one and was made from a model like the reference.
+
+    All its matrices are read, so that a damaged one is found before hours are spent.
+
+    Raises:
+        ConfigError: the output is the model, rounds or rows are too few, or vocabularies differ.
+        SourceModelError: matrices are not stored in EXL2 form.
+        MissingTensor: a tensor of the model is absent.
+        TensorShapeError: matrices differ in shape, or the tensors of one contradict each other.
+    """
+    model = config.model.expanduser().resolve()
+    if config.out.expanduser().resolve() == model:
+        raise ConfigError("`--out` is the model that is refined; choose another folder")
+    if not config.rounding.rounds:
+        raise ConfigError("`--rounds` is 0, which leaves nothing to refine; give 1 or more")
+    if config.calibration.rows < 2:
+        raise ConfigError("`--rows` is 1, and one row is to judge; give 2 or more")
+    stored = StoredModel.open(config, "cpu")
+    _check_quantized(stored)
+    reference = resolve(config.source, wanted=WANTED)
+    if stored.spec.vocab_size != reference.vocab_size:
+        raise ConfigError(
+            f"`{config.model}` has {stored.spec.vocab_size} tokens, `{config.source}` "
+            f"{reference.vocab_size}; give the model that it was made from as `--reference`"
+        )
+    _check_alike(stored, reference)
+    for projection in stored.projections:
+        stored.matrix(projection)
+
+
+def _check_quantized(stored: StoredModel) -> None:
+    decoder = [p for sublayer in stored.spec.sublayers for p in sublayer.projections]
+    dense = [p.key for p in decoder if not is_quantized(p.key, stored.tensors)]
+    if len(dense) == len(decoder):
+        raise SourceModelError(
+            f"`{stored.folder}` holds no EXL2 matrices; convert it with `exl2flow convert`"
+        )
+    if dense:
+        raise SourceModelError(
+            f"{_listed(dense)} of `{stored.folder}` are not stored in EXL2 form; fetch what is "
+            "missing"
+        )
+
+
+def _check_alike(stored: StoredModel, reference: ModelSpec) -> None:
+    """Compare the decoders' matrices, as both configs imply them."""
+    found, expected = (
+        {p.key: (p.in_features, p.out_features) for s in spec.sublayers for p in s.projections}
+        for spec in (stored.spec, reference)
+    )
+    unlike = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
+    if unlike:
+        raise TensorShapeError(
+            f"{_listed(unlike)} differ in shape between `{stored.folder}` and "
+            f"`{reference.source_dir}`; give the model that it was made from as `--reference`"
+        )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    shown = ", ".join(f"`{key}`" for key in keys[:NAMED])
+    return shown + (f" and {len(keys) - NAMED} more" if len(keys) > NAMED else "")

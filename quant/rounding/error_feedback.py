@@ -1,0 +1,291 @@
+"""Act-order error feedback over many matrices that share a Hessian.
+
+The matrices lie side by side as columns of one problem, each with its own groups. The only Python
+loop over rows is the one inside a panel (`Ops.round_panel`); everything else is a GEMM or
+vectorized over columns (`docs/format.md` section 4).
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from exl2flow.core.config import ScaleSearch
+from exl2flow.core.errors import TensorShapeError
+from exl2flow.core.memory import free_memory
+from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
+from exl2flow.model import Linear
+from exl2flow.model.exl2 import (
+    ROW_MULTIPLE,
+    QuantizedMatrix,
+    QuantParams,
+    column_parts,
+    padded_columns,
+)
+from exl2flow.quant.rounding.hessian import HessianFactor
+from exl2flow.quant.walk.pinned import Tall
+
+log = logging.getLogger(__name__)
+
+BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
+GPU_BATCH_ELEMENTS = 1 << 29
+BATCH_SHARE = 0.25  # of a GPU's free memory, for there may be two batches
+BATCH_BYTES = 8  # of a weight: its row's value, codes and a copy of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedMatrix:
+    """A coded matrix before packing.
+
+    codes: uint8 (k, n) in act-order; scale_codes: uint8 (g, n); max_scales: fp16 (g,);
+    perm: int64 (k,). fed_back: `U⁻ᵀ (W - Q)`, (k, n) in act-order, where it was asked for.
+    """
+
+    codes: torch.Tensor
+    groups: tuple[Group, ...]
+    scale_codes: torch.Tensor
+    max_scales: torch.Tensor
+    perm: torch.Tensor
+    fed_back: Tall | None = None
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the matrix fp16 (k, n) in the order of the in-features."""
+        ops = get_ops(self.codes.device)
+        scales = ops.decode_scales(self.scale_codes, self.max_scales)
+        matrix = torch.empty(self.codes.shape, dtype=torch.float16, device=self.codes.device)
+        for columns in column_parts(*self.codes.shape):
+            part = ops.decode(self.codes[:, columns], scales[:, columns], self.groups)
+            matrix[:, columns][self.perm] = part
+        return matrix
+
+    def pack(self, bias: torch.Tensor | None) -> QuantizedMatrix:
+        """Return the matrix as it is stored."""
+        return QuantizedMatrix.encode(
+            codes=self.codes,
+            groups=self.groups,
+            scale_codes=self.scale_codes,
+            max_scales=self.max_scales,
+            perm=self.perm,
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingJob:
+    """One matrix to round: weight fp32 (k, n) in the order of the in-features, n padded.
+
+    One that is too large for the device lies in main memory.
+
+    output: fp32 (blocks, b, b), the metric of errors in one row; None: columns are independent.
+    """
+
+    weight: torch.Tensor
+    params: QuantParams
+    output: torch.Tensor | None = None
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Add zeros at the end of the last axis, out-features, up to the stored width."""
+    missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def padded_weight(linear: Linear) -> torch.Tensor:
+    """Return a projection's matrix fp32 (k, n) with zero columns up to the stored width.
+
+    It lies in main memory if it is too large for the device (`Tall`).
+    """
+    weight = linear.weight.T
+    k, n = weight.shape
+    matrix = Tall.empty(k, padded_columns(n), weight.device)
+    for rows, part in matrix.parts():
+        part[:, :n] = weight[rows]
+        part[:, n:] = 0
+    if not matrix.is_resident and weight.is_cuda:
+        torch.cuda.synchronize(weight.device)  # the processor reads it
+    return matrix.values
+
+
+def near(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """Return the `padded_weight` of a projection where its own lies, if need be as narrow."""
+    return weight if weight.device == linear.weight.device else padded(linear.weight.T)
+
+
+def rows_of(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows of a matrix where the index lies."""
+    return weight[index.to(weight.device)].to(index.device)
+
+
+def alike(jobs: Sequence[RoundingJob]) -> Iterator[list[RoundingJob]]:
+    """Divide jobs into runs that can lie side by side: of one shape and size of blocks."""
+
+    def shape(job: RoundingJob) -> tuple[torch.Size, torch.Size | None]:
+        return job.weight.shape, None if job.output is None else job.output.shape
+
+    for _, run in groupby(jobs, key=shape):
+        yield list(run)
+
+
+def round_matrices(
+    jobs: Sequence[RoundingJob],
+    factor: HessianFactor,
+    *,
+    search: ScaleSearch,
+    keep_fed_back: bool = False,
+) -> Iterator[RoundedMatrix]:
+    """Round matrices that share a Hessian, as many at a time as `batch_elements` allows.
+
+    A device that has less memory than it seemed gets fewer at a time.
+
+    Each result is independent of its company.
+
+    Args:
+        jobs: what to round.
+        factor: of the Hessian.
+        search: how scales are chosen.
+        keep_fed_back: whether results keep `fed_back`.
+
+    Raises:
+        TensorShapeError: the number of rows is not a multiple of 32.
+    """
+    k = len(factor.perm)
+    if k % ROW_MULTIPLE:
+        raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
+    for run in alike(jobs):
+        most = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
+        most = -(-len(run) // -(-len(run) // most))  # as many each time
+        while run:
+            try:
+                found = _Batch(run[:most], factor, search, keep_fed_back).round()
+            except torch.OutOfMemoryError:
+                if most == 1:
+                    raise
+                most = most // 2
+                log.warning("projections at a time=%d remedy=out of memory", most)
+                torch.cuda.empty_cache()
+                continue
+            while found:  # a head's takes as much memory as all else: none is kept here
+                yield found.pop(0)
+            run = run[most:]
+
+
+def batch_elements(device: torch.device) -> int:
+    """Return how many weights are rounded side by side, to bound memory."""
+    if device.type == "cpu":
+        return BATCH_ELEMENTS
+    return gpu_batch_elements(free_memory(device))
+
+
+def gpu_batch_elements(free: int) -> int:
+    """Return how many weights are rounded side by side on a GPU with so many bytes free."""
+    return min(GPU_BATCH_ELEMENTS, int(free * BATCH_SHARE) // BATCH_BYTES)
+
+
+class _Batch:
+    """The columns of jobs that are alike side by side, and the state of their rounding."""
+
+    def __init__(
+        self,
+        jobs: Sequence[RoundingJob],
+        factor: HessianFactor,
+        search: ScaleSearch,
+        keep_fed_back: bool,
+    ) -> None:
+        self.factor = factor
+        self.search = search
+        self.output = side_by_side([job.output for job in jobs])
+        self.ops = get_ops(factor.upper.device)
+        k, n = jobs[0].weight.shape
+        m = n * len(jobs)
+        self.shape = len(jobs), n
+        self.groups = [job.params.groups(k) for job in jobs]
+        self.starts = group_starts(self.groups)
+        self.longest = max(group.rows for groups in self.groups for group in groups)
+        new = partial(torch.empty, device=factor.upper.device)
+        self.rows = Tall.empty(k, m, factor.upper.device)  # errors, once they are rounded
+        for rows, part in self.rows.parts():
+            for j, job in enumerate(jobs):
+                part.view(-1, *self.shape)[:, j] = rows_of(job.weight, factor.perm[rows])
+        self.row_weights = factor.upper.diagonal().reciprocal().square()
+        self.codes = new(k, m, dtype=torch.uint8)
+        self.scales = new(m)
+        self.half_range = new(m)
+        panels = k // PANEL_ROWS  # groups are told apart by the panel that they begin with
+        self.scale_codes = new(panels, *self.shape, dtype=torch.uint8)
+        self.max_scales = new(panels, len(jobs), dtype=torch.float16)
+        self.keep_fed_back = keep_fed_back
+
+    def round(self) -> list[RoundedMatrix]:
+        """Round panel after panel, feeding each panel's errors to all rows below it."""
+        for top, bottom in self.rows.windows():
+            upper = self.factor.upper[top:bottom]
+            ahead = self.rows.read(top, bottom + self.longest - PANEL_ROWS)  # groups may reach on
+            rows = ahead[: bottom - top]
+            for begin in range(0, len(rows), PANEL_ROWS):
+                end = begin + PANEL_ROWS
+                panel = slice(top + begin, top + end)
+                self._begin_groups(top + begin, ahead[begin:])
+                self.codes[panel], found = self.ops.round_panel(
+                    rows[begin:end],
+                    upper[begin:end, panel],
+                    self.scales,
+                    self.half_range,
+                    self.output,
+                )
+                rows[end:].addmm_(upper[begin:end, panel.stop : bottom].T, found, alpha=-1)
+                rows[begin:end] = found
+            self.rows.write(top, rows)
+            for below, part in self.rows.parts(bottom):
+                part.addmm_(upper[:, below].T, rows, alpha=-1)
+        return [self._result(j) for j in range(len(self.groups))]
+
+    def _result(self, j: int) -> RoundedMatrix:
+        columns = slice(j * self.shape[1], (j + 1) * self.shape[1])
+        begun = first_panels(self.groups[j], self.codes.device)
+        return RoundedMatrix(
+            codes=self.codes[:, columns].contiguous(),
+            groups=self.groups[j],
+            scale_codes=self.scale_codes[begun, j],
+            max_scales=self.max_scales[begun, j],
+            perm=self.factor.perm,
+            fed_back=self.rows.columns(columns) if self.keep_fed_back else None,
+        )
+
+    def _begin_groups(self, row: int, rows: torch.Tensor) -> None:
+        """Search the scales of all groups that begin at a row; `rows` fp32 (…, m) from there on."""
+        members = self.starts.get(row)
+        if not members:
+            return
+        panel = row // PANEL_ROWS
+        longest = max(group.rows for group in members.values())
+        scales = Scales(
+            codes=self.scale_codes[panel : panel + 1],
+            maxima=self.max_scales[panel : panel + 1],
+            decoded=self.scales.view(1, *self.shape),
+        )
+        weights = None if self.search == "grid" else self.row_weights[row : row + longest]
+        self.ops.begin_groups(rows[:longest], members, scales, self.half_range, weights)
+
+
+def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Group]]:
+    """Return row → which matrices have a group that begins there → the group."""
+    starts: dict[int, dict[int, Group]] = defaultdict(dict)
+    for j, groups in enumerate(matrices):
+        for group in groups:
+            starts[group.start][j] = group
+    return starts
+
+
+def first_panels(groups: Sequence[Group], device: torch.device) -> torch.Tensor:
+    """Return the panel that each group begins with, int64 (g,)."""
+    return device_table(tuple(group.start // PANEL_ROWS for group in groups), device)
+
+
+def side_by_side(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the blocks (blocks, b, b) of several matrices together; all have some, or none."""
+    blocks = [output for output in outputs if output is not None]
+    return torch.cat(blocks) if blocks else None

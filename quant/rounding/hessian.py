@@ -1,0 +1,316 @@
+"""Hessians of a projection's inputs: accumulated over rows, damped, factored.
+
+`H = Σ XᵀX / rows`. The factor that error feedback needs is the upper Cholesky factor `U` of the
+inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from exl2flow.core.errors import SingularHessian
+from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
+from exl2flow.model import Head, Sublayer, narrowed
+from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches
+
+log = logging.getLogger(__name__)
+
+LEAST_DAMPING = 1e-5
+IDENTITY = "identity Hessian"  # the last remedy
+LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
+ATTEMPTS = 10  # each adds the damping once more
+LEAF = 512  # rows of a triangular matrix that are inverted at once
+
+
+class HessianSum:
+    """Accumulates `XᵀX` of calibration rows in fp32; a GPU multiplies fp16 numbers."""
+
+    def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
+        self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
+        self._rows = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add the inputs of one calibration row, (t, k), or of some, (rows, t, k)."""
+        self._rows += len(x) if x.ndim == 3 else 1
+        flat = x.reshape(-1, x.shape[-1])
+        if x.is_cuda:
+            flat = narrowed(flat)
+            torch.addmm(self._sum, flat.T, flat, out_dtype=torch.float32, out=self._sum)
+        else:
+            self._sum.addmm_(flat.float().T, flat.float())
+
+    def mean(self) -> torch.Tensor:
+        """Return `H`, fp32 (k, k); the identity when nothing was added. Ends the sum."""
+        if not self._rows:
+            return torch.eye(len(self._sum), device=self._sum.device)
+        return self._sum.div_(self._rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedHessian:
+    """A weighted sum of matrices, made when it is wanted: each can be as large as all else.
+
+    parts: of each fp32 (k, k), in the order of the in-features, what it is divided by and then
+    multiplied by.
+    """
+
+    parts: tuple[tuple[torch.Tensor, torch.Tensor | float, float], ...]
+
+    @classmethod
+    def plain(cls, hessian: torch.Tensor) -> Self:
+        """Return what stands for one matrix as it is."""
+        return cls(parts=((hessian, 1.0, 1.0),))
+
+    def diagonal(self) -> torch.Tensor:
+        """Return the diagonal, fp32 (k,)."""
+        diagonals = [part.diagonal() / mean * share for part, mean, share in self.parts]
+        return torch.stack(diagonals).sum(dim=0)
+
+    def in_order(self, perm: torch.Tensor) -> torch.Tensor:
+        """Return the sum with rows and columns permuted, fp32 (k, k)."""
+        k = len(perm)
+        step = max(1, CHUNK_ELEMENTS // k)
+        total = torch.zeros(k, k, device=perm.device)
+        for part, mean, share in self.parts:
+            for begin in range(0, k, step):
+                rows = part.index_select(0, perm[begin : begin + step]).index_select(1, perm)
+                total[begin : begin + step] += rows.div_(mean).mul_(share)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DampedHessian:
+    """What matrices are rounded for.
+
+    undamped: the Hessian. perm: int64 (k,), in-features by falling diagonal. added: the damping in
+    absolute terms.
+    """
+
+    undamped: MixedHessian
+    perm: torch.Tensor
+    added: float
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return it in act-order, (k, k)."""
+        ordered = self.undamped.in_order(self.perm).to(dtype)
+        ordered.diagonal().add_(self.added)
+        return ordered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HessianFactor:
+    """upper: fp32 (k, k), `U` of `hessian`, which is the identity when nothing else has a factor.
+
+    `remedy` says what was done beside the ordinary damping, or is empty.
+    """
+
+    hessian: DampedHessian
+    upper: torch.Tensor
+    remedy: str = ""
+
+    @property
+    def perm(self) -> torch.Tensor:
+        """In-features by falling diagonal, int64 (k,)."""
+        return self.hessian.perm
+
+
+def relative_error(
+    hessian: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor
+) -> torch.Tensor:
+    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q (k, n).
+
+    The result is fp32 (), on the device: nothing waits for it.
+    """
+    size = squared_norm(hessian, weight)
+    error = squared_norm(hessian, weight, less=rounded)
+    return (error / size.clamp(min=1e-30)).clamp(min=0).sqrt()
+
+
+def squared_norm(
+    hessian: torch.Tensor, x: torch.Tensor, *, less: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return tr(Xᵀ H X) of x (k, n), or of x - less, fp32 ()."""
+    total = hessian.new_zeros(())
+    for _, part in column_chunks(x, less, step=max(1, CHUNK_ELEMENTS // len(x))):
+        total = total + (hessian @ part).mul_(part).sum()
+    return total
+
+
+def column_chunks(
+    x: torch.Tensor, less: torch.Tensor | None, *, step: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield columns of x (m, n), or of x - less, as fp32: a head can be as large as all else.
+
+    `less` may lie in main memory.
+    """
+    for begin in range(0, x.shape[1], step):
+        columns = slice(begin, min(begin + step, x.shape[1]))
+        part = x[:, columns].float()
+        yield columns, part if less is None else part - less[:, columns].to(x.device).float()
+
+
+def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> MixedHessian:
+    """Return the Hessian that is rounded for, of mean diagonal 1.
+
+    Args:
+        hessian: of the inputs, fp32 (k, k).
+        weighted: of the inputs weighted by the gradients of the outputs, or None.
+        share: of `weighted` in the mean of both.
+    """
+    if weighted is None or share == 0:
+        return MixedHessian(parts=((hessian, _mean(hessian), 1.0),))
+    weighted = weighted.to(hessian.device)
+    parts = (hessian, _mean(hessian), 1 - share), (weighted, _mean(weighted), share)
+    return MixedHessian(parts=parts)
+
+
+def _mean(hessian: torch.Tensor) -> torch.Tensor:
+    mean = hessian.diagonal().double().mean()  # a sum in fp32 may overflow
+    return mean.clamp(min=LEAST_MEAN)
+
+
+def collect_hessians(
+    sublayer: Sublayer,
+    states: torch.Tensor,
+    *,
+    keep: range | None = None,
+    move: bool = False,
+    observe: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None,
+) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+    """Run every row through the unquantized sublayer.
+
+    Args:
+        sublayer: with its own weights.
+        states: fp32 (rows, t, hidden).
+        keep: rows whose outputs are wanted; all when None.
+        move: whether the outputs take the place of the states; none is returned then.
+        observe: is given each row's number and, by capture, what is read of it, (1, t, k).
+
+    Returns:
+        Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
+    """
+    sums: dict[str, HessianSum] = {}
+    outputs: dict[int, torch.Tensor] = {}
+    check = StatesCheck(sublayer.spec.name)
+    for rows in row_batches(sublayer, states):
+        hidden = states[rows].to(device_of(sublayer), non_blocking=True)
+        normed = sublayer.normed(hidden)
+        inner = sublayer.inner(normed)
+        read = {"input": normed, "inner": inner}
+        numbers = range(rows.start, rows.stop)
+        if observe is not None:
+            for row in numbers:
+                own = slice(row - rows.start, row - rows.start + 1)
+                observe(row, {capture: x[own] for capture, x in read.items()})
+        for capture, x in read.items():
+            if capture not in sums:
+                sums[capture] = HessianSum(x.shape[-1], device=x.device)
+            sums[capture].add(x)
+        kept = [row for row in numbers if keep is None or row in keep]
+        if not kept:
+            continue
+        if len(kept) < len(numbers):
+            hidden, inner = (
+                torch.stack([x[row - rows.start] for row in kept]) for x in (hidden, inner)
+            )
+        output = sublayer.output(hidden, inner)
+        check.add(kept, output)
+        if move:
+            states[rows].copy_(output, non_blocking=True)
+        else:
+            outputs |= zip(kept, placed_like(states, output), strict=True)
+    check.finish(states if move else outputs)
+    return {capture: total.mean() for capture, total in sums.items()}, outputs
+
+
+def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return captures in the order that takes the least memory where they are worked on in turn."""
+    return sorted(hessians, key=lambda capture: -len(hessians[capture]))
+
+
+def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
+    """Return the Hessian of what the head reads of final states (rows, t, hidden), fp32 (k, k)."""
+    device = head.linear.weight.device
+    total = HessianSum(states.shape[-1], device=device)
+    for row in states:
+        total.add(head.normed(row[None].to(device)))
+    return total.mean()
+
+
+def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
+    """Factor a Hessian, with remedies in place of a dead run.
+
+    Args:
+        hessian: of what is read.
+        damping: added to its diagonal, as a share of the mean diagonal.
+        name: the projection, for the log.
+    """
+    diagonal = hessian.diagonal()
+    perm = torch.argsort(diagonal, descending=True, stable=True)
+    mean = float(diagonal[perm].double().mean())  # a sum in fp32 may overflow
+    for remedy, dtype, added in _attempts(max(damping * mean, LEAST_DAMPING)):
+        damped = DampedHessian(undamped=hessian, perm=perm, added=added)
+        if remedy == IDENTITY:
+            identity = MixedHessian.plain(torch.eye(len(perm), device=perm.device))
+            damped = replace(damped, undamped=identity)
+        try:
+            upper = upper_factor(replace(damped, perm=perm.flip(0)).matrix(dtype))
+        except SingularHessian:
+            continue
+        if remedy:
+            log.warning("projection=%s remedy=%s", name, remedy)
+        return HessianFactor(hessian=damped, upper=upper, remedy=remedy)
+    raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
+
+
+def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype, float]]:
+    """Yield what to record, the dtype to factor in, and the damping."""
+    yield "", torch.float32, damping
+    for times in range(2, ATTEMPTS + 1):
+        yield f"damping x{times}", torch.float32, times * damping
+    yield "fp64 factor", torch.float64, damping
+    yield IDENTITY, torch.float32, 0.0
+
+
+def upper_factor(turned: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the inverse of a matrix, fp32 (k, k).
+
+    With J the reversal of rows, `J H J = L Lᵀ` gives `H⁻¹ = Uᵀ U` with `U = J L⁻¹ J`: one
+    factorization and one triangular inverse, and the inverse of `H` itself is never made.
+
+    Args:
+        turned: (k, k), rows and columns in reverse order; freed on the way if nobody else has it.
+
+    Raises:
+        SingularHessian: a factor does not exist or is not finite.
+    """
+    transposed, failed = torch.linalg.cholesky_ex(turned, upper=True)  # its rows lie in columns
+    del turned
+    if failed:
+        raise SingularHessian("no Cholesky factor")
+    lower = transposed.mT.contiguous()
+    del transposed
+    with tensor_cores(False):
+        invert_lower(lower)
+    upper: torch.Tensor = lower.flip(0, 1).float()
+    del lower
+    if not upper.isfinite().all() or not upper.diagonal().all():
+        raise SingularHessian("no Cholesky factor")
+    return upper
+
+
+def invert_lower(lower: torch.Tensor) -> None:
+    """Invert a lower triangular matrix (k, k) in place, by halves whose products are GEMMs."""
+    k = len(lower)
+    if k <= LEAF:
+        identity = torch.eye(k, dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return
+    half = -(-k // (2 * LEAF)) * LEAF
+    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    invert_lower(first)
+    invert_lower(last)
+    below.copy_((last @ below) @ first).neg_()

@@ -1,0 +1,145 @@
+"""Gradients through one sublayer or the head, row by row, and the sums that they leave.
+
+The loss is the cross-entropy of labels that the model draws itself, whose gradients make the Fisher
+information. Labels come from uniform numbers of a CPU generator, one per token, through the inverse
+of the cumulated probabilities: devices draw the same labels but for rounding.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from exl2flow.core.errors import NonFiniteState
+from exl2flow.model import Head, Linear, Sublayer
+from exl2flow.quant.sensitivity.fisher import FactorSum
+from exl2flow.quant.walk.source_model import device_of
+
+LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
+
+Sums = dict[str, FactorSum]  # projection name → its sums
+
+
+class Tap:
+    """A linear map that remembers its last input and output."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self._linear = linear
+        self.read = self.put = torch.empty(0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        self.read = x.detach()
+        self.put = self._linear(x)
+        return self.put
+
+
+def sublayer_backward(
+    sublayer: Sublayer, states: torch.Tensor, gradient: torch.Tensor, sums: Sums
+) -> None:
+    """Move gradients from a sublayer's output to its input, row by row.
+
+    Args:
+        sublayer: its linears are replaced by taps.
+        states: fp32 (rows, t, hidden), entering the sublayer.
+        gradient: fp32 (rows, t, hidden), of the loss by its output; in place, by its input.
+        sums: projection → sums that receive inputs and output gradients; may lack projections.
+    """
+    device = device_of(sublayer)
+    taps = {name: Tap(linear) for name, linear in sublayer.linears.items()}
+    sublayer.linears.update(taps)
+    for row in range(len(states)):
+        hidden = states[row : row + 1].detach().clone().to(device).requires_grad_()
+        with torch.enable_grad(), _repeatable(device):
+            output = sublayer(hidden)
+            outputs = [tap.put for tap in taps.values()]
+            pull = (output * gradient[row : row + 1].to(device)).sum()
+            found = torch.autograd.grad(pull, [hidden, *outputs])
+        for (name, tap), by_output in zip(taps.items(), found[1:], strict=True):
+            if name in sums:
+                sums[name].add(tap.read[0].float(), by_output[0].float())
+        # last, for the gradient by an output may share its memory
+        gradient[row] = found[0][0]
+    _check_gradients(gradient, where=sublayer.spec.name)
+
+
+def head_backward(
+    head: Head, states: torch.Tensor, *, seed: int, sums: FactorSum | None
+) -> torch.Tensor:
+    """Return the loss's gradient by the final states, fp32 (rows, t, hidden), where they lie.
+
+    The head's own factors need no sampled labels: over all labels, `Σ p g gᵀ = diag(p) - p pᵀ`.
+
+    Args:
+        head: final norm and projection.
+        states: fp32 (rows, t, hidden), not changed.
+        seed: of the labels.
+        sums: receives the head's factors.
+    """
+    device = head.linear.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(states.shape[:2], generator=generator)
+    gradient = torch.empty_like(states)
+    for row in range(len(states)):
+        hidden = states[row].detach().clone().to(device).requires_grad_()
+        with torch.enable_grad():
+            normed = head.normed(hidden)
+            by_normed = _by_normed(head.linear, normed.detach(), uniform[row].to(device), sums)
+            gradient[row] = torch.autograd.grad((normed * by_normed).sum(), hidden)[0]
+    _check_gradients(gradient, where="lm_head")
+    return gradient
+
+
+def _by_normed(
+    linear: Linear, normed: torch.Tensor, uniform: torch.Tensor, sums: FactorSum | None
+) -> torch.Tensor:
+    """Return the loss's gradient by the inputs (t, k) of the head's projection.
+
+    Args:
+        linear: the projection.
+        normed: its inputs, fp32 (t, k).
+        uniform: numbers in [0, 1) that choose the labels, (t,).
+        sums: receives the head's factors.
+    """
+    result = torch.empty_like(normed)
+    step = max(1, LOGIT_ELEMENTS // len(linear.weight))
+    for begin in range(0, len(normed), step):
+        part = slice(begin, begin + step)
+        p = torch.softmax(linear(normed[part]).float(), dim=-1)  # (t, v)
+        if sums is not None:
+            sums.add_input(normed[part], 1 - p.square().sum(-1))
+            sums.add_diagonal(p.sum(0))
+            sums.add_products(p, sign=-1)
+        labels = draw(p, uniform[part])
+        p.scatter_add_(1, labels[:, None], torch.full_like(p[:, :1], -1.0))
+        result[part] = p @ linear.weight
+    return result
+
+
+def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return a label per token, int64 (t,), from probabilities (t, v) and numbers in [0, 1) (t,).
+
+    The label is the first one whose cumulated probability exceeds the number.
+    """
+    cumulated = p.cumsum(-1)
+    wanted = uniform[:, None] * cumulated[:, -1:]  # the sum is not quite 1
+    labels = torch.searchsorted(cumulated, wanted, right=True)[:, 0]
+    return labels.clamp_(max=p.shape[-1] - 1)
+
+
+def _repeatable(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which attention's gradients are the same in every run."""
+    return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
+
+
+def _check_gradients(gradients: torch.Tensor, *, where: str) -> None:
+    finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist()
+    if not all(finite):
+        row = finite.index(False)
+        share = 1 - float(gradients[row].isfinite().float().mean())
+        raise NonFiniteState(
+            f"gradients before `{where}` hold NaN or infinity in {share:.2%} of row {row}; try "
+            "other calibration data, or set the sensitivity's kind to `error`"
+        )

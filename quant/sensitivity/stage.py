@@ -1,0 +1,353 @@
+"""The sensitivity stage: one backward pass of the source gives the Fisher factors of every matrix.
+
+Sublayers are walked backward one at a time. States entering them are made by a forward walk that
+leaves every √L-th on disk and makes those between anew, so memory holds one sublayer, its states
+and their gradients, at any depth.
+"""
+
+import logging
+import math
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from exl2flow.core.background import Background, HostTensors, helpers, to_host
+from exl2flow.core.config import ConversionConfig, SensitivityOptions
+from exl2flow.core.errors import CalibrationError
+from exl2flow.core.files import read_tensors, write_tensors
+from exl2flow.core.memory import available_memory
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
+from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer
+from exl2flow.quant.sensitivity.backward import (
+    LOGIT_ELEMENTS,
+    Sums,
+    head_backward,
+    sublayer_backward,
+)
+from exl2flow.quant.sensitivity.fisher import (
+    Factors,
+    FactorSum,
+    StoredFactors,
+    factor_bytes,
+    read_file,
+    storing_factors,
+    unpacked,
+)
+from exl2flow.quant.tokenize.stage import text_rows
+from exl2flow.quant.walk.source_model import DTYPE, SourceModel
+from exl2flow.quant.walk.walk import advance, remedied, save_states
+
+log = logging.getLogger(__name__)
+
+HEAD_FILE = "factors/head.safetensors"
+STATES_DIR = "inputs"  # in the stage folder while it runs
+KEPT_SHARE = 0.5  # of main memory may be taken by states that wait beside a GPU
+HEAD_BLOCK = 1024  # most out-features per block of the head, whose columns are very many
+
+
+def factor_file(index: int) -> str:
+    """Return the name of a sublayer's factors inside the stage folder."""
+    return f"factors/{index:04d}.safetensors"
+
+
+def factor_files(spec: ModelSpec) -> list[str]:
+    """Return the files of a finished stage, in model order."""
+    return [*(factor_file(sublayer.index) for sublayer in spec.sublayers), HEAD_FILE]
+
+
+def read_factors(
+    folder: Path, index: int | Literal["head"], device: torch.device | str = "cpu"
+) -> dict[str, Factors]:
+    """Return projection → factors of a sublayer or of the head (`lm_head`).
+
+    Args:
+        folder: of the finished stage.
+        index: of the sublayer.
+        device: where to.
+
+    Raises:
+        CorruptCheckpoint: a file is missing or damaged.
+    """
+    return read_file(_factors_path(folder, index), device)
+
+
+def _factors_path(folder: Path, index: int | Literal["head"]) -> Path:
+    return folder / (HEAD_FILE if index == "head" else factor_file(index))
+
+
+class FactorFiles:
+    """The factors of a finished stage; beside a GPU, the next ones are read ahead."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder = folder
+        self.device = device
+        self._ahead: dict[Path, Future[StoredFactors]] = {}
+
+    def read(self, index: int | Literal["head"]) -> dict[str, Factors]:
+        """See `read_factors`."""
+        path = _factors_path(self.folder, index)
+        ahead = self._ahead.pop(path, None)
+        stored = ahead.result() if ahead else StoredFactors.read(path)
+        if self.device.type == "cuda" and index != "head":
+            following = _factors_path(self.folder, index + 1)
+            following = following if following.exists() else _factors_path(self.folder, "head")
+            self._ahead[following] = helpers().submit(StoredFactors.read, following, pinned=True)
+        return unpacked(stored, self.device)
+
+
+def spread_rows(folder: Path, count: int) -> torch.Tensor:
+    """Return `count` rows of text, or all there are, evenly spread over the quantizing mix.
+
+    Args:
+        folder: of `tokenize`.
+        count: rows wanted.
+
+    Returns:
+        int64 (rows, t); rows of random tokens and of noise are left out.
+
+    Raises:
+        CalibrationError: the mix has no text.
+    """
+    ids, suited = text_rows(folder)
+    if not suited:
+        raise CalibrationError(
+            f"none of the {len(ids)} calibration rows is text, which gradients need; ask for "
+            "more rows, or set the sensitivity's kind to `error`"
+        )
+    count = min(count, len(suited))
+    return ids[[suited[place * len(suited) // count] for place in range(count)]]
+
+
+def head_block(block: int) -> int:
+    """Return the most out-features per block of the head; nothing else limits a single block."""
+    return min(block or HEAD_BLOCK, HEAD_BLOCK)
+
+
+def states_between(count: int) -> int:
+    """Return how many sublayers lie between stored states: √count, rounded up."""
+    return math.ceil(math.sqrt(count))
+
+
+def kept_states(count: int) -> int:
+    """Return how many states of `count` sublayers are kept at a time at most."""
+    return 2 * states_between(count)
+
+
+def disk_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
+    """Forecast the disk that the stage takes at most; the factors stay, the states go."""
+    factors = sum(factor_bytes(s.projections, block=options.block) for s in spec.sublayers)
+    factors += factor_bytes((spec.head,), block=head_block(options.block))
+    files = kept_states(len(spec.sublayers)) + 2  # and gradients, the last two times
+    return factors + files * options.rows * row_tokens * spec.hidden_size * DTYPE.itemsize
+
+
+def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
+    """Forecast the memory that the stage takes: states, gradients, one sublayer and its sums."""
+    states = options.rows * row_tokens * spec.hidden_size
+    score = spec.attention.num_heads * row_tokens**2
+    largest = max(
+        sum(
+            p.in_features * p.out_features + p.in_features**2 + p.out_features * 2 * row_tokens
+            for p in s.projections
+        )
+        + factor_bytes(s.projections, block=options.block) // 2
+        for s in spec.sublayers
+    )
+    head = spec.hidden_size * spec.vocab_size
+    head += factor_bytes((spec.head,), block=head_block(options.block)) // 2
+    head += 4 * min(LOGIT_ELEMENTS, row_tokens * spec.vocab_size)
+    return (3 * states + max(largest + 4 * score, head)) * DTYPE.itemsize
+
+
+class InputStates:
+    """The states entering each sublayer, those kept that cost most to make again.
+
+    Beside a GPU they are kept in main memory if there is room: it makes them anew faster than a
+    disk returns them.
+    """
+
+    def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
+        self.run = run
+        self.model = model
+        self.ids = ids
+        self.order = model.spec.sublayers
+        self.every = states_between(len(self.order))
+        size = ids.numel() * model.spec.hidden_size * DTYPE.itemsize
+        room = KEPT_SHARE * (available_memory() or 0)
+        self.in_memory = model.device.type == "cuda" and kept_states(len(self.order)) * size < room
+        self.kept: dict[int, HostTensors] = {}
+
+    def at(self, index: int) -> torch.Tensor:
+        """Return the states fp32 (rows, t, hidden) entering sublayer `index`, or the head's.
+
+        Those between the last ones kept and these are kept if the way back needs them.
+        """
+        folder = self.run.folder
+        start, states = self._nearest(index)
+        self.kept = {at: kept for at, kept in self.kept.items() if at < index}
+        dense_from = (index - 1) // self.every * self.every
+        for sublayer in self.model.sublayers(self.order[start:index]):
+            advance(sublayer, states)
+            spec = sublayer.spec
+            after = spec.index + 1
+            if after >= dense_from or after % self.every == 0:
+                self._keep(after, states)
+            total = folder.manifest.total
+            self.run.tick(folder.manifest.cursor, total, f"forward {spec.name}")
+            self.run.stop_if_asked()
+        return states
+
+    def drop(self, from_index: int = 0) -> None:
+        """Delete the files of states entering sublayers from an index on; no resume needs them."""
+        self.run.folder.remove([self._name(i) for i in range(from_index, len(self.order) + 1)])
+
+    def _keep(self, index: int, states: torch.Tensor) -> None:
+        if self.in_memory:
+            own = states if states.is_cuda else states.clone()
+            self.kept[index] = to_host({"states": own}, hold=True)
+            return
+        name = self._name(index)
+        path = self.run.folder.path / name
+        self.run.folder.commit(name, write_tensors(path, {"states": states}))
+
+    def _nearest(self, index: int) -> tuple[int, torch.Tensor]:
+        folder = self.run.folder
+        for at in range(index, 0, -1):
+            if at in self.kept:
+                return at, self.model.placed(self.kept[at]()["states"])
+            if folder.valid(self._name(at)):
+                states = read_tensors(folder.path / self._name(at))["states"]
+                return at, self.model.placed(states)
+        return 0, self.model.initial_states(self.ids)
+
+    def _name(self, index: int) -> str:
+        return f"{STATES_DIR}/{index:04d}.safetensors"
+
+
+Projections = tuple[ProjectionSpec, ...]
+
+
+class _WayBack:
+    """The walk from the head to the first sublayer that lacks its factors."""
+
+    def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
+        self.run = run
+        self.model = model
+        self.options = run.config.sensitivity
+        self.inputs = InputStates(run, model, ids)
+        self.tokens = ids.numel()
+        self.order = model.spec.sublayers
+
+    def walk(self) -> None:
+        """Commit every missing file and leave nothing else behind."""
+        folder = self.run.folder
+        is_open = [not folder.valid(name) for name in factor_files(self.model.spec)]
+        if any(is_open):
+            last = len(self.order) - is_open[::-1].index(True)
+            device = self.model.device
+            with Background(device) as self.results, Background(device) as self.saves:
+                first = is_open.index(True)
+                order = self.order[first : self._begin(last, is_open)]
+                for sublayer in self.model.sublayers(order[::-1]):
+                    self._sublayer(sublayer)
+        self.inputs.drop()
+
+    def _begin(self, last_open: int, is_open: list[bool]) -> int:
+        """Take the gradients from which the walk goes on, and return how many sublayers precede."""
+        folder = self.run.folder
+        folder.manifest.cursor = is_open.count(False)
+        self.run.tick(folder.manifest.cursor, folder.manifest.total)
+        saved = folder.load_states()
+        if saved is not None and saved[0] > last_open:
+            start, self.gradient = saved[0], self.model.placed(saved[1])
+            return start
+        self._head()
+        return len(self.order)
+
+    def _head(self) -> None:
+        begun = time.monotonic()
+        block = head_block(self.options.block)
+        projections = (self.model.spec.head,)
+        sums = self._sums(HEAD_FILE, projections, block=block)
+        states = self.inputs.at(len(self.order))
+        self.gradient = head_backward(
+            self.model.head(), states, seed=self.options.seed, sums=sums.get(projections[0].name)
+        )
+        self._finish(len(self.order), HEAD_FILE, projections, sums, begun)
+
+    def _sublayer(self, sublayer: Sublayer) -> None:
+        begun, spec = time.monotonic(), sublayer.spec
+        name = factor_file(spec.index)
+        sums = self._sums(name, spec.projections, block=self.options.block)
+        states = self.inputs.at(spec.index)
+        sublayer_backward(sublayer, states, self.gradient, sums)
+        self._finish(spec.index, name, spec.projections, sums, begun)
+
+    def _sums(self, name: str, projections: Projections, *, block: int) -> Sums:
+        """Return empty sums of projections, or none if their file is there."""
+        if self.run.folder.valid(name):
+            return {}
+        device = self.model.device
+        return {
+            p.name: FactorSum(p.in_features, p.out_features, block=block, device=device)
+            for p in projections
+        }
+
+    def _finish(
+        self, index: int, name: str, projections: Projections, sums: Sums, begun: float
+    ) -> None:
+        """Commit factors and gradients, and drop the states that no resume needs."""
+        folder = self.run.folder
+        if sums:
+            store = storing_factors(folder.path / name, projections, sums, self.tokens)
+
+            def commit(sha256: str) -> None:
+                folder.commit(name, sha256, cursor=folder.manifest.cursor + 1)
+                log.info("%s elapsed=%.2fs", projections[0].key, time.monotonic() - begun)
+                self.run.tick(folder.manifest.cursor, folder.manifest.total, projections[0].key)
+                self._drop(index)
+
+            self.results.store(store, commit)
+        else:
+            self._drop(index)
+        is_last = self.run.stop.signum is not None
+        if is_last or (self.saves.is_idle() and folder.states_are_due()):
+            save_states(folder, self.gradient, index, self.saves)
+        if is_last:
+            self.results.wait()
+            self.saves.wait()
+        self.run.stop_if_asked()
+
+    def _drop(self, index: int) -> None:
+        states = self.run.folder.manifest.states
+        if states is not None:
+            self.inputs.drop(max(index, states.index))
+
+
+@tensor_cores()
+@torch.no_grad()
+def sensitivity(run: StageRun) -> None:
+    """Write the factors of every sublayer and of the head into the stage folder."""
+    model = SourceModel.open(run.config, run.device, gradients=True)
+    run.folder.manifest.total = len(model.spec.sublayers) + 1
+    ids = spread_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
+    remedied(model, lambda model: _WayBack(run, model, ids).walk())
+    run.tick(run.folder.manifest.total, run.folder.manifest.total)
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {**config.sensitivity.model_dump(), "rope": config.rope.model_dump()}
+
+
+SENSITIVITY = Stage(
+    name="sensitivity",
+    schema=1,
+    inputs=("tokenize",),
+    options=_options,
+    run=sensitivity,
+    enabled=lambda config: config.sensitivity.kind == "fisher",
+)

@@ -1,0 +1,214 @@
+"""Text to calibration rows: fixed-length token sequences a model is measured and quantized on.
+
+The standard set is mixed from nine kinds of rows in fixed proportions, at any row count; a user's
+Parquet file is read from its start. Text that is too short gives overlapping rows instead of fewer
+(`cutting.py`), and a note says so.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from exl2flow.calibration_data import standard
+from exl2flow.core.errors import ConfigError, NotEnoughRows
+from exl2flow.quant.tokenize.cutting import Stream, cut, overlaps, row_offsets, shuffled
+from exl2flow.quant.tokenize.parquet import records
+
+log = logging.getLogger(__name__)
+
+# Rows of each kind for measuring and for quantizing, in row order; 19 and 115 without noise. The
+# proportions are those of the original converter, the text is this project's own.
+MIX: Mapping[str, tuple[int, int]] = {
+    "web": (2, 10),
+    "encyclopedia": (4, 48),
+    "code": (3, 15),
+    "stories": (2, 10),
+    "multilingual": (3, 15),
+    "shuffled": (1, 5),
+    "random": (2, 2),
+    "technical": (2, 10),
+    "noise": (5, 30),
+}
+TEXT_KINDS = ("web", "encyclopedia", "code", "stories", "multilingual", "technical")
+ROW_STEP = 32  # a row is a multiple of this many tokens
+NOISE_ID = -1
+
+
+class Encoder(Protocol):
+    """What calibration needs of a tokenizer."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """How many rows, how long, and mixed how.
+
+    `mix` and `noise` matter to the standard set only. Random ids are below `vocab_size`, or below
+    the tokenizer's when it is None.
+    """
+
+    rows: int
+    row_tokens: int
+    mix: Literal["measure", "quantize"] = "quantize"
+    vocab_size: int | None = None
+    noise: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"`rows` is {self.rows}; ask for at least 1")
+        if self.row_tokens < 1 or self.row_tokens % ROW_STEP:
+            raise ConfigError(
+                f"`row_tokens` is {self.row_tokens}; give a positive multiple of {ROW_STEP}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRows:
+    """ids: int64 (rows, row_tokens), -1 in noise rows; kinds: one per row; notes: on short text."""
+
+    ids: torch.Tensor
+    kinds: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def calibration_rows(parquet: Path | None, encode: Encoder, request: RowRequest) -> CalibrationRows:
+    """Return rows of the standard set, or of the text columns of `parquet`.
+
+    Raises:
+        CalibrationError: the file cannot be read or holds no text.
+        NotEnoughRows: the text is shorter than one row.
+    """
+    if parquet is None:
+        made = _standard_rows(standard(), encode, request)
+    else:
+        made = _own_rows(parquet, encode, request)
+    level = logging.INFO if parquet is None else logging.WARNING
+    for note in made.notes:
+        log.log(level, "%s", note)
+    return made
+
+
+def joined(first: CalibrationRows, second: CalibrationRows) -> CalibrationRows:
+    """Return the rows of both, those of `first` before; rows are of equal length."""
+    return CalibrationRows(
+        ids=torch.cat([first.ids, second.ids]),
+        kinds=first.kinds + second.kinds,
+        notes=first.notes + second.notes,
+    )
+
+
+def row_counts(request: RowRequest) -> dict[str, int]:
+    """Share the rows among the kinds by largest remainder, ties in table order."""
+    column = ("measure", "quantize").index(request.mix)
+    shares = {kind: MIX[kind][column] for kind in MIX if request.noise or kind != "noise"}
+    total = sum(shares.values())
+    counts = {kind: request.rows * share // total for kind, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda kind: -(request.rows * shares[kind] % total))
+    for kind in by_remainder[: request.rows - sum(counts.values())]:
+        counts[kind] += 1
+    return counts
+
+
+def short_notes(kind: str, total: int, offsets: Sequence[int], length: int) -> list[str]:
+    """Say what was done because the `total` tokens of a kind are too few."""
+    size = f"{kind}: {total} tokens for {len(offsets)} rows of {length}"
+    notes = []
+    if total < length:
+        notes.append(f"{size}; text of other kinds follows it")
+    if overlaps(offsets, length):
+        same = "rows overlap" if len(set(offsets)) == len(offsets) else "some rows are equal"
+        notes.append(f"{size}; {same}")
+    return notes
+
+
+def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRows:
+    texts: dict[str, list[str]] = {kind: [] for kind in TEXT_KINDS}
+    for kind, text in records(path, ["kind", "text"]):
+        texts[kind].append(text)
+    streams = {kind: _stream(kind, texts[kind], encode) for kind in TEXT_KINDS}
+    generator = torch.Generator().manual_seed(request.seed)
+    length = request.row_tokens
+    counts = {kind: count for kind, count in row_counts(request).items() if count}
+    blocks: list[torch.Tensor] = []  # each int64 (count, row_tokens)
+    notes: list[str] = []
+    for kind, count in counts.items():
+        if kind == "noise":
+            blocks.append(torch.full((count, length), NOISE_ID))
+        elif kind == "random":
+            below = request.vocab_size or encode.vocab_size
+            blocks.append(torch.randint(below, (count, length), generator=generator))
+        elif kind == "shuffled":
+            stream = _long_enough("multilingual", streams, length)
+            blocks.append(shuffled(stream.ids, count, length, generator))
+        else:
+            stream = _long_enough(kind, streams, length)
+            offsets = row_offsets(stream, count, length)
+            blocks.append(cut(stream, offsets, length, bos=encode.bos_token_id))
+            notes += short_notes(kind, len(streams[kind].ids), offsets, length)
+    kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
+    return CalibrationRows(ids=torch.cat(blocks), kinds=kinds, notes=tuple(notes))
+
+
+def _stream(kind: str, texts: Sequence[str], encode: Encoder) -> Stream:
+    """Tokenize one kind: articles and stories one by one with BOS and EOS, the others at once."""
+    if kind not in ("encyclopedia", "stories"):
+        between = "\n\n" if kind == "web" else "\n"
+        return Stream(encode.encode(between.join(f"{text}\n" for text in texts)))
+    stream = Stream()
+    for text in texts:
+        body = text.partition("\n")[2].strip() if kind == "encyclopedia" else text
+        ids = encode.encode(body, add_bos=True, add_eos=True)
+        has_bos = ids[:1] == [encode.bos_token_id]
+        stream.starts.append(len(stream.ids) + has_bos)
+        stream.ids.extend(ids)
+    return stream
+
+
+def _long_enough(kind: str, streams: Mapping[str, Stream], length: int) -> Stream:
+    """Return the kind's stream, followed by those of other kinds if it is shorter than a row."""
+    own = streams[kind]
+    if len(own.ids) >= length:
+        return own
+    ids = list(own.ids)
+    after = TEXT_KINDS.index(kind) + 1
+    for other in (*TEXT_KINDS[after:], *TEXT_KINDS[: after - 1]):
+        if len(ids) < 2 * length:
+            ids += streams[other].ids
+    if len(ids) < length:
+        raise NotEnoughRows(
+            f"the standard calibration set has {len(ids)} tokens with this tokenizer, one row "
+            f"needs {length}; lower `row_tokens` or give a longer Parquet file of your own"
+        )
+    return Stream(ids, own.starts)
+
+
+def _own_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRows:
+    """Concatenate the records' tokens without BOS and EOS and cut them into rows."""
+    count, length = request.rows, request.row_tokens
+    ids: list[int] = []
+    for values in records(path, None):
+        ids += encode.encode(" ".join(values))
+        if len(ids) >= count * length:
+            break
+    if len(ids) < length:
+        raise NotEnoughRows(
+            f"`{path}` has {len(ids)} tokens, one row needs {length} and {count} rows need "
+            f"{count * length}; add text or lower `row_tokens`"
+        )
+    stream = Stream(ids)
+    offsets = row_offsets(stream, count, length)
+    notes = short_notes(path.name, len(ids), offsets, length)
+    rows = cut(stream, offsets, length, bos=None)
+    return CalibrationRows(ids=rows, kinds=("text",) * count, notes=tuple(notes))

@@ -1,0 +1,181 @@
+"""The tokenize stage: calibration text → token rows for measuring and for quantizing."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from exl2flow import calibration_data
+from exl2flow.core.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.errors import NotEnoughRows
+from exl2flow.core.files import (
+    digest,
+    digest_of,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.model import ChatTemplate, Tokenizer, resolve
+from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream
+from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
+
+SHARED_TOKENS = 32  # a run as long as this, found in two rows, is taken for shared text
+NO_TEXT = ("random", "noise")  # kinds of rows that are not text
+
+log = logging.getLogger(__name__)
+
+Mix = Literal["measure", "quantize"]
+Maker = Callable[[RowRequest], CalibrationRows]
+
+
+def load_rows(folder: Path, mix: Mix) -> torch.Tensor:
+    """Return calibration rows int64 (rows, t) from the stage folder of `tokenize`."""
+    return read_tensors(folder / ROWS_FILE)[mix]
+
+
+def tokenize(run: StageRun) -> None:
+    """Write the rows of both mixes into the stage folder."""
+    options = run.config.calibration
+    tokenizer = Tokenizer.load(run.config.source)
+    spec = resolve(run.config.source)
+    special = _maker(run, tokenizer)
+    sizes: dict[Mix, tuple[int, int]] = {
+        "measure": (options.measure_rows, options.measure_row_tokens),
+        "quantize": (options.rows, options.row_tokens),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    kinds = {}
+    for mix, (rows, row_tokens) in sizes.items():
+        request = RowRequest(
+            rows=rows,
+            row_tokens=row_tokens,
+            mix=mix,
+            vocab_size=spec.vocab_size,
+            noise=spec.family.noise_rows,
+            seed=options.seed,
+        )
+        made = _mixed(options, tokenizer, request, special=special)
+        tensors[mix] = made.ids
+        kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
+        for note in made.notes:
+            run.folder.note(f"{mix} rows: {note}")
+    write_json(run.folder.path / KINDS_FILE, kinds)
+    run.folder.commit(KINDS_FILE, digest(run.folder.path / KINDS_FILE))
+    sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
+    run.folder.commit(ROWS_FILE, sha256, cursor=1)
+    run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")
+
+
+def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
+    """Return what makes the rows of `chat` or `self`; None for other texts."""
+    match run.config.calibration.text:
+        case "chat":
+            template = ChatTemplate.load(run.config.source, tokenizer)
+            return partial(chat_rows, dialogue_stream(template, tokenizer))
+        case "self":
+            return partial(composed_rows, run.inputs["compose"])
+        case _:
+            return None
+
+
+def text_rows(folder: Path) -> tuple[torch.Tensor, list[int]]:
+    """Return the quantizing rows int64 (rows, t), and which of them hold text."""
+    ids = load_rows(folder, "quantize")
+    kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
+    return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
+
+
+def judging_rows(held_out: int, rows: int) -> int:
+    """Return how many of `rows` rows of text are set aside: `held_out`, at most half."""
+    return min(held_out, rows // 2)
+
+
+def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide the text among the quantizing rows of `tokenize`.
+
+    Args:
+        folder: stage folder of `tokenize`.
+        held_out: rows to set aside; fewer if that would be more than half.
+
+    Returns:
+        Rows to train on and rows that judge, int64 (rows, t); the latter spread over all kinds,
+        the former those that share no text with them.
+
+    Raises:
+        NotEnoughRows: there are fewer than two rows of text.
+    """
+    ids, text = text_rows(folder)
+    if len(text) < 2:
+        raise NotEnoughRows(
+            f"judging needs two rows of text, the calibration rows have {len(text)}; raise `--rows`"
+        )
+    count = judging_rows(held_out, len(text))
+    places = {(2 * i + 1) * len(text) // (2 * count) for i in range(count)}
+    judges = [row for place, row in enumerate(text) if place in places]
+    others = [row for place, row in enumerate(text) if place not in places]
+    return rows_apart(ids[others], ids[judges]), ids[judges]
+
+
+def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
+    """Return the training rows that share no text with a held-out one; all, if every one does.
+
+    Rows of a text that is too short overlap, and what was trained on cannot judge.
+    """
+    known = {piece for row in held_out for piece in _pieces(row, step=1)}
+    apart = [known.isdisjoint(_pieces(row, step=SHARED_TOKENS)) for row in training]
+    return training[torch.tensor(apart)] if any(apart) else training
+
+
+def _pieces(row: torch.Tensor, *, step: int) -> set[tuple[int, ...]]:
+    """Return the runs of `SHARED_TOKENS` tokens that begin at every `step`-th place of a row."""
+    tokens = row.tolist()
+    last = max(0, len(tokens) - SHARED_TOKENS)
+    return {tuple(tokens[i : i + SHARED_TOKENS]) for i in range(0, last + 1, step)}
+
+
+def _mixed(
+    options: CalibrationOptions, tokenizer: Tokenizer, request: RowRequest, *, special: Maker | None
+) -> CalibrationRows:
+    """Return rows of `special`, as many as the options say, followed by those of the text."""
+    count = options.special_rows(request.rows)
+    if special is None:
+        return calibration_rows(options.file, tokenizer, request)
+    made = special(replace(request, rows=count))
+    if count == request.rows:
+        return made
+    rest = replace(request, rows=request.rows - count)
+    return joined(made, calibration_rows(None, tokenizer, rest))
+
+
+def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
+    """Return the first rows that the source wrote itself, from the folder of `compose`."""
+    ids = read_tensors(folder / ROWS_FILE)[COMPOSED]  # (rows, t) of the larger mix
+    described = read_json(folder / KINDS_FILE)
+    return CalibrationRows(
+        ids=ids[: request.rows, : request.row_tokens].contiguous(),
+        kinds=tuple(described["kinds"][: request.rows]),
+        notes=tuple(described["notes"]),
+    )
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    calibration = config.calibration
+    options = calibration.model_dump(mode="json", exclude={"text", "share"})
+    file = calibration.file or calibration_data.standard()
+    options |= {"file": digest(file), "own": calibration.file is not None}
+    if calibration.special_rows(1):
+        options |= {"text": calibration.text, "share": calibration.share}
+    if calibration.text == "chat":
+        template = ChatTemplate.load(config.source, Tokenizer.load(config.source))
+        options["dialogues"] = digest(calibration_data.chat())
+        options["template"] = digest_of([template.text, template.special_tokens])
+    return options
+
+
+TOKENIZE = Stage(name="tokenize", schema=1, inputs=("compose",), options=_options, run=tokenize)

@@ -1,0 +1,246 @@
+"""Distillation of the quantized model from the source: steps, judgements, and their state.
+
+Every step's crop, rate and arithmetic follow from the seed and the step's number alone, so that a
+state saved between two steps is all that a run needs to go on.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from exl2flow.core.config import TuneOptions
+from exl2flow.core.errors import NonFiniteState
+from exl2flow.model import Head, Linear, Sublayer, build_embedding
+from exl2flow.model.spec import EMBEDDING_KEY
+from exl2flow.quant.tune.tuned_model import TunedModel
+from exl2flow.quant.walk.source_model import SourceModel
+
+WARM_UP = 0.05  # share of the steps in which the rates rise
+LEAST_RATE = 0.05  # share of the rates at the last step
+KEPT_BYTES = 1 << 30  # activations up to here are kept for the backward pass, not computed again
+BETAS = (0.9, 0.999)
+RATED_KL = 0.25  # nats at which rates hold; what is to be moved grows with the root of them
+EPSILON = 1e-12  # gradients of single embedding entries are tiny
+
+
+class NarrowLinear:
+    """A fixed linear map that is held in the dtype of its file and widened for every use."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        self._weight = linear.weight.to(dtype)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight fp32 (n, k)."""
+        return self._weight.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Reference:
+    """The source model, whole and fixed; computes in fp32."""
+
+    def __init__(self, source: SourceModel) -> None:
+        spec, tensors = source.spec, source.tensors
+        dtype = tensors.dtype(f"{EMBEDDING_KEY}.weight")
+        self.embedding = build_embedding(spec, tensors, dtype=dtype, device=source.device)
+        self.sublayers: list[Sublayer] = []
+        for sublayer in spec.sublayers:
+            built = source.sublayer(sublayer)
+            for p in sublayer.projections:
+                stored_as = tensors.dtype(f"{p.key}.weight")
+                built.linears[p.name] = NarrowLinear(built.linears[p.name], stored_as)
+            self.sublayers.append(built)
+        head = source.head()
+        tied = f"{spec.head.key}.weight" not in tensors
+        stored_as = dtype if tied else tensors.dtype(f"{spec.head.key}.weight")
+        self.head = Head(final_norm=head.final_norm, linear=NarrowLinear(head.linear, stored_as))
+
+    @torch.no_grad()
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the states before the final norm, (b, t, hidden), of token ids (b, t)."""
+        hidden = self.embedding(ids).float()
+        for sublayer in self.sublayers:
+            hidden = sublayer(hidden)
+        return hidden
+
+
+class Crops:
+    """Random pieces of rows: all rows in turn, in an order of each round's own."""
+
+    def __init__(self, rows: torch.Tensor, *, tokens: int, seed: int, bos: int | None) -> None:
+        """Cut from rows int64 (rows, t); crops of rows that begin with `bos` begin with it, too."""
+        self.rows = rows
+        self.tokens = min(tokens, rows.shape[1])
+        self.seed = seed
+        self.bos = bos
+
+    def __call__(self, step: int) -> torch.Tensor:
+        """Return the crop of a step, int64 (1, tokens)."""
+        lap, place = divmod(step, len(self.rows))
+        order = np.random.default_rng((self.seed, 0, lap)).permutation(len(self.rows))
+        row = self.rows[order[place]]
+        last = len(row) - self.tokens
+        begin = np.random.default_rng((self.seed, 1, step)).integers(last, endpoint=True)
+        crop = row[begin : begin + self.tokens].clone()
+        if self.bos is not None and int(row[0]) == self.bos:
+            crop[0] = self.bos
+        return crop[None]
+
+
+class Distillation:
+    """A training run: its step, Adam's moments, the judgements, and the best values so far."""
+
+    def __init__(
+        self,
+        source: SourceModel,
+        model: TunedModel,
+        options: TuneOptions,
+        *,
+        training: torch.Tensor,
+        held_out: torch.Tensor,
+    ) -> None:
+        """Begin at step 0; rows are int64 (rows, t)."""
+        self.model = model
+        self.options = options
+        self.device = source.device
+        self.reference = Reference(source)
+        self.crops = Crops(
+            training, tokens=options.tokens, seed=options.seed, bos=source.spec.bos_token_id
+        )
+        self.held_out = held_out.to(self.device)
+        self.held_out_states = [self.reference.hidden(row[None])[0] for row in self.held_out]
+        self.parameters = model.parameters
+        self.values = [p.value for p in self.parameters]
+        self.optimizer = torch.optim.Adam(
+            [{"params": [p.value], "lr": p.rate} for p in self.parameters],
+            betas=BETAS,
+            eps=EPSILON,
+        )
+        for value in self.values:  # made now, so that a saved state has somewhere to go
+            self.optimizer.state[value] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(value, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(value, requires_grad=False),
+            }
+        self.step = 0
+        self.judgements: list[float] = []
+        self.best = [value.detach().clone() for value in self.values]
+        self.checkpointed = model.kept_bytes(self.crops.tokens) > KEPT_BYTES
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether all steps are done, or nothing has improved for long."""
+        return self.step >= self.options.steps or self._stale >= self.options.patience
+
+    @property
+    def _stale(self) -> int:
+        """The judgements since the best one."""
+        return len(self.judgements) - 1 - self.judgements.index(min(self.judgements))
+
+    @property
+    def summary(self) -> str:
+        """The divergence on the held-out rows: first, now, best."""
+        first, now, best = self.judgements[0], self.judgements[-1], min(self.judgements)
+        return f"KL on rows set aside {first:.4f} -> {now:.4f}, best {best:.4f}"
+
+    def report(self) -> dict[str, object]:
+        """Return the judgements as JSON: nats per token on the held-out rows."""
+        interval = self.options.interval
+        steps = [min(i * interval, self.step) for i in range(len(self.judgements))]
+        best = self.judgements.index(min(self.judgements))
+        return {
+            "steps": self.step,
+            "best_step": steps[best],
+            "first_kl": self.judgements[0],
+            "best_kl": self.judgements[best],
+            "judgements": [list(pair) for pair in zip(steps, self.judgements, strict=True)],
+        }
+
+    def advance(self) -> None:
+        """Do one step; the first judgement is to be there."""
+        share = rate_share(self.step, self.options.steps)
+        distance = math.sqrt(self.judgements[0] / RATED_KL)
+        for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
+            group["lr"] = parameter.rate * share * (1.0 if parameter.is_code else distance)
+        ids = self.crops(self.step).to(self.device)
+        target = self.reference.hidden(ids)[0]
+        hidden = self.model.hidden(ids, checkpointed=self.checkpointed)[0]
+        loss = self.model.divergence(hidden, self.reference.head, target)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        self.optimizer.step()
+        self.step += 1
+
+    def judge_when_due(self) -> bool:
+        """Judge at every interval and after the last step; tell whether that was now."""
+        is_due = self.step % self.options.interval == 0 or self.step >= self.options.steps
+        if is_due:
+            self.judge()
+        return is_due
+
+    @torch.no_grad()
+    def judge(self) -> None:
+        """Take the divergence on the held-out rows, and keep the values if it is the least.
+
+        Raises:
+            NonFiniteState: the first divergence is NaN or infinite.
+        """
+        total = torch.zeros((), device=self.device)
+        for row, target in zip(self.held_out, self.held_out_states, strict=True):
+            hidden = self.model.hidden(row[None])[0]
+            total += self.model.divergence(hidden, self.reference.head, target)
+        found = float(total / len(self.held_out))
+        if not self.judgements and not math.isfinite(found):
+            raise NonFiniteState(
+                "the divergence of the quantized model from its source is not finite on the "
+                "rows set aside; check the source, or try other calibration data"
+            )
+        self.judgements.append(found)
+        if self._stale == 0:
+            for best, value in zip(self.best, self.values, strict=True):
+                best.copy_(value)
+
+    @torch.no_grad()
+    def recall_best(self) -> None:
+        """Put the best values back into the model."""
+        for best, value in zip(self.best, self.values, strict=True):
+            value.copy_(best)
+
+    def state(self) -> torch.Tensor:
+        """Return all that changes from step to step beside `step`, fp32 on the CPU."""
+        flat = [tensor.detach().reshape(-1).cpu() for tensor in self._changing()]
+        return torch.cat([*flat, torch.tensor(self.judgements)])  # judgements are fp32 already
+
+    @torch.no_grad()
+    def restore(self, step: int, state: torch.Tensor) -> None:
+        """Go on from what `state` returned after a step."""
+        begin = 0
+        for tensor in self._changing():
+            tensor.copy_(state[begin : begin + tensor.numel()].view(tensor.shape))
+            begin += tensor.numel()
+        for value in self.values:
+            self.optimizer.state[value]["step"].fill_(step)
+        self.judgements = state[begin:].tolist()
+        self.step = step
+
+    def _changing(self) -> list[torch.Tensor]:
+        """Return the tensors of a saved state, in order."""
+        moments = [
+            self.optimizer.state[v][m] for m in ("exp_avg", "exp_avg_sq") for v in self.values
+        ]
+        return [*self.values, *moments, *self.best]
+
+
+def rate_share(step: int, steps: int) -> float:
+    """Return the share of the rates at a step: a linear rise, then half a cosine wave."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    angle = math.pi * (step - warm) / max(1, steps - warm)
+    return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(angle)) / 2

@@ -1,0 +1,170 @@
+"""The tune stage: distil what stays continuous from the source, judged on rows set aside.
+
+Adam lowers the KL divergence from the source on random crops of the calibration text. Rows that it
+never sees judge; the best state that they have met is written, which may be the first one. A run
+that was killed goes on from its last saved state and gives the same bytes.
+"""
+
+import json
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from exl2flow.core.config import ConversionConfig, TuneOptions
+from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.stage import Stage, StageRun
+from exl2flow.kernels import tensor_cores
+from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
+from exl2flow.quant.quantize.stage import (
+    HEAD_FILE,
+    read_report,
+    result_files,
+    sublayer_file,
+)
+from exl2flow.quant.quantize.stored_form import reconstruction_digest
+from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
+from exl2flow.quant.tune.trainable import TunedLinear
+from exl2flow.quant.tune.tuned_model import TunedModel
+from exl2flow.quant.walk.source_model import SourceModel
+
+log = logging.getLogger(__name__)
+
+PLAIN_FILE = "sublayers/plain.safetensors"  # norms and embedding, fp16, under the source's names
+TUNING_FILE = "tuning.json"  # the judgements
+
+
+def tuned_files(spec: ModelSpec) -> list[str]:
+    """Return the files of tensors of a finished `tune` stage: those of `quantize`, and plain."""
+    return [*result_files(spec), PLAIN_FILE]
+
+
+def tuned_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return norms and embedding fp16 by the source's names, from the stage folder of `tune`."""
+    return read_tensors(folder / PLAIN_FILE)
+
+
+def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
+    """Forecast the bytes on the device that tuning needs beside the process itself.
+
+    The whole source as its files hold it, the codes of the whole model, Adam's state, one
+    sublayer's and the head's matrices, a step's logits, and the activations.
+    """
+    tensors = TensorFiles(spec.source_dir)
+    sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
+    head = spec.head.in_features * spec.head.out_features
+    codes = sum(sizes) + head
+    trained = head * bool(options.embedding_rate) + codes * bool(options.code_rate)
+    logits = options.tokens * spec.vocab_size
+    return (
+        sum(map(tensors.nbytes, tensors.names))
+        + codes
+        + 4 * (5 * trained + 3 * (max(sizes) + head) + 4 * logits)
+        + KEPT_BYTES
+    )
+
+
+@tensor_cores()
+@torch.enable_grad()  # stages before this one leave inference mode behind, not gradients
+def tune(run: StageRun) -> None:
+    """Write complete replacements of the files of `quantize`, and the tuned plain tensors.
+
+    Raises:
+        NotEnoughRows: the calibration rows hold less than two rows of text.
+        ReconstructionMismatch: what is packed decodes to something else than what was judged.
+    """
+    spec = resolve(run.config.source)
+    run.folder.manifest.total = run.config.tune.steps
+    if not all(map(run.folder.valid, [*tuned_files(spec), TUNING_FILE])):
+        source = SourceModel.open(run.config, run.device, gradients=True)
+        model = TunedModel(source, run.inputs["quantize"], run.config.tune)
+        training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
+        work = Distillation(source, model, run.config.tune, training=training, held_out=held_out)
+        with _attention(source.device):
+            distill(run, work)
+        work.recall_best()
+        write_results(run, model, work)
+    run.folder.manifest.cursor = run.folder.manifest.total
+    run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
+
+
+def _attention(device: torch.device) -> AbstractContextManager[None]:
+    """On CUDA, use the attention whose gradient is the same in every run."""
+    on_cuda = device.type == "cuda"
+    return sdpa_kernel(SDPBackend.MATH) if on_cuda else nullcontext()
+
+
+def distill(run: StageRun, work: Distillation) -> None:
+    """Train up to the last step, saving the state now and then."""
+    saved = run.folder.load_states()
+    if saved is not None:
+        work.restore(*saved)
+    elif not work.judgements:
+        work.judge()
+    run.tick(work.step, run.folder.manifest.total)
+    while not work.finished:
+        begun = time.monotonic()
+        work.advance()
+        is_judged = work.judge_when_due()
+        is_last = work.finished or run.stop.signum is not None
+        if is_last or run.folder.states_are_due():
+            run.folder.manifest.cursor = work.step
+            run.folder.save_states(work.state(), work.step)
+        if is_judged:
+            log.info("step=%d %s elapsed=%.1fs", work.step, work.summary, time.monotonic() - begun)
+            run.tick(work.step, run.folder.manifest.total, work.summary)
+        run.stop_if_asked()
+
+
+def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
+    """Commit the files of all sublayers, of the head, the plain tensors, and the judgements."""
+    for sublayer in model.sublayers:
+        linears = [(p, sublayer.linears[p.name]) for p in sublayer.spec.projections]
+        _write_linears(run, sublayer_file(sublayer.spec), linears)
+    _write_linears(run, HEAD_FILE, [(model.spec.head, model.head)])
+    plain = model.plain_tensors()
+    run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
+    path = run.folder.path / TUNING_FILE
+    write_json(path, work.report())
+    run.folder.commit(TUNING_FILE, digest(path))
+    run.folder.note(f"tuned: {work.summary}")
+
+
+def _write_linears(
+    run: StageRun, name: str, linears: list[tuple[ProjectionSpec, TunedLinear]]
+) -> None:
+    """Write a file like that of `quantize`, whose report it takes over."""
+    report = read_report(run.inputs["quantize"] / name)
+    entries: dict[str, dict[str, object]] = report["projections"]  # type: ignore[assignment]  # JSON
+    tensors: dict[str, torch.Tensor] = {}
+    for projection, linear in linears:
+        packed = linear.export()
+        matrix = packed.to(linear.device).dequantize()
+        if not torch.equal(matrix[:, : projection.out_features].float(), linear.decode()[0]):
+            raise ReconstructionMismatch(
+                f"the tuned tensors of `{projection.key}` do not decode to the matrix that was "
+                "judged; this is a defect of exl2flow: report it with the model's name"
+            )
+        entries[projection.name]["sha256"] = reconstruction_digest(matrix)
+        tensors |= packed.to_tensors(projection.key)
+    metadata = {"report": json.dumps(report)}
+    run.folder.commit(name, write_tensors(run.folder.path / name, tensors, metadata=metadata))
+
+
+def _options(config: ConversionConfig) -> dict[str, object]:
+    return {"tune": config.tune.model_dump(), "rope": config.rope.model_dump()}
+
+
+TUNE = Stage(
+    name="tune",
+    schema=1,
+    inputs=("tokenize", "quantize"),
+    options=_options,
+    run=tune,
+    enabled=lambda config: config.tune.steps > 0,
+)

@@ -1,0 +1,176 @@
+"""The quantized model whose norms, scales, biases, embedding and codes are parameters.
+
+Its forward pass gives what a reader of the written files computes, in fp32.
+"""
+
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from exl2flow.core.config import TuneOptions
+from exl2flow.core.files import read_tensors
+from exl2flow.model import ProjectionSpec, SublayerSpec
+from exl2flow.model.attention import AttentionSublayer
+from exl2flow.model.decoder import Head, build_embedding
+from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.model.mlp import MlpSublayer
+from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
+from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
+from exl2flow.quant.tune.trainable import (
+    Parameter,
+    TunedLinear,
+    TunedNorm,
+    fits_half,
+    leaf,
+    sized,
+    stored,
+)
+from exl2flow.quant.walk.source_model import DTYPE, SourceModel
+
+LOGIT_BYTES = 1 << 26  # logits of one model held at a time
+
+
+class TunedSublayer:
+    """A sublayer of trained linears and norms."""
+
+    def __init__(
+        self, source: SourceModel, spec: SublayerSpec, options: TuneOptions, quantized: Path
+    ) -> None:
+        """Read the quantized matrices of a sublayer from the folder of `quantize`."""
+        built = source.sublayer(spec)
+        assert isinstance(built, AttentionSublayer | MlpSublayer)
+        self.spec = spec
+        self.built = built
+        tensors = read_tensors(quantized / sublayer_file(spec))
+        self.linears = {
+            p.name: read_linear(p, tensors, options, source.device) for p in spec.projections
+        }
+        built.linears.update(self.linears)
+        norms = [built.norm]
+        if isinstance(built, AttentionSublayer):
+            norms += built.head_norms
+        self.norms = {
+            key: TunedNorm(norm, options, name=f"{key}.weight")
+            for key, norm in zip(spec.norm_keys, norms, strict=True)
+        }
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """What is trained, in a fixed order."""
+        made = [norm.parameter for norm in self.norms.values()]
+        return made + [p for linear in self.linears.values() for p in linear.parameters]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states to the next hidden states, (b, t, hidden)."""
+        norm, *head_norms = (norm.current() for norm in self.norms.values())
+        self.built.norm = norm
+        if isinstance(self.built, AttentionSublayer):
+            self.built.head_norms = tuple(head_norms)
+        return self.built(hidden)
+
+
+class TunedModel:
+    """The whole quantized model on one device, in the precision of its file."""
+
+    def __init__(self, source: SourceModel, quantized: Path, options: TuneOptions) -> None:
+        """Read the source's plain tensors and the matrices in the folder of `quantize`."""
+        self.spec = source.spec
+        embedding = build_embedding(
+            source.spec, source.tensors, dtype=DTYPE, device=source.device
+        ).weight
+        rows = embedding[: source.spec.vocab_size]
+        self.embedding = leaf(fits_half(rows, f"{EMBEDDING_KEY}.weight"), source.device)
+        self.embedding_rate = options.embedding_rate
+        self.embedding.requires_grad_(bool(options.embedding_rate))
+        self.sublayers = [
+            TunedSublayer(source, spec, options, quantized) for spec in source.spec.sublayers
+        ]
+        head = source.head()
+        self.final_norm = TunedNorm(head.final_norm, options, name=f"{FINAL_NORM_KEY}.weight")
+        self.head = read_linear(
+            source.spec.head, read_tensors(quantized / HEAD_FILE), options, source.device
+        )
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """What is trained, in a fixed order."""
+        made = [p for sublayer in self.sublayers for p in sublayer.parameters]
+        made += [self.final_norm.parameter, *self.head.parameters]
+        if self.embedding_rate:
+            made.append(sized(self.embedding, self.embedding_rate))
+        return made
+
+    def hidden(self, ids: torch.Tensor, *, checkpointed: bool = False) -> torch.Tensor:
+        """Return the states before the final norm, (b, t, hidden), of token ids (b, t).
+
+        Args:
+            ids: token ids.
+            checkpointed: keep only the states between sublayers for the backward pass.
+        """
+        is_known = (ids >= 0) & (ids < len(self.embedding))
+        # not by indexing, whose gradient on several threads differs from run to run
+        hidden = stored(functional.embedding(torch.where(is_known, ids, 0), self.embedding))
+        for sublayer in self.sublayers:
+            if checkpointed:
+                hidden = checkpoint(sublayer, hidden, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = sublayer(hidden)
+        return hidden
+
+    def kept_bytes(self, tokens: int) -> int:
+        """Forecast what a backward pass over `tokens` keeps unless checkpointed."""
+        width = sum(
+            p.in_features + 3 * p.out_features for s in self.spec.sublayers for p in s.projections
+        )
+        weights = sum(
+            p.in_features * p.out_features for s in self.spec.sublayers for p in s.projections
+        )
+        return 4 * (weights + tokens * width)
+
+    def plain_tensors(self) -> dict[str, torch.Tensor]:
+        """Return embedding and norms as they are stored, fp16 on the CPU, by the source's names."""
+        norms = {key: norm for s in self.sublayers for key, norm in s.norms.items()}
+        norms[FINAL_NORM_KEY] = self.final_norm
+        values = {EMBEDDING_KEY: self.embedding} | {key: n.value for key, n in norms.items()}
+        return {f"{key}.weight": value.detach().half().cpu() for key, value in values.items()}
+
+    def divergence(self, hidden: torch.Tensor, head: Head, reference: torch.Tensor) -> torch.Tensor:
+        """Return the mean KL divergence in nats of one row from the source.
+
+        Args:
+            hidden: this model's states before the final norm, (t, hidden).
+            head: the source's.
+            reference: the source's states, (t, hidden).
+        """
+        normed = self.final_norm.current()(hidden)
+        step = max(1, LOGIT_BYTES // (4 * self.spec.vocab_size))
+        total = torch.zeros((), device=hidden.device)
+        for begin in range(0, len(normed), step):
+            span = slice(begin, begin + step)
+            with torch.no_grad():
+                expected = torch.log_softmax(head(reference[None, span])[0], dim=-1)
+            total = total + checkpoint(
+                self._divergence,
+                normed[span],
+                expected,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        return total / len(normed)
+
+    def _divergence(self, normed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        found = torch.log_softmax(self.head(normed).float(), dim=-1)
+        return (expected.exp() * (expected - found)).sum()
+
+
+def read_linear(
+    projection: ProjectionSpec,
+    tensors: dict[str, torch.Tensor],
+    options: TuneOptions,
+    device: torch.device,
+) -> TunedLinear:
+    """Take a quantized projection out of a file's tensors."""
+    matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
+    return TunedLinear(matrix, options, out_features=projection.out_features, device=device)

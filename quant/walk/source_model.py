@@ -1,0 +1,235 @@
+"""The source model as quantization sees it: spec with overrides, lazy tensors, working dtype."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from exl2flow.core.background import pinned
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.memory import free_memory, limit_memory, limit_of
+from exl2flow.model import (
+    Head,
+    ModelSpec,
+    Sublayer,
+    SublayerSpec,
+    TensorFiles,
+    build_embedding,
+    build_head,
+    build_sublayer,
+    resolve,
+)
+from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
+from exl2flow.quant.walk.working_memory import working_bytes
+
+NARROW = torch.float16  # of weights on a GPU, which multiplies them faster
+PARTS = ("weight", "bias")  # of a projection in a file
+DTYPE = torch.float32  # of weights and states while converting
+ROWS_TOGETHER = 4  # that a GPU works on at a time at most
+ROW_PARTS = 24  # of memory: a row's widest activation, fp32, takes one at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceModel:
+    """A model read one sublayer at a time, its weights as `dtype`."""
+
+    spec: ModelSpec
+    tensors: TensorFiles
+    device: torch.device
+    dtype: torch.dtype = DTYPE
+    keeps_states: bool = True  # on the device, where they fit
+
+    @classmethod
+    def open(
+        cls, config: ConversionConfig, device: str, *, gradients: bool = False
+    ) -> "SourceModel":
+        """Open the source of a conversion; reads headers only.
+
+        Args:
+            config: the conversion.
+            device: where tensors go.
+            gradients: whether some will be asked for, which narrow weights do not have.
+        """
+        rope = config.rope
+        spec = resolve(config.source).with_rope(scale=rope.scale, alpha=rope.alpha)
+        where = torch.device(device)
+        limit_memory(where, config.max_memory)
+        dtype = NARROW if where.type == "cuda" and not gradients else DTYPE
+        return cls(spec=spec, tensors=TensorFiles(config.source), device=where, dtype=dtype)
+
+    def sublayer(self, sublayer: SublayerSpec) -> Sublayer:
+        """Read one sublayer.
+
+        Raises:
+            NonFiniteState: a weight is NaN or infinite.
+        """
+        built = build_sublayer(
+            self.spec, sublayer, self.tensors, dtype=self.dtype, device=self.device
+        )
+        for key in (sublayer.norm_key, *sublayer.head_norm_keys):
+            self._check_finite(f"{key}.weight", self.tensors.read(f"{key}.weight"))
+        found = {}
+        for projection in sublayer.projections:
+            linear = built.linears[projection.name]
+            found[f"{projection.key}.weight"] = linear.weight
+            if linear.bias is not None:
+                found[f"{projection.key}.bias"] = linear.bias
+        # one answer for all, for each waits for the device
+        if not torch.stack([_is_finite(tensor) for tensor in found.values()]).all():
+            for name, tensor in found.items():
+                self._check_finite(name, tensor)
+        return built
+
+    def sublayers(self, order: Sequence[SublayerSpec]) -> Iterator[Sublayer]:
+        """Read sublayers in turn; beside a GPU, each while the one before is worked on.
+
+        Raises:
+            NonFiniteState: a weight is NaN or infinite.
+        """
+        for place, sublayer in enumerate(order):
+            if self.device.type == "cuda":
+                for ahead in order[place : place + 2]:
+                    keys = [projection.key for projection in ahead.projections]
+                    self.tensors.fetch(f"{key}.{part}" for key in keys for part in PARTS)
+            yield self.sublayer(sublayer)
+
+    def head(self) -> Head:
+        """Read the final norm and the head.
+
+        Raises:
+            NonFiniteState: a weight is NaN or infinite.
+        """
+        head = build_head(self.spec, self.tensors, dtype=self.dtype, device=self.device)
+        self._check_finite(f"{self.spec.head.key}.weight", head.linear.weight)
+        return head
+
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if not _is_finite(tensor):
+            share = 1 - float(tensor.isfinite().float().mean())
+            raise NonFiniteState(
+                f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
+                f"{share:.2%} of its elements; download or export the model again"
+            )
+
+    def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden).
+
+        They lie where `room` says. Rows that begin with a negative id become Gaussian noise
+        with the mean and deviation of all other rows (format section 6).
+
+        Raises:
+            NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
+        """
+        if self.device.type == "cuda":
+            self.tensors.fetch([f"{self.spec.head.key}.weight", f"{EMBEDDING_KEY}.weight"])
+        self.head()  # used last, found out now
+        dtype = self.tensors.dtype(f"{EMBEDDING_KEY}.weight")
+        embedding = build_embedding(self.spec, self.tensors, dtype=dtype, device=self.device)
+        self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
+        final_norm = f"{FINAL_NORM_KEY}.weight"
+        self._check_finite(final_norm, self.tensors.read(final_norm))
+        states = self.room((*ids.shape, self.spec.hidden_size))
+        for row, tokens in zip(states, ids, strict=True):
+            row.copy_(embedding(tokens[None])[0])
+        noise = ids[:, 0] < 0
+        if noise.any():
+            others = states[~noise] if (~noise).any() else states
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randn(states[noise].shape, generator=generator).to(states.device)
+            states[noise] = drawn * others.std() + others.mean()
+        return states
+
+    def room(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return fp32 memory for states: on the device if they fit there beside a sublayer's work.
+
+        What lies in main memory beside a GPU is pinned.
+        """
+        if self.device.type == "cpu":
+            return torch.empty(shape, dtype=DTYPE)
+        work = working_bytes(self.spec, limit_of(self.device))
+        needed = math.prod(shape) * DTYPE.itemsize + work
+        if self.keeps_states and needed <= free_memory(self.device):
+            with suppress(torch.OutOfMemoryError):
+                return torch.empty(shape, dtype=DTYPE, device=self.device)
+        return torch.empty(shape, dtype=DTYPE, pin_memory=True)
+
+    def placed(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states where they are walked."""
+        if self.device.type == "cpu":
+            return states
+        return self.room(tuple(states.shape)).copy_(states)
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell whether all elements are finite, bool (), without a copy of a large tensor."""
+    largest: torch.Tensor = torch.linalg.vector_norm(tensor, ord=math.inf)
+    return largest.isfinite()
+
+
+def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+    """Yield the rows of states (rows, t, hidden) that pass a sublayer together; a CPU has one.
+
+    How many depends on shapes and on the limit of memory alone, for results depend on it.
+    """
+    device, together = device_of(sublayer), 1
+    if device.type == "cuda":
+        widest = max(max(p.in_features, p.out_features) for p in sublayer.spec.projections)
+        row = states.shape[1] * widest * DTYPE.itemsize
+        together = max(1, min(ROWS_TOGETHER, limit_of(device) // (ROW_PARTS * row)))
+    for begin in range(0, len(states), together):
+        yield slice(begin, min(begin + together, len(states)))
+
+
+def placed_like(states: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return what was found where states lie; into pinned memory it may be on its way."""
+    return pinned(found) if states.is_pinned() else found.to(states.device)
+
+
+def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return ‖found - expected‖ / ‖expected‖, (), where `found` lies."""
+    there = expected.to(found.device, non_blocking=True)
+    ratio: torch.Tensor = torch.linalg.vector_norm(found - there) / torch.linalg.vector_norm(there)
+    return ratio
+
+
+def device_of(sublayer: Sublayer) -> torch.device:
+    """Return where a sublayer's weights lie."""
+    return next(iter(sublayer.linears.values())).weight.device
+
+
+class StatesCheck:
+    """Refuses NaN or infinity in hidden states; waits for the device only once."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._rows: list[int] = []
+        self._largest: list[torch.Tensor] = []
+
+    def add(self, rows: Sequence[int], states: torch.Tensor) -> None:
+        """Look at states of some rows, fp32 (rows, t, hidden)."""
+        self._rows.extend(rows)
+        self._largest.append(torch.linalg.vector_norm(states, ord=math.inf, dim=(1, 2)))
+
+    def finish(self, found: torch.Tensor | Mapping[int, torch.Tensor]) -> None:
+        """Tell what was found.
+
+        Args:
+            found: row → its states.
+
+        Raises:
+            NonFiniteState: naming sublayer, row and share of elements.
+        """
+        if not self._largest:
+            return
+        finite = torch.cat(self._largest).isfinite().tolist()
+        for row, is_finite in zip(self._rows, finite, strict=True):
+            if not is_finite:
+                share = 1 - float(found[row].isfinite().float().mean())
+                raise NonFiniteState(
+                    f"hidden states after `{self.where}` hold NaN or infinity in {share:.2%} of "
+                    f"row {row}; the model overflows on this text: check the source, or try other "
+                    "calibration data"
+                )

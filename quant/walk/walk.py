@@ -1,0 +1,165 @@
+"""Hidden states streamed through one sublayer at a time, with a commit after each.
+
+Measuring and quantizing are the same walk with different work at each stop. Work already committed
+is not repeated: its sublayers are only run forward, from the last saved states or from the start.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from exl2flow.core.background import Background, to_host
+from exl2flow.core.stage import StageRun
+from exl2flow.core.store import StageFolder
+from exl2flow.model import Sublayer, SublayerSpec
+from exl2flow.quant.walk.source_model import SourceModel, StatesCheck, device_of, row_batches
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+Store = Callable[[], str]
+
+
+class SublayerWork(Protocol):
+    """What a walk does at each sublayer."""
+
+    again: range  # rows whose states run a second time, after those of all rows
+
+    def file(self, sublayer: SublayerSpec) -> str:
+        """Return the name of the sublayer's result inside the stage folder."""
+        ...
+
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+        """Do the work, move `states` past the sublayer in place, and return what stores the result.
+
+        States are fp32 (rows, t, hidden), those of `again` last. Storing writes `path`, in another
+        thread, and returns the file's sha256.
+        """
+        ...
+
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """Move `states` past the sublayer in place by committed results."""
+        ...
+
+    def describe(self, path: Path) -> str:
+        """Return a few words on a finished result for the log."""
+        ...
+
+
+class OverSource:
+    """What works share whose states are the source's own, and whose results are JSON."""
+
+    again = range(0)
+
+    def file(self, sublayer: SublayerSpec) -> str:
+        """See `SublayerWork`."""
+        return f"sublayers/{sublayer.index:04d}.json"
+
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """See `SublayerWork`: states of the source need no results."""
+        advance(sublayer, states)
+
+
+def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
+    """Run every row through a sublayer, in place."""
+    check = StatesCheck(sublayer.spec.name)
+    for rows in row_batches(sublayer, states):
+        output = sublayer(states[rows].to(device_of(sublayer), non_blocking=True))
+        check.add(range(rows.start, rows.stop), output)
+        states[rows].copy_(output, non_blocking=True)
+    check.finish(states)
+
+
+def walk(
+    run: StageRun, model: SourceModel, ids: torch.Tensor, work: SublayerWork, *, to_end: bool
+) -> torch.Tensor | None:
+    """Do the work of all sublayers that lack it.
+
+    Args:
+        run: the stage; its manifest receives each result.
+        model: the source.
+        ids: int64 (rows, t), the calibration rows.
+        work: what to do at each sublayer.
+        to_end: whether the states after the last sublayer are wanted.
+
+    Returns:
+        States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
+    """
+    return remedied(model, lambda model: _walk(run, model, ids, work, to_end=to_end))
+
+
+def remedied(model: SourceModel, work: Callable[[SourceModel], T]) -> T:
+    """Return what resumable work with a model returns.
+
+    If it ends for lack of memory it is gone on with, its states in main memory.
+    """
+    try:
+        return work(model)
+    except torch.OutOfMemoryError:
+        if not model.keeps_states:
+            raise
+        log.warning("remedy=out of memory: states wait in main memory, the walk begins again")
+    torch.cuda.empty_cache()  # now that nothing of the work is left
+    return work(replace(model, keeps_states=False))
+
+
+def _walk(
+    run: StageRun, model: SourceModel, ids: torch.Tensor, work: SublayerWork, *, to_end: bool
+) -> torch.Tensor | None:
+    order = model.spec.sublayers
+    folder = run.folder
+    finished = [folder.valid(work.file(sublayer)) for sublayer in order]
+    if all(finished) and not to_end:
+        return None
+    stop = len(order) if to_end else len(order) - finished[::-1].index(False)
+    first_open = finished.index(False) if not all(finished) else len(order)
+    saved = folder.load_states()
+    if saved is not None and saved[0] <= first_open:
+        start, states = saved[0], model.placed(saved[1])
+    else:
+        start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
+    run.tick(sum(finished), folder.manifest.total)
+
+    def commit(spec: SublayerSpec, begun: float, cursor: int, sha256: str) -> None:
+        name = work.file(spec)
+        folder.commit(name, sha256, cursor=cursor)
+        detail = f"{spec.name} {work.describe(folder.path / name)}"
+        log.info("%s elapsed=%.2fs", detail, time.monotonic() - begun)
+        run.tick(cursor, folder.manifest.total, detail)
+
+    with Background(model.device) as results, Background(model.device) as saves:
+        begun = time.monotonic()
+        for sublayer in model.sublayers(order[start:stop]):
+            spec = sublayer.spec
+            path = folder.path / work.file(spec)
+            if finished[spec.index]:
+                work.replay(sublayer, states, path)
+            else:
+                store = work.compute(sublayer, states, path)
+                finished[spec.index] = True
+                results.store(store, partial(commit, spec, begun, sum(finished)))
+            is_last = run.stop.signum is not None
+            if is_last or (spec.index + 1 < stop and saves.is_idle() and folder.states_are_due()):
+                save_states(folder, states, spec.index + 1, saves)
+            if is_last:
+                results.wait()
+                saves.wait()
+            run.stop_if_asked()
+            begun = time.monotonic()
+    return states if to_end else None
+
+
+def save_states(folder: StageFolder, states: torch.Tensor, index: int, saves: Background) -> None:
+    """Save the states entering sublayer `index`, which may change as soon as this returns."""
+    if states.is_pinned():
+        torch.cuda.synchronize()  # what the device puts there may be on its way
+    waiting = to_host({"states": states}, hold=True)
+    saves.submit(lambda: folder.save_states(waiting()["states"], index))
+    if not states.is_cuda:
+        saves.wait()  # they are not copied

@@ -1,0 +1,49 @@
+"""Transactions that read, then write, at the same time: ours wait, Prefect's are refused."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from prefect.server.database.configurations import AioSqliteConfiguration
+
+from exl2flow.flows.server.application import PatientSqlite
+
+WRITERS = 4
+
+
+async def rows_written(config: AioSqliteConfiguration) -> int:
+    """Return how many of the writers wrote."""
+    engine = await config.engine()
+    try:
+        async with engine.begin() as connection:
+            await connection.exec_driver_sql("CREATE TABLE seen (reader INTEGER)")
+
+        async def read_then_write() -> None:
+            async with (
+                await config.session(engine) as session,
+                config.begin_transaction(session),
+            ):
+                await session.execute(sa.text("SELECT count(*) FROM seen"))
+                await asyncio.sleep(0.1)  # others read meanwhile, if they may
+                await session.execute(sa.text("INSERT INTO seen VALUES (1)"))
+
+        await asyncio.gather(*(read_then_write() for _ in range(WRITERS)))
+        async with engine.connect() as connection:
+            found = await connection.exec_driver_sql("SELECT count(*) FROM seen")
+            return int(found.scalar_one())
+    finally:
+        await engine.dispose()
+
+
+def url_of(folder: Path) -> str:
+    return f"sqlite+aiosqlite:///{folder / 'server.db'}"
+
+
+def test_writers_wait_for_each_other(tmp_path: Path) -> None:
+    assert asyncio.run(rows_written(PatientSqlite(connection_url=url_of(tmp_path)))) == WRITERS
+
+
+def test_prefect_refuses_them(tmp_path: Path) -> None:
+    with pytest.raises(sa.exc.OperationalError, match="database is locked"):
+        asyncio.run(rows_written(AioSqliteConfiguration(connection_url=url_of(tmp_path))))

@@ -1,0 +1,136 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from exl2flow.core.files import write_tensors
+from exl2flow.core.stage import RECORD_FILE
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.report.comparison import Compared, by_series, check_bitrates, compared
+from exl2flow.model import QuantizedMatrix, QuantParams
+
+PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
+
+
+def model(label: str, size: int, kl: float | None, **values: Any) -> Compared:
+    defaults: dict[str, Any] = {"series": "standard", "bpw": 3.0, "predicted_kl": None}
+    return Compared(label=label, bytes=size, kl=kl, **{**defaults, **values})
+
+
+def score(folder: Path, kl: float = 0.5) -> Score:
+    return Score(
+        model=str(folder),
+        perplexity=10.0,
+        reference_perplexity=9.0,
+        kl_divergence=kl,
+        kl_median=kl,
+        kl_p99=kl,
+        top1_agreement=0.5,
+        tokens=100,
+        bytes=1000,
+    )
+
+
+def exl2(folder: Path, quality: str | None = None) -> Path:
+    """Write an EXL2 folder of one matrix; with a preset, one of ours."""
+    groups = PARAMS.groups(64)
+    matrix = QuantizedMatrix.encode(
+        codes=torch.zeros(64, 32, dtype=torch.uint8),
+        groups=groups,
+        scale_codes=torch.zeros(len(groups), 32, dtype=torch.uint8),
+        max_scales=torch.ones(len(groups), dtype=torch.float16),
+        perm=torch.arange(64),
+    )
+    folder.mkdir(parents=True)
+    write_tensors(folder / "model.safetensors", matrix.to_tensors("model.layers.0.mlp.up_proj"))
+    if quality is not None:
+        record = {"options": {"quality": quality, "bpw": 4.0}, "predicted_kl": 0.25}
+        (folder / RECORD_FILE).write_text(json.dumps(record))
+    return folder
+
+
+def test_models_are_described_by_their_folders(tmp_path: Path) -> None:
+    folders = [
+        exl2(tmp_path / "ours", "fast"),
+        exl2(tmp_path / "theirs"),
+        make_tiny("llama", tmp_path / "plain"),
+    ]
+
+    ours, theirs, plain = compared([score(folder) for folder in folders])
+
+    bpw = PARAMS.total_bits(64, 32) / (64 * 32)
+    assert [m.label for m in (ours, theirs, plain)] == ["ours", "theirs", "plain"]
+    assert [m.series for m in (ours, theirs, plain)] == ["fast", None, None]
+    assert [m.bpw for m in (ours, theirs, plain)] == [bpw, bpw, None]
+    assert [m.predicted_kl for m in (ours, theirs, plain)] == [0.25, None, None]
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [exl2(tmp_path / name / "3bpw") for name in ("fast", "best")]
+
+    assert [m.label for m in compared([score(f) for f in folders])] == ["fast/3bpw", "best/3bpw"]
+
+
+def test_a_model_given_twice_keeps_its_name(tmp_path: Path) -> None:
+    folder = exl2(tmp_path / "3bpw")
+
+    assert [m.label for m in compared([score(folder)] * 2)] == ["3bpw", "3bpw"]
+
+
+def test_falling_divergence_is_said_of_each_series() -> None:
+    models = [
+        model("a", 10, 0.5),
+        model("c", 30, 0.1),
+        model("b", 20, 0.3),
+        model("x", 15, 0.9, series="fast"),
+        model("y", 25, 0.8, series="fast"),
+    ]
+
+    text, warnings = check_bitrates(models)
+
+    assert text == "KL divergence falls as bytes rise: standard (3 models), fast (2 models)"
+    assert warnings == []
+
+
+def test_a_larger_model_that_diverges_more_is_warned_of_beside_the_best_smaller_one() -> None:
+    models = [
+        model("a", 10_000_000, 0.5),
+        model("b", 20_000_000, 0.3),
+        model("c", 30_000_000, 0.4),
+    ]
+
+    text, warnings = check_bitrates(models)
+
+    assert text == ""
+    assert warnings == [
+        "KL divergence rises with bytes: `c` has 0.40000 nats at 30.00 MB, `b` 0.30000 at 20.00 MB"
+    ]
+
+
+def test_series_are_not_compared_with_each_other() -> None:
+    models = [model("best", 10, 0.1, series="best"), model("fast", 20, 0.5, series="fast")]
+
+    assert check_bitrates(models) == ("", [])
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        [model("one", 10, 0.1)],
+        [model("a", 10, 0.1), model("b", 10, 0.2)],  # equal bytes say nothing
+        [model("a", 10, None), model("b", 20, None)],  # no reference
+        [model("a", 10, 0.1), model("plain", 20, 0.2, bpw=None)],
+    ],
+)
+def test_where_nothing_can_be_compared_nothing_is_said(models: list[Compared]) -> None:
+    assert check_bitrates(models) == ("", [])
+
+
+def test_models_of_other_programs_are_one_series() -> None:
+    models = [model("a", 10, 0.1, series=None), model("b", 20, 0.2, series=None)]
+
+    assert list(by_series(models)) == [None]
+    assert len(check_bitrates(models)[1]) == 1

@@ -1,0 +1,137 @@
+"""Plots: what is on them, and that they are the same every time."""
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from exl2flow.inference.report.comparison import Compared
+from exl2flow.inference.report.plots import (
+    BITS_COLOR,
+    Measured,
+    render_comparison,
+    render_errors,
+    render_plot,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+NAMES = ("model.layers.0.self_attn", "model.layers.0.mlp", "lm_head")
+
+
+def texts(svg: str) -> list[str]:
+    root = ElementTree.fromstring(svg)
+    assert root.tag == f"{SVG}svg"
+    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
+
+
+def bars(svg: str, color: str) -> int:
+    paths = ElementTree.fromstring(svg).iter(f"{SVG}path")
+    return sum(color in path.get("style", "") for path in paths)
+
+
+def report(nats: float | None) -> dict[str, Any]:
+    """A report of a model with one layer; each sublayer has one matrix."""
+    layers = [
+        {
+            "name": name,
+            "bpw": 3.0 + i / 4,
+            "rel_err": 0.05 * (i + 1),
+            "projections": {name.rpartition(".")[2]: {"nats": nats, "rel_err": 0.1}},
+        }
+        for i, name in enumerate(NAMES)
+    ]
+    return {"score": {"kl_divergence": 0.04321}, "layers": layers}
+
+
+def model(label: str, **values: Any) -> Compared:
+    defaults: dict[str, Any] = {"series": "standard", "bpw": 3.0, "bytes": 10**6, "kl": 0.1}
+    return Compared(label=label, predicted_kl=None, **{**defaults, **values})
+
+
+def test_plot_has_a_bar_and_a_name_per_sublayer() -> None:
+    svg = render_plot(report(None))
+
+    found = texts(svg)
+    assert {"0.self_attn", "0.mlp", "lm_head", "bits per weight", "relative error"} <= set(found)
+    assert "estimated cost (nats)" not in found
+    assert any("0.0432" in text for text in found)
+    assert bars(svg, BITS_COLOR) == 3
+
+
+def test_known_costs_get_a_panel_of_their_own() -> None:
+    svg = render_plot({**report(0.01), "predicted_kl": 0.03})
+
+    found = texts(svg)
+    assert {"estimated cost (nats)", "self_attn", "mlp"} <= set(found)
+    assert any("estimated 0.0300" in text for text in found)
+    assert bars(svg, BITS_COLOR) == 3
+
+
+def test_what_was_measured_is_marked_beside_what_came_of_it() -> None:
+    name = NAMES[0]
+    priced = render_errors(report(0.01)["layers"], Measured(nats={name: 0.02}))
+    by_error = render_errors(report(None)["layers"], Measured(rel_err={name: 0.02}))
+    plain = render_errors(report(0.01)["layers"], Measured())
+
+    assert [texts(svg).count("measured before") for svg in (priced, by_error, plain)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("nats", [None, 0.01])
+def test_plot_is_the_same_every_time(nats: float | None) -> None:
+    assert render_plot(report(nats)) == render_plot(report(nats))
+
+
+def test_plot_of_many_layers_is_drawn() -> None:
+    layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(60)]
+
+    assert render_plot({**report(None), "layers": layers}).count("59.mlp") == 1
+
+
+def test_names_of_very_many_layers_do_not_overlap() -> None:
+    layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(160)]
+
+    names = [t for t in texts(render_plot({**report(None), "layers": layers})) if "mlp" in t]
+
+    assert names == [f"{i}.mlp" for i in range(0, 160, 3)]
+
+
+def test_every_model_is_labelled_in_both_panels() -> None:
+    models = [model("three", bpw=3.0), model("four", bpw=4.0, bytes=2 * 10**6, kl=0.02)]
+
+    found = texts(render_comparison(models))
+
+    assert [found.count(label) for label in ("three", "four")] == [2, 2]
+    assert found.count("standard") == 2  # a legend each
+
+
+def test_series_are_joined_by_lines_and_others_are_not() -> None:
+    joined = [model("a", bpw=3.0), model("b", bpw=4.0, kl=0.05)]
+    single = [model("a", series=None), model("b", series=None, bpw=4.0, kl=0.05)]
+
+    assert lines(render_comparison(joined)) == 2 * 2  # in each panel, and in its legend
+    assert lines(render_comparison(single)) == 0
+
+
+def lines(svg: str) -> int:
+    """Count what is drawn with the width of a line of data."""
+    return svg.count("stroke-width: 1.5")
+
+
+def test_a_model_without_bits_per_weight_is_on_the_panel_of_bytes_only() -> None:
+    found = texts(render_comparison([model("exl2"), model("plain", series=None, bpw=None)]))
+
+    assert [found.count(label) for label in ("exl2", "plain")] == [2, 1]
+
+
+@pytest.mark.parametrize("kl", [0.0, None])
+def test_what_a_logarithmic_axis_cannot_show_is_left_out(kl: float | None) -> None:
+    found = texts(render_comparison([model("source", kl=kl, bpw=None)]))
+
+    assert "source" not in found
+    assert found.count("nothing to show") == 2
+
+
+def test_comparison_is_the_same_every_time() -> None:
+    models = [model("a"), model("b", series=None, kl=0.3)]
+
+    assert render_comparison(models) == render_comparison(models)

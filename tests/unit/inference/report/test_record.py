@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.inference.report.record import Record, read_record
+
+RECORD = {
+    "fingerprint": "f",
+    "options": {"quality": "best", "bpw": 3.0, "head_bits": None},
+    "allocation": {"objective": "nats", "value": 0.25},
+    "predicted_kl": 0.3,
+    "tuning": {"steps": 4},
+    "layers": [{"name": "lm_head", "rel_err": 0.5}],
+}
+SCORES = {"fingerprint": "f", "score": {"kl_divergence": 0.4}, "calibration": None}
+
+
+def read(folder: Path, record: object, scores: object = None) -> Record | None:
+    (folder / RECORD_FILE).write_text(json.dumps(record))
+    if scores is not None:
+        (folder / SCORE_FILE).write_text(json.dumps(scores))
+    return read_record(folder)
+
+
+def test_record_and_score_are_read_together(tmp_path: Path) -> None:
+    found = read(tmp_path, RECORD, SCORES)
+
+    assert found is not None
+    assert found.reports == {"lm_head": RECORD["layers"][0]}  # type: ignore[index]  # JSON
+    assert (found.series, found.is_tuned) == ("best", True)
+    assert (found.allocated_kl, found.predicted_kl) == (0.25, 0.3)
+    assert found.score == {"kl_divergence": 0.4}
+    assert found.calibration is None
+
+
+def test_a_score_of_an_earlier_model_in_the_folder_does_not_count(tmp_path: Path) -> None:
+    found = read(tmp_path, RECORD, {**SCORES, "fingerprint": "other"})
+
+    assert found is not None
+    assert found.score is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "null"])
+def test_foreign_files_say_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / RECORD_FILE).write_text(content)
+    (tmp_path / SCORE_FILE).write_text(content)
+
+    assert read_record(tmp_path) is None
+
+
+def test_a_record_that_lacks_everything_is_still_ours(tmp_path: Path) -> None:
+    found = read(tmp_path, {"source": "/models/x"})
+
+    assert found is not None
+    assert (found.series, found.allocated_kl, found.predicted_kl) == (None, None, None)
+
+
+def test_the_value_of_another_objective_is_no_divergence(tmp_path: Path) -> None:
+    found = read(tmp_path, {**RECORD, "allocation": {"objective": "power 2", "value": 7.0}})
+
+    assert found is not None
+    assert found.allocated_kl is None
+
+
+@pytest.mark.parametrize(
+    ("options", "series"),
+    [
+        ({"bpw": 3.0, "head_bits": None}, "fast"),
+        ({"bpw": 4.0, "head_bits": 6}, "fast"),
+        ({"bpw": 4.0, "head_bits": 8}, "fast, head 8"),
+        ({"bpw": None, "target_bytes": 10, "head_bits": None}, "fast, head free"),
+        ({"bpw": None, "bpw_total": 4.0, "head_bits": 6}, "fast, head 6"),
+    ],
+)
+def test_series_tell_apart_what_is_more_than_a_number_of_bits(
+    tmp_path: Path, options: dict[str, Any], series: str
+) -> None:
+    found = read(tmp_path, {**RECORD, "options": {"quality": "fast", **options}})
+
+    assert found is not None
+    assert found.series == series

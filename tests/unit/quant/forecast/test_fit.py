@@ -1,0 +1,69 @@
+"""What fits a GPU: the sum, the largest target, and what would fit if nothing does."""
+
+from pathlib import Path
+
+import pytest
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.model import resolve
+from exl2flow.model.footprint import DEVICE_BYTES, cache_bytes
+from exl2flow.quant.forecast.fit import find_fit, fitted
+from exl2flow.quant.forecast.preflight import preflight
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("fit") / "tiny", max_position_embeddings=2048)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "q8", "q6", "q4"])
+def test_cache_is_counted_as_it_is_reserved(source: Path, name: str) -> None:
+    spec = resolve(source)
+    cache = PagedCache(spec, batch=1, max_tokens=300, form=cache_format(name), device="cpu")
+
+    assert cache_bytes(spec, context=300, cache_format=name) == cache.nbytes
+
+
+def test_weights_and_all_else_fill_the_memory(source: Path, tmp_path: Path) -> None:
+    roomy = find_fit(small_config(source, tmp_path, fit={"memory": "24GB", "context": 256}))
+    assert roomy is not None
+    memory = roomy.needs.total + roomy.weights - 20_000
+    config = small_config(source, tmp_path, fit={"memory": memory, "context": 256})
+
+    tight = find_fit(config)
+
+    assert tight is not None
+    assert tight.weights + tight.needs.total == memory
+    assert tight.bpw < roomy.bpw
+    assert fitted(config).target_bytes == tight.weights
+    preflight(fitted(config))
+
+
+def test_error_names_what_would_fit(source: Path, tmp_path: Path) -> None:
+    memory = DEVICE_BYTES + 2_500_000
+    config = small_config(source, tmp_path, fit={"memory": memory, "context": 2048})
+
+    with pytest.raises(BudgetUnreachable, match=r"`--cache q4 --context \d+`") as caught:
+        find_fit(config)
+
+    enough = int(str(caught.value).partition("`--fit ")[2].partition("`")[0])
+    assert find_fit(small_config(source, tmp_path, fit={"memory": enough, "context": 2048}))
+    with pytest.raises(BudgetUnreachable):
+        find_fit(small_config(source, tmp_path, fit={"memory": enough - 1, "context": 2048}))
+
+
+def test_context_beyond_the_model_is_refused(source: Path, tmp_path: Path) -> None:
+    config = small_config(source, tmp_path, fit={"memory": "24GB", "context": 4096})
+
+    with pytest.raises(ConfigError, match="2048 positions"):
+        find_fit(config)
+
+
+def test_without_memory_nothing_changes(source: Path, tmp_path: Path) -> None:
+    config = small_config(source, tmp_path)
+
+    assert find_fit(config) is None
+    assert fitted(config) is config

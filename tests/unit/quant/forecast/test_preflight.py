@@ -1,0 +1,389 @@
+"""Everything that can be known to be wrong is found before any work, all at once."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conversions import small_config, snapshot
+from measurements import decoder_projections, written_in_nats
+from safetensors.torch import load_file, save_file
+from stage_runs import foreign_measurement
+from tiny import make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.memory import available_memory
+from exl2flow.model import resolve
+from exl2flow.quant.allocate.budget import decoder_numel, total_target
+from exl2flow.quant.forecast import preflight as preflight_module
+from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.measure.candidates import PROJECTION_OPTIONS, candidates_for
+from exl2flow.quant.measure.measurement import candidate_bits, projection_bits
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+
+
+class DiskUsage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "model")
+
+
+def config_of(source: Path, **values: object) -> ConversionConfig:
+    return small_config(source, source.parent / "out", **values)
+
+
+def problems_of(config: ConversionConfig) -> list[str]:
+    with pytest.raises(PreflightFailed) as refusal:
+        preflight(config)
+    return str(refusal.value).splitlines()
+
+
+def change_tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def change_config(source: Path, **values: object) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_plan_tells_what_will_be_done_and_writes_nothing(source: Path) -> None:
+    before = snapshot(source.parent)
+
+    plan = preflight(config_of(source, bpw=4.5))
+
+    assert (plan.model, plan.architecture, plan.layers) == ("model", "LlamaForCausalLM", 2)
+    assert (plan.target, plan.device) == ("4.5bpw", "cpu")
+    tensors = load_file(source / "model.safetensors")
+    assert plan.weights == sum(tensor.numel() for tensor in tensors.values())
+    assert snapshot(source.parent) == before
+    json.dumps(plan.to_json())
+    assert {"model", "device", "target", "output", "memory"} <= {name for name, _ in plan.rows()}
+
+
+@pytest.mark.parametrize("kind", ["fisher", "error"])
+def test_what_is_reachable_depends_on_the_slots(kind: str, source: Path) -> None:
+    spec = resolve(source)
+    if kind == "fisher":
+        bits = [
+            [projection_bits(p, params) for params in PROJECTION_OPTIONS]
+            for p in decoder_projections(spec)
+        ]
+    else:
+        bits = [
+            [candidate_bits(s.projections, c) for c in candidates_for(s)] for s in spec.sublayers
+        ]
+
+    plan = preflight(config_of(source, sensitivity={"kind": kind}))
+
+    numel = decoder_numel(spec)
+    assert plan.reachable_bpw == (sum(map(min, bits)) / numel, sum(map(max, bits)) / numel)
+
+
+def test_output_size_is_forecast(converted: Any, tmp_path: Path) -> None:
+    config = converted.config.model_copy(update={"out": tmp_path / "out"})
+    written = sum(path.stat().st_size for path in converted.config.out.glob("*.safetensors"))
+
+    plan = preflight(config)
+
+    # the header is not counted, and the last bits of the budget are not used
+    assert plan.output_bytes == pytest.approx(written, rel=0.12)
+
+
+def test_all_problems_are_in_one_list(source: Path, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.pop(Q_PROJ)
+        tensors[UP_PROJ] = tensors[UP_PROJ][:-1].clone()
+
+    change_tensors(source, spoil)
+    (source / "tokenizer.json").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("mine")
+    (tmp_path / "file").write_text("")
+    config = config_of(
+        source,
+        bpw=2.0,
+        work_root=tmp_path / "file" / "work",
+        calibration={"text": tmp_path / "nowhere.parquet"},
+        validate_options={"text": tmp_path / "nowhere.txt"},
+    )
+
+    problems = problems_of(config)
+
+    for words in (
+        f"`{Q_PROJ}` (64, 64) is missing",
+        f"`{UP_PROJ}` has shape (95, 64), the config implies (96, 64)",
+        "tokenizer.json",
+        "tokenizer.model",
+        "was not made from this source",
+        "is not a folder that can be written",
+        "nowhere.parquet",
+        "nowhere.txt",
+        "2 bits per weight are out of reach",
+    ):
+        assert any(words in line for line in problems), words
+
+
+def test_many_missing_tensors_are_counted(source: Path) -> None:
+    change_tensors(source, lambda t: [t.pop(name) for name in list(t) if ".layers.1." in name])
+
+    problems = problems_of(config_of(source))
+
+    assert len([line for line in problems if "is missing in" in line]) == 8
+    assert problems[-1].startswith("… and 1 more; get the model's files again")
+
+
+def test_matrix_that_no_word_fits_is_refused(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "model", intermediate_size=100)
+
+    problems = problems_of(config_of(source))
+
+    named = [line for line in problems if "multiple of 32" in line]
+    assert len(named) == 1
+    assert "`model.layers.0.mlp.down_proj` (100), `model.layers.1.mlp.down_proj` (100)" in named[0]
+    assert "EXL2 cannot store this model" in named[0]
+
+
+def test_unknown_architecture_is_refused(source: Path) -> None:
+    change_config(source, architectures=["LlamaForCausalLLM"])
+
+    assert any("LlamaForCausalLM" in line for line in problems_of(config_of(source)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file_is_named(name: str, source: Path) -> None:
+    (source / name).unlink()
+
+    wanted = name if name == "config.json" else "*.safetensors"
+    assert any(wanted in line for line in problems_of(config_of(source)))
+
+
+def test_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    assert any("nowhere" in line for line in problems_of(config_of(tmp_path / "nowhere")))
+
+
+def test_unreachable_target_names_the_range(source: Path) -> None:
+    low, high = preflight(config_of(source)).reachable_bpw
+
+    (problem,) = problems_of(config_of(source, bpw=2.5))
+
+    assert problem.startswith("2.5 bits per weight are out of reach")
+    assert f"{low:.3f} to {high:.3f}" in problem
+
+
+def test_target_above_the_range_is_taken(source: Path, tmp_path: Path) -> None:
+    path = written_in_nats(tmp_path / "measurement.json", resolve(source))
+    content = json.loads(path.read_text())
+    entries = content["measurement"].values()
+    for slot in entries:
+        del slot[4:]
+    path.write_text(json.dumps(content))
+
+    plans = [preflight(config_of(source, bpw=bpw, measurement=path)) for bpw in (7.0, 8.0)]
+
+    assert plans[0].reachable_bpw[1] < 7
+    assert plans[0].output_bytes == plans[1].output_bytes
+
+
+@pytest.mark.parametrize(
+    ("values", "target"),
+    [({"target_bytes": 120_000}, "120000bytes"), ({"bpw_total": 9.5}, "9.5bpw-total")],
+)
+def test_a_total_is_the_output_that_is_planned(
+    values: dict[str, object], target: str, source: Path
+) -> None:
+    config = config_of(source, **values)
+
+    plan = preflight(config)
+
+    assert plan.target == target
+    assert plan.output_bytes == total_target(config, resolve(source))
+
+
+def test_a_total_beyond_the_range_is_what_can_be_used_of_it(source: Path) -> None:
+    config = config_of(source, target_bytes=10**9)
+
+    assert preflight(config).output_bytes < 200_000
+
+
+@pytest.mark.parametrize("head", [{}, {"head_bits": 8}])
+def test_an_unreachable_total_names_the_least(head: dict[str, object], source: Path) -> None:
+    (problem,) = problems_of(config_of(source, target_bytes=1000, **head))
+
+    least = int(problem.partition("has about ")[2].partition(";")[0].replace(",", ""))
+    assert problem.startswith("a total of 1,000 bytes is out of reach")
+    preflight(config_of(source, target_bytes=least, **head))
+    assert problems_of(config_of(source, target_bytes=least - 1, **head))
+
+
+@pytest.mark.parametrize("target", [{"bpw_total": 9.0}, {"target_bytes": 120_000}])
+def test_a_free_head_that_will_not_be_measured_is_refused(
+    target: dict[str, object], source: Path, tmp_path: Path
+) -> None:
+    by_error = {"sensitivity": {"kind": "error"}, **target}
+    measured = foreign_measurement(tmp_path / "measurement.json", resolve(source))
+
+    for values in (by_error, {"measurement": measured, **target}):
+        (problem,) = problems_of(config_of(source, **values))
+        assert "knows nothing of the head" in problem
+        preflight(config_of(source, head_bits=6, **values))
+    path = written_in_nats(tmp_path / "nats.json", resolve(source))
+    preflight(config_of(source, measurement=path, **by_error))
+
+
+def test_trying_allocations_without_costs_in_nats_is_refused(source: Path, tmp_path: Path) -> None:
+    best = {"allocate": {"rounds": 1}}
+    measured = foreign_measurement(tmp_path / "measurement.json", resolve(source))
+
+    for values in ({"sensitivity": {"kind": "error"}}, {"measurement": measured}):
+        (problem,) = problems_of(config_of(source, **best, **values))
+        assert "further rounds of allocation need costs in nats" in problem
+    preflight(config_of(source, **best))
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"tune": {"steps": 1}}, "tuning set"),
+        ({"allocate": {"rounds": 1}}, "allocation set"),
+        ({"tune": {"steps": 1}, "allocate": {"rounds": 1}}, "tuning and allocation set"),
+    ],
+)
+def test_a_single_row_cannot_judge(values: dict[str, object], what: str, source: Path) -> None:
+    one = {"rows": 1, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+
+    (problem,) = problems_of(config_of(source, calibration=one, **values))
+
+    assert problem.startswith(f"{what} rows of text aside")
+    preflight(config_of(source, calibration=one))
+    preflight(config_of(source, calibration={**one, "rows": 2}, **values))
+
+
+def test_given_measurement_decides_what_is_reachable(source: Path, tmp_path: Path) -> None:
+    path = foreign_measurement(tmp_path / "measurement.json", resolve(source))
+    content = json.loads(path.read_text())
+    content["measurement"] = {
+        name: entries and entries[10:] for name, entries in content["measurement"].items()
+    }
+    path.write_text(json.dumps(content))
+
+    low, _ = preflight(config_of(source, bpw=6, measurement=path)).reachable_bpw
+
+    assert low > preflight(config_of(source)).reachable_bpw[0]
+
+
+def test_measurement_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:
+    other = resolve(make_tiny("llama", tmp_path / "other", intermediate_size=128))
+    path = foreign_measurement(tmp_path / "measurement.json", other)
+
+    (problem,) = problems_of(config_of(source, measurement=path))
+
+    assert "it is of another model" in problem
+
+
+def test_missing_accelerator_is_a_problem_like_others(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    (problem,) = problems_of(config_of(source, device="cuda"))
+
+    assert "no CUDA device is visible" in problem
+
+
+def test_full_disk_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = preflight(config_of(source))
+    need = plan.output_bytes + plan.work_bytes
+    free = [need]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(10**12, 0, free[0]))
+
+    preflight(config_of(source))
+    free[0] = need - 1
+    (problem,) = problems_of(config_of(source))
+
+    assert "of disk" in problem
+    assert "`--work-root`" in problem
+
+
+def test_too_little_memory_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = preflight(config_of(source)).memory_bytes
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
+
+    (problem,) = problems_of(config_of(source))
+
+    assert "of memory" in problem
+    assert "reduce `--rows`" in problem
+
+
+def test_available_memory_is_read_from_the_kernel() -> None:
+    available = available_memory()
+
+    assert available is not None  # Linux
+    assert 10**7 < available < 10**14
+
+
+def test_longer_rows_need_more_memory_and_disk(source: Path) -> None:
+    longer = {"rows": 200, "row_tokens": 2048, "measure_rows": 1, "measure_row_tokens": 64}
+
+    small, large = preflight(config_of(source)), preflight(config_of(source, calibration=longer))
+
+    assert large.memory_bytes - small.memory_bytes > 199 * 2048 * 64 * 4
+    assert large.work_bytes > small.work_bytes
+
+
+def test_gradients_need_memory_and_disk_for_their_rows(source: Path) -> None:
+    plans = [
+        preflight(config_of(source, sensitivity=options))
+        for options in ({"kind": "error"}, {"rows": 1}, {"rows": 64}, {"rows": 6400})
+    ]
+
+    work = [plan.work_bytes for plan in plans]
+    assert work == sorted(set(work))
+    row = 64 * 64 * 4  # tokens, hidden, bytes
+    assert plans[3].memory_bytes - plans[0].memory_bytes > 3 * 6000 * row
+
+
+def test_tuning_needs_memory_for_the_whole_model(source: Path) -> None:
+    before, after = (
+        preflight(config_of(source, tune={"steps": steps})).memory_bytes for steps in (0, 1)
+    )
+
+    assert after - before > (source / "model.safetensors").stat().st_size
+
+
+def test_padded_embedding_is_no_problem(source: Path) -> None:
+    def pad(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.nn.functional.pad(tensors[name], (0, 0, 0, 19))
+
+    change_tensors(source, pad)
+
+    assert preflight(config_of(source)).layers == 2
+
+
+def test_rows_beyond_the_positions_are_warned_of(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    longer = {"rows": 1, "row_tokens": 512, "measure_rows": 1, "measure_row_tokens": 64}
+
+    with caplog.at_level(logging.WARNING):
+        preflight(config_of(source, calibration=longer))
+
+    assert "rows of 512 tokens exceed the model's 256" in caplog.text

@@ -1,0 +1,249 @@
+"""What the plan says of single stages, against what they leave and hold."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from measurements import written_in_nats
+from stage_runs import text_parquet
+from tiny import make_tiny
+
+from exl2flow.core import store
+from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.progress import Tick
+from exl2flow.core.stage import Pipeline
+from exl2flow.model import resolve
+from exl2flow.quant.allocate.budget import decoder_numel
+from exl2flow.quant.forecast import preflight as preflight_module
+from exl2flow.quant.forecast.gpu import Card
+from exl2flow.quant.forecast.main_memory import (
+    STATE_FILES,
+    Need,
+    memory_bytes,
+    stage_needs,
+    work_bytes,
+)
+from exl2flow.quant.forecast.plan import BASE_MEMORY
+from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.quantize.correction import paired_rows
+from exl2flow.quant.tune.stage import tune_memory
+from exl2flow.tasks.stages import STAGES
+
+CPU = torch.device("cpu")
+ROWS, TOKENS, HIDDEN = 64, 64, 64
+STATES = 4 * ROWS * TOKENS * HIDDEN
+EVERYTHING: dict[str, object] = {
+    "sensitivity": {"rows": 2},
+    "allocate": {"rounds": 1},
+    "rounding": {"rounds": 0, "correction": 0.5},
+    "tune": {"steps": 2, "interval": 1, "tokens": 32},
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "model")
+
+
+def config_of(source: Path, **values: object) -> ConversionConfig:
+    calibration = {
+        "text": text_parquet(source.parent / "text.parquet"),
+        "rows": ROWS,
+        "row_tokens": TOKENS,
+        "measure_rows": 8,
+        "measure_row_tokens": 64,
+    }
+    return small_config(source, source.parent / "out", calibration=calibration, **values)
+
+
+def needs_of(source: Path, **values: object) -> dict[str, Need]:
+    return dict(preflight(config_of(source, **values)).needs)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"quality": "exllamav2"}, ["measure", "quantize"]),
+        ({"quality": "fast"}, ["sensitivity", "measure", "quantize"]),
+        ({"quality": "best"}, ["sensitivity", "measure", "allocate", "quantize", "tune"]),
+    ],
+)
+def test_stages_that_will_run_are_forecast_in_their_order(
+    values: dict[str, object], names: list[str], source: Path
+) -> None:
+    config = config_of(source, **values)
+
+    plan = preflight(config)
+
+    assert list(plan.needs) == ["tokenize", *names]
+    ran = Pipeline(config, STAGES, device="cpu").stages
+    assert [name for name in ran if name in plan.needs] == list(plan.needs)
+    (said,) = (value for what, value in plan.rows() if what == "by stage")
+    assert [part.split()[0] for part in said.removesuffix(" GB").split(", ")] == names
+
+
+def test_what_the_model_writes_itself_is_forecast(source: Path) -> None:
+    config = config_of(source)
+    calibration = config.calibration.model_copy(update={"text": "self"})
+
+    needs = preflight(config.model_copy(update={"calibration": calibration})).needs
+
+    assert next(iter(needs)) == "compose"
+    assert needs["compose"].memory > (source / "model.safetensors").stat().st_size
+
+
+def test_a_given_measurement_needs_no_measuring(source: Path, tmp_path: Path) -> None:
+    path = written_in_nats(tmp_path / "measurement.json", resolve(source))
+
+    assert "measure" not in needs_of(source, measurement=path)
+
+
+def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
+    given = config_of(source, quality="best").model_dump() | {"model": source}
+
+    config = RefinementConfig.model_validate(given)
+
+    assert list(stage_needs(config, resolve(source), CPU, packed=0)) == [
+        "tokenize",
+        "sensitivity",
+        "quantize",
+    ]
+
+
+def test_the_plan_is_that_of_the_greediest_stage(source: Path) -> None:
+    plan = preflight(config_of(source, **EVERYTHING))
+
+    needs = plan.needs.values()
+    assert plan.memory_bytes == BASE_MEMORY + max(need.memory for need in needs)
+    assert plan.work_bytes == sum(n.kept for n in needs) + max(n.passing for n in needs)
+    said = json.loads(json.dumps(plan.to_json()))["needs"]
+    assert said["quantize"] == plan.needs["quantize"].to_json()
+    assert set(said["quantize"]) == {"memory_bytes", "kept_bytes", "passing_bytes"}
+
+
+def test_too_little_memory_names_the_stage(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(source, **EVERYTHING)
+    need = preflight(config).memory_bytes
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
+
+    with pytest.raises(PreflightFailed, match=r"^the stage `tune` may need .* `--quality`$"):
+        preflight(config)
+
+
+def test_a_gpu_too_small_to_tune_on_is_refused(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    config = config_of(source, tune={"steps": 1})
+    need = tune_memory(resolve(source), config.tune)
+    card = Card(name="small", flops=1e13, processors=20, memory=need)
+    monkeypatch.setattr(Card, "of", lambda device, limit: card)
+    monkeypatch.setattr(preflight_module, "resolve_device", lambda device: cuda)
+
+    in_main = preflight(config).needs["tune"].memory
+    card = replace(card, memory=need - 1)
+    preflight(config_of(source))
+    with pytest.raises(PreflightFailed, match=r"^the stage `tune` .* GPU's memory, .* `--device"):
+        preflight(config)
+    assert in_main < need
+
+
+def test_correction_needs_some_states_twice(source: Path) -> None:
+    plain, corrected = (
+        needs_of(source, rounding={"correction": strength}) for strength in (0.0, 0.5)
+    )
+
+    paired = len(paired_rows(ROWS)) * STATES // ROWS
+    assert 0 < paired < STATES
+    assert corrected["quantize"].passing - plain["quantize"].passing == STATE_FILES * paired
+    assert plain["quantize"].passing == STATE_FILES * STATES
+    assert corrected["quantize"].memory - plain["quantize"].memory >= paired
+    assert corrected["measure"] == plain["measure"]
+
+
+def test_trials_need_states_for_every_sublayer(source: Path, tmp_path: Path) -> None:
+    deep = make_tiny("llama", tmp_path / "deep" / "model", num_hidden_layers=12)
+    values = {"allocate": {"rounds": 1}}
+
+    shallow, more = (needs_of(path, **values)["allocate"] for path in (source, deep))
+
+    row = 4 * TOKENS * HIDDEN
+    assert more.memory - shallow.memory == 2 * (12 - 2) * 4 * row  # four rows judge
+    # 60 rows are left; every third is rounded on, entering and leaving; and 3 + 4 copies
+    assert shallow.memory > (2 * 20 + 4 * (3 + 4)) * row
+    assert "allocate" not in needs_of(source)
+
+
+def test_few_rows_are_not_forecast_as_many(source: Path) -> None:
+    few = {"rows": 2, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+    config = config_of(source, allocate={"rounds": 1})
+    fewer = config_of(source, allocate={"rounds": 1}).model_copy(
+        update={"calibration": config.calibration.model_copy(update=few)}
+    )
+
+    many, two = (preflight(c).needs["allocate"].memory for c in (config, fewer))
+
+    row = 4 * TOKENS * HIDDEN
+    assert many - two == (2 * 20 + 7 * 4 - 2 * 1 - 7 * 1) * row
+
+
+def test_tuning_needs_its_state_on_disk_and_the_matrices_again(source: Path) -> None:
+    narrow, wide = (
+        needs_of(source, tune={"steps": 1, "code_rate": rate})["tune"] for rate in (0, 1e-3)
+    )
+
+    spec = resolve(source)
+    weights = decoder_numel(spec) + spec.head.in_features * spec.head.out_features
+    plain = 2 * HIDDEN * spec.vocab_size
+    assert narrow.kept == wide.kept
+    assert narrow.kept > needs_of(source)["quantize"].kept + plain
+    assert wide.passing - narrow.passing == STATE_FILES * 4 * 4 * weights
+    assert wide.memory - narrow.memory > 4 * 4 * weights
+
+
+def test_totals_are_of_what_stays_and_of_one_stage_at_a_time() -> None:
+    needs = {
+        "a": Need(memory=5, kept=10, passing=100),
+        "b": Need(memory=7, kept=20, passing=30),
+    }
+
+    assert (memory_bytes(needs), work_bytes(needs)) == (7, 130)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*.*") if path.suffix in (".json", ".safetensors"))
+
+
+def test_disk_is_forecast_stage_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tiny("llama", tmp_path / "model", num_hidden_layers=2)
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
+    config = config_of(source, **EVERYTHING)
+    plan = preflight(config)
+    pipeline = Pipeline(config, STAGES, device="cpu")
+    most = dict.fromkeys(plan.needs, 0)
+    total = 0
+
+    def sink(tick: Tick) -> None:
+        nonlocal total
+        most[tick.stage] = max(most[tick.stage], size_of(pipeline.path(tick.stage)))
+        total = max(total, size_of(config.work_dir_root))
+
+    for name in plan.needs:
+        pipeline.run(name, progress=sink)
+
+    slack = 60_000  # manifests, headers, the allocation
+    for name, need in plan.needs.items():
+        kept = size_of(pipeline.path(name))
+        assert kept - slack < need.kept, name
+        assert most[name] - slack < need.kept + need.passing, name
+    # of the states' three files two are there between any two commits
+    assert total < plan.work_bytes < 1.5 * total + slack

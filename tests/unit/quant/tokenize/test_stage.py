@@ -1,0 +1,128 @@
+"""The tokenize stage: which rows it mixes, and when it runs again."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import ChatTemplateError
+from exl2flow.core.files import read_json, read_tensors
+from exl2flow.core.progress import silent
+from exl2flow.core.stage import Pipeline
+from exl2flow.inference.compose.stage import COMPOSE
+from exl2flow.model import Tokenizer
+from exl2flow.quant.tokenize.mix import RowRequest, calibration_rows
+from exl2flow.quant.tokenize.stage import TOKENIZE, load_rows
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+BOS = 0
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "model")
+
+
+def config_of(source: Path, **calibration: object) -> ConversionConfig:
+    rows = {"rows": 7, "row_tokens": 64, "measure_rows": 2, "measure_row_tokens": 32}
+    return small_config(source, source.parent / "out", calibration=rows | calibration)
+
+
+def pipeline_of(source: Path, **calibration: object) -> Pipeline:
+    return Pipeline(config_of(source, **calibration), (COMPOSE, TOKENIZE), device="cpu")
+
+
+def tokenized(source: Path, **calibration: object) -> Pipeline:
+    pipeline = pipeline_of(source, **calibration)
+    for name in pipeline.stages:
+        pipeline.run(name, progress=silent)
+    return pipeline
+
+
+def kinds_of(pipeline: Pipeline, mix: str) -> list[str]:
+    kinds: list[str] = read_json(pipeline.path("tokenize") / "rows.json")[mix]["kinds"]
+    return kinds
+
+
+def with_template(source: Path, text: str = TEMPLATE) -> None:
+    (source / "chat_template.jinja").write_text(text)
+
+
+def standard_rows(source: Path, rows: int) -> torch.Tensor:
+    request = RowRequest(rows=rows, row_tokens=64, vocab_size=301)
+    return calibration_rows(None, Tokenizer.load(source), request).ids
+
+
+def test_standard_rows_need_no_other_stage(source: Path) -> None:
+    pipeline = tokenized(source)
+
+    assert list(pipeline.stages) == ["tokenize"]
+    rows = load_rows(pipeline.path("tokenize"), "quantize")
+    assert torch.equal(rows, standard_rows(source, 7))
+
+
+def test_half_of_the_rows_are_dialogues(source: Path) -> None:
+    with_template(source)
+
+    pipeline = tokenized(source, text="chat")
+
+    assert Counter(kinds_of(pipeline, "quantize"))["chat"] == 4
+    assert kinds_of(pipeline, "measure")[0] == "chat"
+    rows = load_rows(pipeline.path("tokenize"), "quantize")
+    assert (rows[:4, 0] == BOS).all()
+    assert torch.equal(rows[4:], standard_rows(source, 3))
+
+
+def test_half_of_the_rows_are_the_models_own(source: Path) -> None:
+    pipeline = tokenized(source, text="self")
+
+    composed = read_tensors(pipeline.path("compose") / "rows.safetensors")["composed"]
+    own = ["self T=0.7", "self T=0.85", "self T=1", "self T=0.7"]
+    assert kinds_of(pipeline, "quantize")[:4] == own
+    assert kinds_of(pipeline, "measure")[:1] == own[:1]
+    rows = load_rows(pipeline.path("tokenize"), "quantize")
+    assert torch.equal(rows[:4], composed)
+    assert torch.equal(rows[4:], standard_rows(source, 3))
+    measured = load_rows(pipeline.path("tokenize"), "measure")
+    assert torch.equal(measured[0], composed[0, :32])
+    notes = read_json(pipeline.path("tokenize") / "manifest.json")["notes"]
+    assert any(note.startswith("quantize rows: self: 4 rows of 64 tokens") for note in notes)
+
+
+@pytest.mark.parametrize("text", ["chat", "self"])
+def test_a_share_of_one_leaves_no_standard_rows(source: Path, text: str) -> None:
+    with_template(source)
+
+    pipeline = tokenized(source, text=text, share=1.0)
+
+    assert {kind.partition(" ")[0] for kind in kinds_of(pipeline, "quantize")} == {text}
+    assert load_rows(pipeline.path("tokenize"), "quantize").shape == (7, 64)
+
+
+def test_a_model_without_template_is_refused(source: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        pipeline_of(source, text="chat")
+
+
+def test_what_matters_changes_the_fingerprint_and_nothing_else_does(source: Path) -> None:
+    with_template(source)
+
+    def fingerprint(**calibration: object) -> str:
+        return pipeline_of(source, **calibration).refs["tokenize"].fingerprint
+
+    seen = [
+        fingerprint(),
+        fingerprint(text="chat"),
+        fingerprint(text="chat", share=0.25),
+        fingerprint(text="self"),
+        fingerprint(text="self", seed=1),
+    ]
+    assert fingerprint(share=0.25) == seen[0]
+    with_template(source, TEMPLATE + " ")
+    assert fingerprint() == seen[0]
+    seen.append(fingerprint(text="chat"))
+    assert len(set(seen)) == len(seen)

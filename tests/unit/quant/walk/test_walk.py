@@ -1,0 +1,338 @@
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_tiny
+from traces import alter, contents, delete, identities, truncate
+
+from exl2flow.core import store
+from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.errors import Interrupted
+from exl2flow.core.progress import Progress, Tick, silent
+from exl2flow.core.stage import Pipeline
+from exl2flow.core.store import StageFolder
+from exl2flow.quant.quantize.stage import QUANTIZE
+from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.walk import remedied
+from exl2flow.tasks.stages import STAGES
+
+LAYERS = 2
+SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 64}
+ALL = list(range(2 * LAYERS))
+LONG = ["measure", "quantize"]
+DAMAGES = [("measure", alter), *(("quantize", damage) for damage in (delete, truncate, alter))]
+STOP_AFTER = 3
+KINDS: dict[str, dict[str, object]] = {
+    "errors": {"quality": "exllamav2"},
+    "nats": {"quality": "fast", "sensitivity": {"rows": 2}},
+}
+UP_TO_QUANTIZE = STAGES[: STAGES.index(QUANTIZE) + 1]
+
+
+class Crash(Exception):
+    """Ends a stage between two sublayers as a kill would: nothing more is written."""
+
+
+def after(stage: str, done: int, act: Callable[[], None]) -> Progress:
+    """Return a sink that acts when a stage has just committed its result number `done`."""
+
+    def sink(tick: Tick) -> None:
+        if (tick.stage, tick.done) == (stage, done) and tick.detail:
+            act()
+
+    return sink
+
+
+def crash() -> None:
+    raise Crash
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def pipeline_in(config: ConversionConfig, work_root: Path) -> Pipeline:
+    moved = config.model_copy(update={"work_root": work_root})
+    return Pipeline(moved, UP_TO_QUANTIZE, device="cpu")
+
+
+def run_all(pipeline: Pipeline, progress: Progress = silent) -> None:
+    for name in pipeline.stages:
+        pipeline.run(name, progress=progress)
+
+
+def results(pipeline: Pipeline, stage: str) -> dict[str, str]:
+    files = contents(pipeline.path(stage))
+    return {name: digest for name, digest in files.items() if name != "manifest.json"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("source"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def finished() -> dict[str, Pipeline]:
+    """Undisturbed runs by kind, made when they are first asked for."""
+    return {}
+
+
+@pytest.fixture
+def kind() -> str:
+    """How the model is converted, unless a test says otherwise."""
+    return "errors"
+
+
+@pytest.fixture
+def undisturbed(
+    kind: str,
+    source: Path,
+    finished: dict[str, Pipeline],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Pipeline:
+    if kind not in finished:
+        folder = tmp_path_factory.mktemp("walk")
+        config = build_config(
+            source=source,
+            out=folder / "out",
+            bpw=5,
+            calibration={
+                "rows": 3,
+                "row_tokens": 32,
+                "measure_rows": 2,
+                "measure_row_tokens": 32,
+            },
+            **KINDS[kind],
+        )
+        pipeline = pipeline_in(config, folder / "work")
+        run_all(pipeline)
+        finished[kind] = pipeline
+    return finished[kind]
+
+
+@pytest.fixture(params=LONG)
+def stage(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pipeline(undisturbed: Pipeline, stage: str, tmp_path: Path) -> Pipeline:
+    """A pipeline that is about to run `stage`."""
+    made = pipeline_in(undisturbed.config, tmp_path)
+    for name in list(made.stages)[: list(made.stages).index(stage)]:
+        shutil.copytree(undisturbed.path(name), made.path(name))
+    return made
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sublayers that have been read, in order."""
+    indices: list[int] = []
+    read = SourceModel.sublayer
+
+    def recording(model: SourceModel, sublayer):
+        indices.append(sublayer.index)
+        return read(model, sublayer)
+
+    monkeypatch.setattr(SourceModel, "sublayer", recording)
+    return indices
+
+
+@pytest.fixture
+def states_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
+
+
+def crashed(pipeline: Pipeline, stage: str, walked: list[int]) -> None:
+    """Run into a crash after some sublayers and forget what was read."""
+    with pytest.raises(Crash):
+        run_all(pipeline, after(stage, STOP_AFTER, crash))
+    walked.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_without_saved_states_replays_from_the_start(
+    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
+) -> None:
+    crashed(pipeline, stage, walked)
+
+    pipeline.run(stage, progress=silent)
+
+    assert walked == ALL
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("states_every_time")
+def test_a_resume_goes_on_from_the_last_saved_states(
+    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
+) -> None:
+    crashed(pipeline, stage, walked)
+
+    pipeline.run(stage, progress=silent)
+
+    assert walked == ALL[STOP_AFTER - 1 :]  # the crash came before the states of that sublayer
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+def test_a_signal_saves_the_states_however_recent_the_last_ones(
+    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
+) -> None:
+    with pytest.raises(Interrupted, match=f"stage `{stage}` after {STOP_AFTER} of"):
+        run_all(pipeline, after(stage, STOP_AFTER, interrupt))
+    walked.clear()
+
+    pipeline.run(stage, progress=silent)
+
+    assert walked == ALL[STOP_AFTER:]
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.usefixtures("states_every_time")
+@pytest.mark.parametrize(("stage", "damage"), DAMAGES)
+def test_damaged_states_are_not_used(
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    stage: str,
+    walked: list[int],
+    damage: Callable[[Path], None],
+) -> None:
+    crashed(pipeline, stage, walked)
+    for path in pipeline.path(stage).glob("states-?.safetensors"):
+        damage(path)
+
+    pipeline.run(stage, progress=silent)
+
+    assert walked == ALL
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.usefixtures("states_every_time")
+@pytest.mark.parametrize(("stage", "damage"), DAMAGES)
+def test_a_damaged_sublayer_is_made_again_and_the_others_stay(
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    stage: str,
+    walked: list[int],
+    damage: Callable[[Path], None],
+) -> None:
+    crashed(pipeline, stage, walked)
+    folder = pipeline.path(stage) / "sublayers"
+    damaged = sorted(folder.iterdir())[1]
+    damage(damaged)
+    intact = identities(folder)
+    intact.pop(damaged.name, None)
+
+    pipeline.run(stage, progress=silent)
+
+    assert walked == ALL  # the saved states lie behind the damage
+    assert intact.items() <= identities(folder).items()
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.usefixtures("states_every_time")
+@pytest.mark.parametrize(("stage", "damage"), DAMAGES)
+def test_a_stage_whose_manifest_is_damaged_begins_anew(
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    stage: str,
+    walked: list[int],
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+) -> None:
+    crashed(pipeline, stage, walked)
+    damage(pipeline.path(stage) / "manifest.json")
+
+    pipeline.run(stage, progress=silent)
+
+    assert f"stage `{stage}` begins anew: its manifest is damaged" in caplog.text
+    assert walked == ALL
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.usefixtures("states_every_time")
+def test_a_stage_begun_on_another_device_begins_anew(
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    stage: str,
+    walked: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    crashed(pipeline, stage, walked)
+    folder = StageFolder.load(pipeline.path(stage), pipeline.refs[stage].fingerprint)
+    assert folder is not None
+    folder.manifest.device = "cuda"
+    folder.save()
+
+    pipeline.run(stage, progress=silent)
+
+    assert f"stage `{stage}` begins anew: it ran on another device" in caplog.text
+    assert walked == ALL
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+def test_the_result_of_other_options_is_not_taken_for_the_own(
+    undisturbed: Pipeline, tmp_path: Path
+) -> None:
+    config = undisturbed.config.model_copy(update={"head_bits": 4, "work_root": tmp_path})
+    other = Pipeline(config, UP_TO_QUANTIZE, device="cpu")
+
+    shutil.copytree(undisturbed.path("quantize"), other.path("quantize"))
+
+    assert not other.is_complete("quantize")
+
+
+def test_only_what_leads_to_a_missing_result_is_replayed(
+    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
+) -> None:
+    shutil.copytree(undisturbed.path(stage), pipeline.path(stage))
+    delete(sorted((pipeline.path(stage) / "sublayers").iterdir())[2])
+
+    pipeline.run(stage, progress=silent)
+
+    assert walked == [0, 1, 2]
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+@pytest.mark.parametrize("kind", ["nats"])
+@pytest.mark.parametrize("stage", ["sensitivity", *LONG])
+def test_a_run_whose_memory_ends_goes_on_by_itself(
+    stage: str, undisturbed: Pipeline, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [torch.OutOfMemoryError()]
+
+    def end_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    pipeline.run(stage, progress=after(stage, STOP_AFTER, end_once))
+
+    assert not errors
+    assert "remedy=out of memory" in caplog.text
+    assert results(pipeline, stage) == results(undisturbed, stage)
+
+
+def test_work_that_lacks_memory_is_done_once_more_with_states_elsewhere(
+    undisturbed: Pipeline,
+) -> None:
+    kept: list[bool] = []
+
+    def work(model: SourceModel, failures: int) -> str:
+        kept.append(model.keeps_states)
+        if len(kept) <= failures:
+            raise torch.OutOfMemoryError
+        return "done"
+
+    model = SourceModel.open(undisturbed.config, "cpu")
+    assert remedied(model, partial(work, failures=1)) == "done"
+    assert kept == [True, False]
+
+    kept.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        remedied(model, partial(work, failures=2))
+    assert kept == [True, False]
