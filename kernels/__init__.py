@@ -1,6 +1,7 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
 from exl2flow.kernels.activations import ACTIVATIONS
+from exl2flow.kernels.backend import get_ops, resolve_device
 from exl2flow.kernels.cache_formats import (
     CACHE_FORMATS,
     LARGEST_HALF,
@@ -19,9 +20,7 @@ from exl2flow.kernels.ops import (
     Ops,
     Scales,
     device_table,
-    get_ops,
     half_ranges,
-    resolve_device,
     tensor_cores,
 )
 from exl2flow.kernels.packed import (

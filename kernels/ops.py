@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from exl2flow.core.errors import BackendUnavailable
 from exl2flow.kernels.cache_ops import CacheOps
 from exl2flow.kernels.groups import Group
 from exl2flow.kernels.packed import PackedMatrix, Product
@@ -283,22 +282,6 @@ class Ops(CacheOps, Protocol):
         ...
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device for `auto`, `cpu` or `cuda`.
-
-    Raises:
-        BackendUnavailable: CUDA is asked for and torch finds none.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailable(
-            "no CUDA device is visible to torch; check the driver and that a CUDA build of torch "
-            "is installed, or use `--device cpu`"
-        )
-    return torch.device(name)
-
-
 @contextmanager
 def tensor_cores(use: bool = True) -> Iterator[None]:
     """Let a GPU multiply fp32 matrices as TF32, or not: of fp16 and bf16 weights nothing is lost.
@@ -332,24 +315,3 @@ def half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def _inside(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
     inside = torch.arange(max(rows))[:, None] < torch.tensor(rows)
     return sent(inside.float()[:, :, None], device)
-
-
-def get_ops(device: torch.device | str) -> Ops:
-    """Return the implementation for a device.
-
-    Raises:
-        BackendUnavailable: the device needs CuPy, which is not installed.
-    """
-    # the implementations import this module
-    if torch.device(device).type == "cpu":
-        from exl2flow.kernels.torch_ops import TORCH_OPS
-
-        return TORCH_OPS
-    try:
-        from exl2flow.kernels.cuda_ops import CUDA_OPS
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"the kernels for `{device}` need CuPy ({error}): install `exl2flow[cuda13]` or "
-            "`exl2flow[cuda12]`, whichever your driver has, or use `--device cpu`"
-        ) from error
-    return CUDA_OPS

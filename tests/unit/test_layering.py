@@ -5,11 +5,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from exl2flow.model import FAMILIES
+from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
 ROOT = Path(__file__).parents[2]
 BELOW: dict[str, set[str]] = {
@@ -49,7 +51,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "yaml": ("flows/server/provision.py",),
     "sqlalchemy": ("flows/server/",),
 }
-LAZY_IMPORTS = ("flows/", "kernels/ops.py")  # may import inside functions
+LAZY_IMPORTS = ("flows/", "kernels/backend.py")  # may import inside functions
 RUNNING_FLOWS = {
     "flows/cli/measure.py",
     "flows/cli/running.py",
@@ -59,6 +61,11 @@ RUNNING_FLOWS = {
 }
 RUNNING_FLOWS |= {"flows/cli/running.py"}
 PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
+# the folders of quant/ in the order of the pipeline: a stage may import earlier ones only
+STAGE_ORDER = (
+    *("walk", "tokenize", "rounding", "sensitivity", "measure", "allocate", "quantize", "tune"),
+    *("refine", "judge", "compile", "forecast"),
+)
 WITHOUT_PREFECT = (
     *("quant/", "inference/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),
     *("tasks/origin.py", "flows/cli/", "flows/local.py", "flows/__init__.py"),
@@ -194,6 +201,35 @@ def test_imports_point_down() -> None:
         return {parts[1] for parts in own} - BELOW[folder] - {folder}
 
     assert offenders(above) == {}
+
+
+def test_no_stage_imports_a_later_one() -> None:
+    def later(file: str) -> set[str]:
+        place = STAGE_ORDER.index(file.split("/")[1])
+        used = [i.name.split(".") for i in imports(file) if i.name.startswith("exl2flow.quant.")]
+        return {parts[2] for parts in used if STAGE_ORDER.index(parts[2]) > place}
+
+    inside = [file for file in FILES if file.startswith("quant/") and file != "quant/__init__.py"]
+    assert {file.split("/")[1] for file in inside} == set(STAGE_ORDER)
+    assert offenders(later, inside) == {}
+
+
+def test_every_stage_is_found_by_its_name() -> None:
+    variants = {"exl2flow.quant.compile.refined"}  # what `refine` compiles
+    for stage in {*STAGES, *REFINE_STAGES}:
+        home = stage.run.__module__
+        assert home in variants or home.endswith(f".{stage.name}.stage"), home
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = TopologicalSorter(
+        {
+            file: {found for i in imports(file) if (found := file_of(i.name)) and found != file}
+            for file in FILES
+        }
+    )
+
+    graph.prepare()  # raises CycleError, which names the files
 
 
 def test_only_the_paths_of_calibration_data_are_used() -> None:
