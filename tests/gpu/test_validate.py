@@ -1,7 +1,5 @@
 """Validation on a GPU: through the kernels of inference, as near to the CPU's scores as fp16 is."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from conversions import small_config
