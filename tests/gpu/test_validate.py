@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     root = tmp_path_factory.mktemp("model")
-    config = small_config(make_tiny("qwen2", root / "source"), root / "out", bpw=3.0, device="cuda")
+    config = small_config(make_tiny("qwen2", root / "source"), root / "out", bpw=3.0)
     run_until(config, "compile")
     return config
 
@@ -73,7 +73,7 @@ def test_a_matrix_decodes_on_the_device_to_what_the_cpu_decodes(config: Conversi
 
 
 def test_stage_reports_scores_and_a_sample(config: ConversionConfig) -> None:
-    pipeline = run_until(config, "validate")
+    pipeline = run_until(config, "validate", device="cuda")
 
     report = read_json(pipeline.path("validate") / REPORT_FILE)
     assert report["score"]["kl_divergence"] > 0
