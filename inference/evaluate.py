@@ -7,7 +7,7 @@ positions where both rank the same token first.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all 
 STATE_SHARE = 0.5  # of a GPU's free memory goes to hidden states
 LOGIT_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # logits held at a time, per model
 Advance = Callable[[int, int, str], None]
+RowKey = tuple[int, int]  # text, row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +61,12 @@ class RowScores:
 class Kept(Protocol):
     """Scores of rows that outlast an interruption."""
 
-    def load(self, text: int, row: int) -> RowScores | None:
-        """Return the scores of a row if they are there."""
+    def load(self) -> dict[RowKey, RowScores]:
+        """Return the scores of all rows that are there."""
         ...
 
-    def save(self, text: int, row: int, scores: RowScores) -> None:
-        """Keep the scores of a row."""
+    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
+        """Keep the scores of a block of rows."""
         ...
 
 
@@ -121,20 +122,15 @@ def evaluate_texts(
     base = StreamedModel(Path(reference), place, is_reference=True) if reference else None
     everyone = [*runners, base] if base else runners
     _check_vocabularies(everyone)
-    found = {
-        (text, row): scores
-        for text, ids in enumerate(texts)
-        for row in range(len(ids))
-        if kept is not None and (scores := kept.load(text, row)) is not None
-    }
+    found = kept.load() if kept is not None else {}
     blocks = list(_blocks(everyone, texts, [key for key in _rows(texts) if key not in found]))
     passes = sum(len(runner.spec.sublayers) for runner in everyone)
     for number, block in enumerate(blocks):
         looks = _looks(everyone, advance, done=number * passes, total=len(blocks) * passes)
-        for key, scores in _scored(everyone, texts, block, base is not None, looks):
-            found[key] = scores
-            if kept is not None:
-                kept.save(*key, scores)
+        scores = dict(_scored(everyone, texts, block, base is not None, looks))
+        found |= scores
+        if kept is not None:
+            kept.save(scores)
     return [
         [
             _score(everyone, index, [found[text, row] for row in range(len(ids))], base is not None)
@@ -169,7 +165,7 @@ def _report(advance: Advance | None, done: int, total: int, sublayer: SublayerSp
         advance(done + sublayer.index, total, sublayer.name)
 
 
-def _rows(texts: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+def _rows(texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
     """Yield (text, row) of all rows."""
     return ((text, row) for text, ids in enumerate(texts) for row in range(len(ids)))
 
@@ -177,8 +173,8 @@ def _rows(texts: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 def _blocks(
     everyone: Sequence[StreamedModel],
     texts: Sequence[torch.Tensor],
-    rows: Sequence[tuple[int, int]],
-) -> Iterator[list[tuple[int, int]]]:
+    rows: Sequence[RowKey],
+) -> Iterator[list[RowKey]]:
     """Split rows, (text, row) each, into blocks whose hidden states fit in memory together."""
     device = everyone[0].device
     on_gpu = device.type == "cuda"
@@ -193,10 +189,10 @@ def _blocks(
 def _scored(
     everyone: Sequence[StreamedModel],
     texts: Sequence[torch.Tensor],
-    block: Sequence[tuple[int, int]],
+    block: Sequence[RowKey],
     has_base: bool,
     looks: Sequence[Look],
-) -> Iterator[tuple[tuple[int, int], RowScores]]:
+) -> Iterator[tuple[RowKey, RowScores]]:
     """Yield the scores of a block of rows."""
     keys = [[key for key in block if key[0] == text] for text in range(len(texts))]
     parts = [part for part in keys if part]

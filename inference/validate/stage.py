@@ -26,7 +26,7 @@ from exl2flow.core.files import (
 )
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import StageFolder
-from exl2flow.inference.evaluate import RowScores, Score, evaluate_texts
+from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate_texts
 from exl2flow.inference.generate import BaseGenerator
 from exl2flow.inference.load import fits_in_memory, load_model
 from exl2flow.inference.report.markdown import render_markdown
@@ -38,7 +38,7 @@ from exl2flow.model import Tokenizer, resolve
 log = logging.getLogger(__name__)
 
 REPORT_FILE, MARKDOWN_FILE, PLOT_FILE = "report.json", "report.md", "report.svg"
-ROWS_FOLDER = "rows/"  # scores of single rows, until the report is written
+ROWS_PREFIX = "rows-"  # of files with scores of single rows, until the report is written
 SAMPLE_CONTEXT = 512  # tokens of a prompt, for which memory is asked
 CALIBRATION_WARN, CALIBRATION_FAIL = 30.0, 1000.0  # perplexities on the calibration rows
 CALIBRATION_RATIO = 1.5  # ... that count only above this times the source's
@@ -164,9 +164,11 @@ def _scores(
     manifest = run.folder.manifest
 
     def advance(done: int, total: int, detail: str) -> None:
+        is_new = (done, total + 1) != (manifest.cursor, manifest.total)
         manifest.cursor, manifest.total = done, total + 1  # the sample is the last part
         run.stop_if_asked()
-        run.tick(done, manifest.total, detail)
+        if is_new:
+            run.tick(done, manifest.total, detail)
 
     texts = [held_out, calibration] if len(calibration) else [held_out]
     [(score, *others)] = evaluate_texts(
@@ -186,27 +188,32 @@ class _KeptRows:
     def __init__(self, folder: StageFolder) -> None:
         self._folder = folder
 
-    def load(self, text: int, row: int) -> RowScores | None:
-        """See `Kept.load`."""
-        name = _row_file(text, row)
-        if not self._folder.valid(name):
-            return None
-        return RowScores(**read_tensors(self._folder.path / name))
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in self._folder.manifest.files if name.startswith(ROWS_PREFIX)]
 
-    def save(self, text: int, row: int, scores: RowScores) -> None:
+    def load(self) -> dict[RowKey, RowScores]:
+        """See `Kept.load`."""
+        found: dict[RowKey, dict[str, torch.Tensor]] = {}
+        for name in filter(self._folder.valid, self._names):
+            for key, tensor in read_tensors(self._folder.path / name).items():
+                text, row, field = key.split(".")
+                found.setdefault((int(text), int(row)), {})[field] = tensor
+        return {key: RowScores(**tensors) for key, tensors in found.items()}
+
+    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
         """See `Kept.save`."""
-        name = _row_file(text, row)
-        tensors = {field.name: getattr(scores, field.name) for field in fields(scores)}
+        name = "{}{}-{:05d}.safetensors".format(ROWS_PREFIX, *min(scores))
+        tensors = {
+            f"{text}.{row}.{field.name}": getattr(found, field.name)
+            for (text, row), found in scores.items()
+            for field in fields(found)
+        }
         self._folder.commit(name, write_tensors(self._folder.path / name, tensors))
 
     def remove(self) -> None:
         """Drop the files: the report is there."""
-        files = self._folder.manifest.files
-        self._folder.remove([name for name in files if name.startswith(ROWS_FOLDER)])
-
-
-def _row_file(text: int, row: int) -> str:
-    return f"{ROWS_FOLDER}{text}-{row:05d}.safetensors"
+        self._folder.remove(self._names)
 
 
 def _write(run: StageRun, report: dict[str, object]) -> None:

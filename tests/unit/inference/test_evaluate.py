@@ -1,6 +1,6 @@
 """Scores against a direct computation in fp64, shared passes, and refusals."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import evaluate as evaluate_module
-from exl2flow.inference.evaluate import RowScores, Score, evaluate, evaluate_texts
+from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate, evaluate_texts
 from exl2flow.inference.load import load_model
 from exl2flow.inference.streamed import StreamedModel
 from exl2flow.model import Sublayer
@@ -177,13 +177,13 @@ class Memory:
     """Keeps the scores of rows as the validate stage does, but not on disk."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], RowScores] = {}
+        self.rows: dict[RowKey, RowScores] = {}
 
-    def load(self, text: int, row: int) -> RowScores | None:
-        return self.rows.get((text, row))
+    def load(self) -> dict[RowKey, RowScores]:
+        return dict(self.rows)
 
-    def save(self, text: int, row: int, scores: RowScores) -> None:
-        self.rows[text, row] = scores
+    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
+        self.rows |= scores
 
 
 def test_rows_that_are_scored_are_not_scored_again(

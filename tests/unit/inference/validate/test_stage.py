@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +14,18 @@ from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import TEXT, make_tiny
 
 from exl2flow.core.config import ConversionConfig, ValidateOptions
-from exl2flow.core.errors import ValidationFailed
+from exl2flow.core.errors import Interrupted, ValidationFailed
 from exl2flow.core.files import read_json, write_json
+from exl2flow.core.progress import Tick
 from exl2flow.core.stage import SCORE_FILE
+from exl2flow.inference import evaluate as evaluate_module
 from exl2flow.inference.evaluate import Score, evaluate
 from exl2flow.inference.report.record import read_record
 from exl2flow.inference.validate.stage import (
     MARKDOWN_FILE,
     PLOT_FILE,
     REPORT_FILE,
+    ROWS_PREFIX,
     calibration_text_rows,
     check_verdict,
     verdict,
@@ -28,6 +33,7 @@ from exl2flow.inference.validate.stage import (
 from exl2flow.model import resolve
 from exl2flow.quant.tokenize.stage import load_rows
 
+PASSES = 2 * 4  # sublayers of model and source
 OPTIONS = ValidateOptions()
 GOOD = Score(
     model="m",
@@ -219,3 +225,30 @@ def test_sample_can_be_left_out(config: ConversionConfig) -> None:
 
     assert read_json(pipeline.path("validate") / REPORT_FILE)["sample"] == ""
     assert "## Sample" not in (pipeline.path("validate") / MARKDOWN_FILE).read_text()
+
+
+def test_stage_stops_between_sublayers_and_keeps_what_was_scored(
+    config: ConversionConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_until(config.model_copy(update={"work_root": tmp_path / "whole"}), "validate")
+    expected = (whole.path("validate") / REPORT_FILE).read_bytes()
+    monkeypatch.setattr(evaluate_module, "STATE_BYTES", 1)
+    monkeypatch.setattr(evaluate_module, "LEAST_ROWS", 1)
+    pipeline = run_until(config, "compile")
+    ticks: list[Tick] = []
+
+    def interrupt(tick: Tick) -> None:
+        ticks.append(tick)
+        if tick.done == PASSES + 2:  # in the second row
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        pipeline.run("validate", progress=interrupt)
+    stopped_at = ticks[-1].done
+    ticks.clear()
+    pipeline.run("validate", progress=ticks.append)
+
+    assert stopped_at <= PASSES + 3
+    assert {tick.total for tick in ticks} == {3 * PASSES + 1}  # three of four rows were left
+    assert (pipeline.path("validate") / REPORT_FILE).read_bytes() == expected
+    assert not list(pipeline.path("validate").glob(f"{ROWS_PREFIX}*"))
