@@ -43,6 +43,7 @@ SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
     "70b": (8192, 28672, 64, 8, 32000),
     "head": (8192, 1024, 64, 8, 152064),
 }
+SHARD_BYTES = 5_000_000_000
 LAYER = re.compile(r"model\.layers\.\d+")
 
 
@@ -93,7 +94,19 @@ def make_model(folder: Path, shape: str, layers: int) -> None:
         f"{key}.weight": (torch.randn(size, device=device) * size[1] ** -0.5).half().cpu()
         for key, size in shapes.items()
     }
-    write_tensors(folder / "model.safetensors", tensors | norms(shape, layers))
+    for number, shard in enumerate(shards(tensors | norms(shape, layers))):
+        write_tensors(folder / f"model-{number:05d}.safetensors", shard)
+
+
+def shards(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Split tensors into files as large as those of the Hub."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
 
 
 class LayerTimes(logging.Handler):
