@@ -71,15 +71,22 @@ def source(file: str) -> str:
 
 
 @cache
-def module(file: str) -> cupy.RawModule:
-    """Return a source as a module; CuPy builds it for each device that uses it."""
-    return cupy.RawModule(code=source(file), options=OPTIONS)
+def module(file: str, instance: str | None = None) -> cupy.RawModule:
+    """Return a source as a module; CuPy builds it for each device that uses it.
+
+    Args:
+        file: the source.
+        instance: of a template, as `attend<128, HALF, HALF>`; only this one is built, because all
+            of a file take 10 s. None: the functions that are no templates.
+    """
+    names = None if instance is None else (instance,)
+    return cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
 
 
 @cache
 def function(file: str, name: str) -> cupy.RawKernel:
-    """Return a function of a source."""
-    return module(file).get_function(name)
+    """Return a function of a source, or an instance of a template."""
+    return module(file, name if "<" in name else None).get_function(name)
 
 
 def launch(

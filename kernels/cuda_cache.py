@@ -211,9 +211,9 @@ def _attend(
         heads=heads, kv_heads=kv_heads, parts=parts, head_dim=head_dim, pages=pages,
         splits=splits, stages=stages, window=window or 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
-    kind = f"{store.keys.element.name}_{store.values.element.name}".lower()
+    name = f"attend<{width}, {store.keys.element.name}, {store.values.element.name}>"
     launch(
-        "attention.cu", f"{kind}_{width}", (splits, kv_heads * parts, b), call,
+        "attention.cu", name, (splits, kv_heads * parts, b), call,
         threads=32 * warps, shared=shared, device=q.device, early=True,
     )  # fmt: skip
     return out

@@ -146,7 +146,7 @@ def plan_of(
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(division.parts for division in divisions),
-        name=f"{'gptq' if has_zeros else 'exl2'}_{-(-rows // ROWS) * ROWS}",
+        name=f"product<{-(-rows // ROWS)}, {str(has_zeros).lower()}>",
         ctas=ctas,
         shared=fixed + slots * SLOT,
         argument=argument,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl2flow.kernels import Product
@@ -165,6 +164,8 @@ def attend(
     if is_windowed or (1 < count < positions and not q.is_cuda):
         mask = _visible(count, positions, window, q.device)
     elif 1 < count < positions:  # the fused kernels know this one by name
+        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler: 2 s
+
         mask = causal_lower_right(count, positions)
     if q.is_cuda and q.dtype == torch.float32:  # its fused kernels know no groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -25,7 +25,9 @@ struct Cap {
 };
 
 // WIDTH elements of a slot are read, of which the head has those from `offset` on.
-template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(const Call& call) {
+template <int WIDTH, int KE, int VE>
+__global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
+    attend(const __grid_constant__ Call call) {
     using Keys = Tiles<WIDTH, KE>;
     using Values = Tiles<WIDTH, VE>;
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
@@ -317,21 +319,6 @@ template <int WIDTH, int KE, int VE> __device__ __forceinline__ void attend(cons
     }
     add_parts<WIDTH, is_rotated<VE>()>(call, parts, heads, selves, window, own_q, offset);
 }
-
-#define ATTEND(NAME, WIDTH, KE, VE)                                                               \
-    extern "C" __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)       \
-        NAME##_##WIDTH(const __grid_constant__ Call call) {                                       \
-        attend<WIDTH, KE, VE>(call);                                                              \
-    }
-#define FORMATS(WIDTH)                                                                            \
-    ATTEND(half_half, WIDTH, HALF, HALF)                                                          \
-    ATTEND(upper_byte_upper_byte, WIDTH, UPPER_BYTE, UPPER_BYTE)                                  \
-    ATTEND(rotated_8_rotated_8, WIDTH, ROTATED_8, ROTATED_8)                                      \
-    ATTEND(rotated_8_rotated_4, WIDTH, ROTATED_8, ROTATED_4)                                      \
-    ATTEND(rotated_4_rotated_4, WIDTH, ROTATED_4, ROTATED_4)
-FORMATS(64)
-FORMATS(128)
-FORMATS(256)
 
 // Keys or values x fp16 (t, width) of slots int64 (t,), as `torch_cache.encode` stores them: a warp
 // has 64 elements. element: as above.

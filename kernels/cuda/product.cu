@@ -187,7 +187,9 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
-template <int NT, bool GPTQ> __device__ __forceinline__ void product(const Chain& c) {
+// NT: blocks of 8 rows.
+template <int NT, bool GPTQ>
+__global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     extern __shared__ __align__(128) byte shared[];
     __shared__ float squares[NT * 8][CTA_WARPS];
@@ -331,13 +333,3 @@ template <int NT, bool GPTQ> __device__ __forceinline__ void product(const Chain
         finish(stage, work, c.rows, last, ended, warps);
     }
 }
-
-#define PRODUCT(NAME, NT, GPTQ)                                                                    \
-    extern "C" __global__ void __launch_bounds__(32 * CTA_WARPS, 1) NAME(                          \
-        const __grid_constant__ Chain c) {                                                         \
-        product<NT, GPTQ>(c);                                                                      \
-    }
-PRODUCT(exl2_8, 1, false)  // up to 8 rows
-PRODUCT(exl2_16, 2, false)
-PRODUCT(gptq_8, 1, true)
-PRODUCT(gptq_16, 2, true)

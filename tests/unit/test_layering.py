@@ -51,7 +51,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "yaml": ("flows/server/provision.py",),
     "sqlalchemy": ("flows/server/",),
 }
-LAZY_IMPORTS = ("flows/", "kernels/backend.py")  # may import inside functions
+LAZY_IMPORTS = ("flows/", "kernels/backend.py", "model/attention.py")  # may import inside functions
 RUNNING_FLOWS = {
     "flows/cli/measure.py",
     "flows/cli/running.py",

@@ -5,22 +5,33 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from cupy_backends.cuda.libs import nvrtc
 
+from exl2flow.kernels.cache_formats import CACHE_FORMATS
 from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
+from exl2flow.kernels.cuda_cache import WIDTHS
 
 DEVICES = (80, 86, 89, 90, 120)
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
+FORMATS = {(form.keys.name, form.values.name) for form in CACHE_FORMATS.values()}
+INSTANCES = {
+    "attention.cu": [f"attend<{w}, {k}, {v}>" for w in WIDTHS for k, v in sorted(FORMATS)],
+    "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],
+}
 
 
 @pytest.mark.parametrize("file", SOURCES)
 def test_source_compiles_without_a_warning(file: str) -> None:
     def compiled(device: int) -> None:
         program = nvrtc.createProgram(source(file), file, (), ())
+        instances = INSTANCES.get(file, [])
+        for instance in instances:
+            nvrtc.addNameExpression(program, instance)
         options = (*OPTIONS, f"-arch=sm_{device}", "-Werror=all-warnings")
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError:
             pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
         assert nvrtc.getCUBIN(program)
+        assert all(nvrtc.getLoweredName(program, instance) for instance in instances)
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(compiled, DEVICES))

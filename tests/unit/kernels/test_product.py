@@ -216,7 +216,7 @@ def test_a_plan_says_what_matrices_are() -> None:
     assert (first["tile_bytes"], second["tile_bytes"]) == (64 * 4 * 4, 64 * 6 * 4)
     assert (first["scale_bytes"], second["scale_bytes"]) == (2 * 32, 32)
     assert (none["codes"], none["first_cta"]) == (0, NO_CTA)
-    assert plan.name == "exl2_8"
+    assert plan.name == "product<1, false>"
 
 
 def test_the_first_input_is_brought_to_the_order_of_the_rows() -> None:
@@ -237,7 +237,7 @@ def test_a_norm_lies_in_the_order_of_the_rows() -> None:
     stage = plan.argument["stages"][0]
     assert torch.equal(pointed(plan, stage["norm"]), normed.norm[normed.order])
     assert stage["eps"] == np.float32(1e-3)
-    assert plan.name == "exl2_16"
+    assert plan.name == "product<2, false>"
 
 
 def test_results_go_where_the_next_product_reads_them() -> None:
