@@ -4,13 +4,15 @@ Records go out without the paths of the machine they were made on.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.model_files import check_links, is_of_model, public_content
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.licences import licence_problem
@@ -19,6 +21,10 @@ from exl2flow.model import ModelSpec, resolve
 
 CARD_FILE = "README.md"  # the source's own is not handed on
 SUFFIX = "bpw"  # of a branch
+# entries of records that may have slashes and are no paths
+NOT_PATHS = ("repo", "revision", "license", "license_name", "license_link", "sample_prompt")
+OPTIONS = "options"  # the entry with what users typed, relative paths among it
+FOLDERS_IN_TEXT = re.compile(r"(?<![\w:/~])~?/(?:[^\s/`'\"]+/)+(?=[^\s/`'\"])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,22 +155,42 @@ def origin_from(known: Mapping[str, Any]) -> Origin:
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
-    """Return name → file or content of a branch: the folder, our card, the record without paths."""
-    files: dict[str, Path | bytes] = {
-        path.name: path
+    """Return name → file or content of a branch: the model's files, its score, record and card.
+
+    Other files of the folder are not published. Record and configs lose their paths.
+
+    Raises:
+        SourceModelError: a file is a link out of the model.
+    """
+    paths = [
+        path
         for path in sorted(bitrate.folder.iterdir())
-        if path.is_file() and not path.name.startswith(".")
-    }
+        if (is_of_model(path.name) or path.name == SCORE_FILE) and path.is_file()
+    ]
+    check_links(paths)
+    files: dict[str, Path | bytes] = {path.name: public_content(path) or path for path in paths}
     record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)
     return {**files, RECORD_FILE: f"{record}\n".encode(), CARD_FILE: card.encode()}
 
 
-def without_paths(value: Any) -> Any:
-    """Return a JSON value in which absolute paths are cut down to their last part."""
+def without_paths(value: Any, *, is_typed: bool = False) -> Any:
+    """Return a JSON value in which paths are cut down to their last part, whether absolute or not.
+
+    Args:
+        is_typed: whether a user typed the value, as an option; then it may be a path with blanks.
+    """
     if isinstance(value, Mapping):
-        return {key: without_paths(entry) for key, entry in value.items()}
+        return {
+            key: entry
+            if key in NOT_PATHS
+            else without_paths(entry, is_typed=is_typed or key == OPTIONS)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [without_paths(entry) for entry in value]
-    if isinstance(value, str) and PurePath(value).is_absolute() and "\n" not in value:
+        return [without_paths(entry, is_typed=is_typed) for entry in value]
+    if not isinstance(value, str) or "/" not in value or "://" in value:
+        return value
+    is_path = is_typed or " " not in value or value.startswith(("/", "~/", "./", "../"))
+    if is_path and "\n" not in value:
         return PurePath(value).name
-    return value
+    return FOLDERS_IN_TEXT.sub("", value)

@@ -1,7 +1,7 @@
 """Write a refined model: the files of the old one, byte for byte but for codes and scales.
 
-Shards, their order, `config.json`, indexes, tokenizer and whatever else lies beside them stay as
-they are, whichever program wrote them.
+Shards, their order, `config.json`, indexes, tokenizer and the other files of the model stay as they
+are, whichever program wrote them; configs lose the folders that they name.
 """
 
 import logging
@@ -21,14 +21,14 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.model_files import CONFIG_FILE, carried_files, check_links, left_out
 from exl2flow.core.source import provenance
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import TensorFiles
 from exl2flow.quant.compile.stage import (
-    carried_files,
+    carry,
     check_output_folder,
-    copy_file,
     predicted_kl,
     remove_others,
 )
@@ -49,8 +49,14 @@ NOT_RECORDED = {
 
 
 def other_files(model: Path) -> list[Path]:
-    """Return the files of a model that are taken over as they are: all but weights and record."""
-    return [*carried_files(model), model / "config.json", *sorted(model.glob("*.index.json"))]
+    """Return the files of a model that are taken over: all but weights and record.
+
+    Raises:
+        SourceModelError: one of them is a link out of the model.
+    """
+    indexes = sorted(model.glob("*.safetensors.index.json"))
+    check_links(indexes)
+    return [*carried_files(model), model / CONFIG_FILE, *indexes]
 
 
 @torch.inference_mode()
@@ -74,7 +80,9 @@ def recompile(run: StageRun) -> None:
     remove_others(out, {path.name for path in [*files, *others]})
     _commit(run, _write_record(run, stored, judgement))
     for path in others:
-        _commit(run, copy_file(path, out / path.name))
+        _commit(run, carry(path, out / path.name))
+    if behind := left_out(config.model):
+        log.info("left in `%s`: %s", config.model, ", ".join(behind))
     for index, path in enumerate(files, 1):
         _write_shard(run, path, out / path.name, tensors, order=stored.tensors.names, cursor=index)
         run.tick(index, len(files), path.name)

@@ -7,7 +7,6 @@ every matrix is read back and its reconstruction compared with what was quantize
 import json
 import logging
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,12 @@ import torch
 
 from exl2flow.core.background import helpers, one_ahead, to_host
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
+from exl2flow.core.errors import (
+    NonFiniteState,
+    ReconstructionMismatch,
+    SourceModelError,
+    StoreError,
+)
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     digest,
@@ -27,8 +31,15 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.model_files import (
+    CONFIG_FILE,
+    carried_files,
+    left_out,
+    public_content,
+    without_origin,
+)
 from exl2flow.core.source import provenance
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
@@ -50,21 +61,8 @@ from exl2flow.quant.tune.stage import TUNING_FILE
 
 log = logging.getLogger(__name__)
 
-NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
 NOT_RECORDED = {"work_root", "out", "token_block", "publish"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
-
-
-def carried_files(source: Path) -> list[Path]:
-    """Return the source's other files that go along: all but weights, indexes and config.json."""
-    return sorted(
-        path
-        for path in source.iterdir()
-        if path.is_file()
-        and not path.name.startswith(".")
-        and not path.name.endswith(NOT_CARRIED)
-        and path.name not in ("config.json", RECORD_FILE, SCORE_FILE)
-    )
 
 
 def check_output_folder(out: Path, source: Path) -> None:
@@ -113,6 +111,7 @@ def compile_model(run: StageRun) -> None:
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was quantized.
+        SourceModelError: a file that goes along cannot be read, or is a link out of the model.
     """
     config = run.config
     spec = resolve(config.source)
@@ -125,7 +124,9 @@ def compile_model(run: StageRun) -> None:
     run.folder.manifest.total = len(shards)
     _write_record(run, out, spec)
     for path in extras:
-        _commit(run, copy_file(path, out / path.name))
+        _commit(run, carry(path, out / path.name))
+    if others := left_out(config.source):
+        log.info("left in `%s`: %s", config.source, ", ".join(others))
     remove_others(out, {shard.name for shard in shards})
     tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
@@ -151,17 +152,19 @@ def _commit(run: StageRun, path: Path) -> None:
     run.folder.commit(str(path), digest(path))
 
 
-def copy_file(source: Path, target: Path) -> Path:
-    """Copy a file, whole or not at all.
+def carry(source: Path, target: Path) -> Path:
+    """Copy a file whole or not at all, a config without the folders that it names.
 
     Raises:
-        WriteFailed: it cannot be read or written.
+        SourceModelError: it cannot be read.
+        WriteFailed: it cannot be written.
     """
     try:
-        with source.open("rb") as file, replacing(target) as copy:
-            shutil.copyfileobj(file, copy)
+        data = public_content(source) or source.read_bytes()
     except OSError as error:
-        raise WriteFailed(f"cannot copy `{source}` to `{target}`: {error}") from error
+        raise SourceModelError(f"cannot read `{source}`: {error.strerror}") from error
+    with replacing(target) as copy:
+        copy.write(data)
     return target
 
 
@@ -231,7 +234,7 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
     config = run.config
     calibration = config.calibration
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
-    content = json.loads((config.source / "config.json").read_bytes())
+    content = without_origin(json.loads((config.source / CONFIG_FILE).read_bytes()))
     content["quantization_config"] = {
         "quant_method": "exl2",
         "version": versions()["exl2flow"],
@@ -243,8 +246,8 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
             "dataset": calibration.dataset,
         },
     }
-    write_json(out / "config.json", content)
-    return out / "config.json"
+    write_json(out / CONFIG_FILE, content)
+    return out / CONFIG_FILE
 
 
 def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -289,7 +292,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
-    files = [config.source / "config.json", *carried_files(config.source)]
+    files = [config.source / CONFIG_FILE, *carried_files(config.source)]
     return {
         "out": str(config.out.expanduser().resolve()),
         "source": str(config.source.resolve()),
