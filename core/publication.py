@@ -8,12 +8,14 @@ from pydantic import AfterValidator, Field
 
 from exl2flow.core.options import Device, Options
 
-REPO = r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$"
+# The Hub's rules: a name of 96 characters at most, no `--` or `..`, no dot or dash at the end, no `.git`
+NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+REPO = rf"^(?!.*(--|\.\.|\.git$)){NAME}/(?=.{{1,96}}$){NAME}$"
 
 
 def _is_a_name(repo: str) -> str:
     if not re.fullmatch(REPO, repo):
-        raise ValueError("give it as `org/name`")
+        raise ValueError(f"`{repo}` is no name that the Hub allows; give it as `org/name`")
     return repo
 
 

@@ -10,7 +10,7 @@ from exl2flow.core.config import SharedOptions
 from exl2flow.core.publication import PublishConfig, PublishOptions
 from exl2flow.core.stage import Pipeline
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.origin import check_target
 
 

@@ -3,15 +3,13 @@
 What a conversion ends with is asked at its beginning, so that nobody waits a night for a refusal.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
-
-from exl2flow.core.errors import ConfigError, HubError, PublicationRefused
+from exl2flow.core.errors import ConfigError, HubError, HubUnavailable, PublicationRefused
 from exl2flow.core.publication import PublishOptions
 from exl2flow.core.source import hub_model, provenance
 from exl2flow.inference.report.publication import (
@@ -21,13 +19,20 @@ from exl2flow.inference.report.publication import (
     origin_problems,
     recorded_origins,
 )
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_AHEAD = 2  # further ones; what is not known before the work is asked once more after it
 
 
 def check_target(
     options: PublishOptions, source: Path, work_root: Path, *, writer: Hub, reader: Hub
 ) -> None:
-    """Find out before a conversion whether its result could be published, as far as is known then.
+    """Check before a conversion whether its result could be published, as far as is known then.
+
+    If the Hub cannot be reached, a warning says so and the conversion may begin: everything is
+    checked again before anything is published.
 
     Args:
         options: what shall be published where.
@@ -37,34 +42,28 @@ def check_target(
         reader: with the token that the source is fetched with.
 
     Raises:
-        ConfigError: the repository cannot have this name, or is the source.
+        ConfigError: the repository is the source.
         HubError: there is no token, or it may not write there.
         PublicationRefused: gate or licence of the source speak against it.
         SourceModelError: the source is a mistyped path.
     """
-    check_name(options.repo)
-    problems = origin_problems(_origin_of_source(source, work_root, options, reader))
-    if problems and not options.force:
-        raise refusal(problems)
-    check_account(options.repo, writer)
+    reader, writer = (replace(hub, waits=hub.waits[:ATTEMPTS_AHEAD]) for hub in (reader, writer))
+    try:
+        problems = origin_problems(_origin_of_source(source, work_root, options, reader))
+        if problems and not options.force:
+            raise refusal(problems)
+        check_account(options.repo, writer)
+    except HubUnavailable as error:
+        log.warning(
+            "%s; whether `%s` may receive the result is checked again before publishing",
+            *(error, options.repo),
+        )
 
 
 def refusal(problems: Sequence[str]) -> PublicationRefused:
     """Return the error that tells all problems."""
     text = "\n".join(problems)
     return PublicationRefused(f"{text}; `--force` publishes in spite of this and notes it")
-
-
-def check_name(repo: str) -> None:
-    """Refuse what the Hub would not take as a name.
-
-    Raises:
-        ConfigError: the repository cannot have this name.
-    """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ConfigError(f"`{repo}` is no name for a repository: {error}") from error
 
 
 def check_account(repo: str, hub: Hub) -> None:

@@ -34,8 +34,8 @@ from exl2flow.inference.report.publication import (
     without_paths,
 )
 from exl2flow.inference.report.record import read_object
-from exl2flow.tasks.hub import Hub
-from exl2flow.tasks.origin import check_account, check_name, origin_of_models, refusal
+from exl2flow.tasks.client import Hub
+from exl2flow.tasks.origin import check_account, origin_of_models, refusal
 from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,6 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     twice = sorted({name for name in branches if branches.count(name) > 1})
     if twice:
         raise ConfigError(f"several folders belong to branch `{twice[0]}`; publish one of them")
-    check_name(config.repo)
     origin = origin_of_models(bitrates, config, hub)
     known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
     if known and not config.force:
@@ -218,7 +217,8 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
     repository, branches = publication.repository, publication.branches
     file = publication.folder / "published" / f"{repository.name.replace('/', '--')}.json"
     proved = read_object(file)
-    commits = {branch: repository.branches()[branch] for branch in branches}
+    there = repository.branches()
+    commits = {branch: there[branch] for branch in branches}
     total = len(commits)
     for done, (branch, commit) in enumerate(commits.items()):
         progress(Tick(stage="verify", done=done, total=total, detail=branch))

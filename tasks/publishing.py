@@ -7,8 +7,8 @@ from prefect import task
 
 from exl2flow.core.publication import PublishConfig, PublishOptions
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
-from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.origin import check_target
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRIED

@@ -10,9 +10,9 @@ from huggingface_hub.hf_api import RepoFile
 
 from exl2flow.core.errors import HubError
 from exl2flow.core.source import digests
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
+from exl2flow.tasks.hub import MAIN, blob_id
 
-MAIN = "main"
 KEPT = (".gitattributes",)  # the Hub's own
 Contents = Mapping[str, Path | bytes]  # name → what a branch has
 
@@ -80,7 +80,7 @@ class Repository:
                 allow_patterns=None if names is None else list(names),
             )
 
-        self.hub.call(self.name, bring)
+        self.hub.call(self.name, bring, transfers=True)
 
     def changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
         """Return the names that a branch lacks or has otherwise, and those it should not have."""
@@ -104,7 +104,7 @@ class Repository:
         if size != there.size:
             return False
         data = content.read_bytes() if isinstance(content, Path) else content
-        return there.blob_id == hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
+        return there.blob_id == blob_id(data)
 
     def sha256(self, content: Path | bytes) -> str:
         """Return the digest of what is to be sent."""
@@ -140,7 +140,7 @@ class Repository:
             )
             return added
 
-        return self.hub.call(self.name, attempt)
+        return self.hub.call(self.name, attempt, transfers=True)
 
 
 def _addition(name: str, content: Path | bytes) -> CommitOperationAdd:

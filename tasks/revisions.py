@@ -9,11 +9,10 @@ from prefect import task
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.retries import RETRIED
 
 EVENT = "exl2flow.revision"
-TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> lis
 def _newest(repositories: Iterable[str], authors: Iterable[str]) -> Iterator[tuple[str, str]]:
     hub = Hub.open()
     for repo_id in repositories:
-        info = hub.call(repo_id, partial(hub.api.model_info, repo_id, timeout=TIMEOUT_SECONDS))
+        info = hub.call(repo_id, partial(hub.api.model_info, repo_id))
         if info.sha:
             yield repo_id, info.sha
     for author in authors:
