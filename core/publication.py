@@ -8,14 +8,14 @@ from pydantic import AfterValidator, Field
 
 from exl2flow.core.options import Device, Options
 
-# The Hub's rules: a name of 96 characters at most, no `--` or `..`, no dot or dash at the end, no `.git`
+# The Hub allows 96 characters, no `--` or `..`, no dot or dash at the end and no `.git`
 NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 REPO = rf"^(?!.*(--|\.\.|\.git$)){NAME}/(?=.{{1,96}}$){NAME}$"
 
 
 def _is_a_name(repo: str) -> str:
     if not re.fullmatch(REPO, repo):
-        raise ValueError(f"`{repo}` is no name that the Hub allows; give it as `org/name`")
+        raise ValueError("the Hub does not allow this name; give it as `org/name`")
     return repo
 
 

@@ -35,8 +35,9 @@ from exl2flow.inference.report.publication import (
 )
 from exl2flow.inference.report.record import read_object
 from exl2flow.tasks.client import Hub
+from exl2flow.tasks.hub import MAIN
 from exl2flow.tasks.origin import check_account, origin_of_models, refusal
-from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository
+from exl2flow.tasks.repository import KEPT, Contents, Repository
 
 log = logging.getLogger(__name__)
 

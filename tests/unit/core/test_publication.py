@@ -24,7 +24,7 @@ def test_a_name_is_allowed_here_exactly_if_the_hub_allows_it(name: str) -> None:
     if is_valid:
         assert PublishOptions(repo=name).repo == name
     else:
-        with pytest.raises(ValidationError, match="no name that the Hub allows"):
+        with pytest.raises(ValidationError, match="the Hub does not allow this name"):
             PublishOptions(repo=name)
 
 
