@@ -1,7 +1,7 @@
 """Which files belong to a model: one list for what is fetched, copied and published.
 
-Anything else in a source folder stays there: training data, keys, weights in other formats. So does
-what a link leads to outside of the model, and what a config says of its author's folders.
+Everything else in a source folder stays there: training data, keys, weights in other formats, the
+targets of links out of the model, and the paths that configs remember.
 """
 
 import json
@@ -15,7 +15,7 @@ from exl2flow.core.errors import SourceModelError
 
 CONFIG_FILE = "config.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-SECOND_COPIES = "consolidated*"  # the same weights in their author's layout
+SECOND_COPIES = "consolidated*"  # the same weights in another layout
 CARRIED = frozenset(
     (
         *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
@@ -27,27 +27,27 @@ CARRIED = frozenset(
 )
 TERMS = re.compile(r"(licen[cs]e|copying|notice|use_policy)[\w-]*(\.(txt|md|rst|pdf))?", re.I)
 ORIGIN_KEYS = ("_name_or_path", "name_or_path")  # where transformers loaded the model from
-FILE_KEYS = ("_file", "_path", "_dir")  # ends of keys whose value may be a path
+FILE_KEYS = ("_file", "_path", "_dir")  # suffixes of keys whose value may be a path
 
 
 def is_carried(name: str) -> bool:
-    """Tell whether a file goes along unchanged: tokenizer, templates, other configs, licence."""
+    """Tell whether a file is copied: tokenizer, chat template, other configs, licence."""
     return name in CARRIED or TERMS.fullmatch(name) is not None
 
 
 def is_weights(name: str) -> bool:
-    """Tell whether a file holds weights that are read, or their index."""
+    """Tell whether a file holds the weights, or is their index."""
     is_second = fnmatchcase(name, SECOND_COPIES)
     return not is_second and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
 def is_of_model(name: str) -> bool:
-    """Tell whether a file belongs to a model; files in folders below it do not."""
+    """Tell whether a file belongs to a model; files in subfolders never do."""
     return name == CONFIG_FILE or is_carried(name) or is_weights(name)
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """Return the files that go along with the weights: all of `is_carried`, sorted.
+    """Return the files that accompany the weights (`is_carried`), sorted.
 
     Raises:
         SourceModelError: one of them, or `config.json`, is a link out of the model.
@@ -58,7 +58,7 @@ def carried_files(folder: Path) -> list[Path]:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Return the names of files that stay behind, without hidden ones."""
+    """Return the names of visible files that stay behind."""
     return [path.name for path in _files(folder) if not is_of_model(path.name)]
 
 
@@ -70,9 +70,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def check_links(paths: Iterable[Path]) -> None:
-    """Refuse links that lead to anything but another file of the same model.
+    """Refuse links to anything but another file of the same model.
 
-    A snapshot in a Hub cache consists of links to `../../blobs`; these are taken.
+    Allow links to `../../blobs` in a snapshot of a Hub cache, which consists of them.
 
     Raises:
         SourceModelError: naming every such link.
@@ -85,15 +85,15 @@ def check_links(paths: Iterable[Path]) -> None:
         is_blob = folder.parent.name == "snapshots" and target.parent == blobs
         if path.is_symlink() and not (is_beside or is_blob):
             problems.append(
-                f"`{path}` is a link to `{target}`, which is no file of this model; put the file "
-                "in its place, or delete the link"
+                f"`{path}` is a link to `{target}`, which is not a file of this model; "
+                "replace the link with the file, or delete it"
             )
     if problems:
         raise SourceModelError("\n".join(problems))
 
 
 def public_content(path: Path) -> bytes | None:
-    """Return a config without the folders it was made in; None if the file has none.
+    """Return a config without paths of its author's machine; None if it has none.
 
     Raises:
         SourceModelError: the file cannot be read.
@@ -111,7 +111,7 @@ def public_content(path: Path) -> bytes | None:
 
 
 def without_origin(value: Any) -> Any:
-    """Return a JSON value without entries that name the folder a model was loaded from."""
+    """Return a JSON value without entries that say where a model was loaded from."""
     if isinstance(value, dict):
         return {k: without_origin(v) for k, v in value.items() if not _is_origin(k, v)}
     return [without_origin(entry) for entry in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The client for the Hugging Face Hub: repeats what can pass, explains what cannot."""
+"""The client for the Hugging Face Hub: retries transient failures, explains the others."""
 
 import logging
 import socket
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before further attempts
-LONGEST_WAIT = 600.0  # that the Hub may ask for
+LONGEST_WAIT = 600.0  # seconds; a longer Retry-After is an error
 SILENCE = 5.0  # seconds without an answer before a line says so
 TIMEOUT = 30.0  # seconds that one attempt waits for an answer
-HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # which of them depends on the client's version
+HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # versions of the client use different ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """A client, how patient it is, and whether the Hub has answered it; times in seconds."""
+    """A client, its patience in seconds, and whether the Hub has answered it yet."""
 
     api: HfApi
     waits: tuple[float, ...] = WAITS
@@ -55,14 +55,14 @@ class Hub:
         return cls(api=HfApi(token=token, library_name=name, library_version=version(name)))
 
     def call(self, subject: str, function: Callable[[], T], *, transfers: bool = False) -> T:
-        """Return what a function that asks the Hub returns, repeating it where that can help.
+        """Call a function that sends requests to the Hub, retrying transient failures.
 
-        A host name without an address is not retried before the first answer.
+        A host name without an address is retried only if the Hub has answered before.
 
         Args:
             subject: the repository, for messages.
-            function: must be harmless to repeat.
-            transfers: whether it moves files, which takes as long as it takes.
+            function: must be safe to repeat.
+            transfers: whether it moves files, which has no time limit.
 
         Raises:
             HubError: what failed and what to do.
@@ -89,9 +89,9 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
     def _answer(self, subject: str, function: Callable[[], T]) -> T:
-        """Run one attempt on a thread: the client itself would wait for ever.
+        """Run one attempt on a thread, because the client itself waits forever.
 
-        A thread that gets no answer is left behind; it does not keep the process alive.
+        A thread without an answer is abandoned; it does not keep the process alive.
 
         Raises:
             TimeoutError: no answer within `timeout`.
@@ -118,7 +118,7 @@ class Hub:
         return answers[0]
 
     def explained(self, error: Exception, subject: str) -> HubError:
-        """Return an error of the client as one with advice; what may pass is `HubUnavailable`."""
+        """Turn a client error into one with advice; transient ones become `HubUnavailable`."""
         for cause in _causes(error):
             found = self._explained(cause, subject)
             if found is not None:
@@ -130,14 +130,14 @@ class Hub:
         page = f"{self.api.endpoint}/{subject}"
         match error:
             case LocalEntryNotFoundError():
-                return None  # its cause tells more
+                return None  # its cause says more
             case LocalTokenNotFoundError():
                 return HubError(
-                    f"`{subject}` asks for a token and there is none; set HF_TOKEN (or name a "
+                    f"`{subject}` needs a token and there is none; set HF_TOKEN (or name a "
                     "Secret block with `--token-block`)"
                 )
             case OfflineModeIsEnabled():
-                return HubError(f"`{subject}`: HF_HUB_OFFLINE is set; unset it to ask the Hub")
+                return HubError(f"`{subject}`: HF_HUB_OFFLINE is set; unset it to use the Hub")
             case GatedRepoError():
                 return HubError(
                     f"`{subject}` is gated: accept its terms at {page} with the account whose "
@@ -168,21 +168,21 @@ class Hub:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what led to it."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _is_unresolved(error: BaseException | None) -> bool:
-    """Tell whether the Hub's name has no address."""
+    """Tell whether the Hub's host name has no address."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
-    """Return what an HTTP status means."""
+    """Turn an HTTP status into an error with advice."""
     response = error.response
     status = response.status_code
     said = response.headers.get("X-Error-Message") or response.reason_phrase
@@ -193,7 +193,7 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
         )
     if status == 403:
         return HubError(
-            f"the token may not do this to `{subject}` ({said}); use one with write access to it"
+            f"the token does not permit this for `{subject}` ({said}); use one with write access"
         )
     if status == 429 or status >= 500:
         after = response.headers.get("Retry-After", "")
@@ -203,13 +203,13 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
 
 
 def _check_token(token: str) -> None:
-    """Refuse a token that no header can hold, without repeating it.
+    """Refuse a token that cannot be sent in a header, without showing it.
 
     Raises:
-        ConfigError: it has blanks or other characters that tokens do not have.
+        ConfigError: it has spaces or other characters that tokens never have.
     """
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigError(
-            "the token for the Hub has characters that no token has, such as blanks or accents; "
-            "copy it anew into HF_TOKEN (or into the Secret block of `--token-block`)"
+            "the token for the Hub has characters that no token has, such as spaces or accents; "
+            "copy it again into HF_TOKEN (or into the Secret block of `--token-block`)"
         )

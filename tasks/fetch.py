@@ -1,4 +1,4 @@
-"""The task that fetches a source from the Hub; flows whose source is a folder do not have it."""
+"""The task that fetches a source from the Hub; it only runs if the source is not a folder."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -24,12 +24,12 @@ Config = TypeVar("Config", bound=SharedOptions)
 def fetch_source(
     source: Path, wanted: HubModel, *, work_root: Path, token_block: str | None
 ) -> Path:
-    """Return the folder of a Hub model, downloaded below the work root."""
+    """Download a Hub model below the work root and return its folder."""
     return fetch(wanted, work_root, Hub.open(read_token(token_block)))
 
 
 def fetched_in_flow(source: Path, work_root: Path, token_block: str | None) -> Path:
-    """Return the folder of a source; what is a folder already needs no task.
+    """Return the folder of a source, fetching it in a task of its own if need be.
 
     Raises:
         HubError: the model cannot be fetched.
@@ -43,7 +43,7 @@ def fetched_in_flow(source: Path, work_root: Path, token_block: str | None) -> P
 
 
 def with_local_source(config: Config) -> Config:
-    """Return a configuration whose source is a folder, if it names a Hub model.
+    """Return the configuration with a folder as its source.
 
     Raises:
         HubError: the model cannot be fetched.

@@ -1,9 +1,9 @@
-"""Models that come from the Hugging Face Hub: pinned to a commit, fetched once, compared.
+"""Fetch models from the Hugging Face Hub: pinned to a commit, downloaded once, verified.
 
-`fetch` resolves the revision to a commit, which stays that of the work root: a branch that moves
-does not change a conversion under way. Only the files that belong to a model are downloaded; each
-is compared with the Hub's digest, and a record of their origin lies beside the folder. A download
-that was cut goes on; finished files stay. A model that is here needs no Hub.
+`fetch` resolves a revision to a commit and keeps that commit for the work root, so a branch that
+moves does not change a conversion under way. It downloads only the files of a model, compares each
+with the Hub's digest, and records their origin beside the folder. An interrupted download resumes
+and keeps finished files. A model that is complete here needs no Hub.
 """
 
 import hashlib
@@ -43,13 +43,13 @@ def local_or_fetched(
 ) -> Path:
     """Return the folder of a source: itself if it exists, else fetched if it names a Hub model.
 
-    Anything else is returned as it is, for the checks before a conversion to complain about.
+    Return anything else unchanged; pre-flight reports it.
 
     Args:
         source: a folder, or `org/name` or `org/name@revision`.
         work_root: where fetched models lie.
         fetching: how a model is fetched.
-        say: receives a line for people where it may surprise them which source is used.
+        say: receives a line for the user wherever the choice may surprise.
 
     Raises:
         HubError: the model cannot be fetched.
@@ -57,22 +57,22 @@ def local_or_fetched(
     """
     wanted = hub_model(source, work_root)
     if wanted is not None:
-        say(f"source  `{source}` is no folder here and is taken from the Hub")
+        say(f"source  `{source}` is not a folder here; it is taken from the Hub")
         folder = fetching(wanted)
         say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
         return folder
     named = HubModel.of(source)
     if named is not None and named.is_begun(work_root):
-        say(f"source  `{source}` is a folder here and is taken, not the Hub's model")
+        say(f"source  `{source}` is a folder here and is used instead of the Hub's model")
     return source
 
 
 def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -> Path:
-    """Download the files of a model that a conversion needs, and return their folder.
+    """Download the files of a model and return their folder.
 
-    It is `<work root>/sources/<commit>/<name>`; a record of its origin lies beside it. A branch or
-    tag stays at the commit that this work root began with. If that is here, the Hub is only asked
-    whether the branch has moved, and need not answer.
+    The folder is `<work root>/sources/<commit>/<name>`, with a record of its origin beside it. A
+    branch or tag stays at the commit that this work root began with. If that commit is complete
+    here, the only request asks whether the branch has moved, and it may fail.
 
     Args:
         renew: whether to use the newest commit of the revision instead.
@@ -92,7 +92,7 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
     info = hub.call(wanted.repo, lambda: hub.api.model_info(wanted.repo, revision=revision))
     commit = str(info.sha)
     folder = _folder(wanted, work_root, commit)
-    log.info("`%s` is commit %s on the Hub, taken to `%s`", wanted.repo, commit, folder)
+    log.info("`%s` is commit %s on the Hub, fetched to `%s`", wanted.repo, commit, folder)
     if not is_fixed:
         pins = work_root / PINS_FILE
         write_json(pins, {**read_object(pins), _pin(wanted): commit})
@@ -121,7 +121,7 @@ def _pinned(wanted: HubModel, work_root: Path) -> str | None:
     known = read_object(work_root / PINS_FILE).get(_pin(wanted))
     if isinstance(known, str):
         return known
-    # a work root of a version without pins: the model fetched last
+    # older versions kept no pins: use the model that was fetched last
     records = work_root.glob(f"sources/*/{wanted.name}.source.json")
     for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
         found = read_object(path)
@@ -131,7 +131,7 @@ def _pinned(wanted: HubModel, work_root: Path) -> str | None:
 
 
 def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
-    """Warn if a revision is no longer the commit that is used; ask the Hub once."""
+    """Warn if a revision has moved away from the commit in use; send one request."""
     name = wanted.revision or MAIN
 
     def ask() -> ModelInfo:
@@ -141,24 +141,24 @@ def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
         now = replace(hub, waits=()).call(wanted.repo, ask).sha
     except HubError as error:
         log.warning(
-            "cannot ask whether `%s` of `%s` has moved (%s); going on with commit %s, which this "
+            "cannot find out whether `%s` of `%s` has moved (%s); using commit %s, which this "
             "work root began with",
             *(name, wanted.repo, error, commit),
         )
         return
     if now != commit:
         log.warning(
-            "`%s` of `%s` has moved to commit %s; going on with %s, which this work root began "
-            "with; for the new one use `--restart`, or name it: `%s@%s`",
+            "`%s` of `%s` has moved to commit %s; using %s, which this work root began "
+            "with; to get the new one use `--restart`, or name it: `%s@%s`",
             *(name, wanted.repo, now, commit, wanted.repo, now),
         )
 
 
 def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
-    """Return the files of a commit that a conversion needs.
+    """List the files of a commit that a conversion needs.
 
     Raises:
-        SourceModelError: there is no safetensors among them.
+        SourceModelError: none of them is a safetensors file.
     """
     tree = hub.api.list_repo_tree(repo, revision=commit, recursive=True)
     everything = [entry for entry in tree if isinstance(entry, RepoFile)]
@@ -173,7 +173,7 @@ def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
 
 
 def blob_id(data: bytes) -> str:
-    """Return git's digest of a file, which the Hub states for files that are not large."""
+    """Return git's digest of a file, which the Hub reports for files outside LFS."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -181,7 +181,7 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     """Download the files and compare them with the Hub's digests.
 
     Raises:
-        HubUnavailable: one differs; it is deleted, so that another attempt fetches it again.
+        HubUnavailable: one differs; it is deleted, and the next attempt fetches it again.
     """
     hub.api.snapshot_download(
         wanted.repo,
@@ -202,21 +202,20 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
             path.unlink()
             raise HubUnavailable(
                 f"`{file.path}` of `{wanted.repo}` arrived with {kind} {here}, the Hub says "
-                f"{there}: it was damaged there or on the way"
+                f"{there}: it was damaged on the Hub or in transit"
             )
 
 
 def _tick(received: int, total: int, repo: str) -> Tick:
-    """Return the progress of a download; the last part of a mebibyte counts as one."""
+    """Return the progress of a download in mebibytes, rounded up."""
     done, whole = (-(-size // MEBIBYTE) for size in (min(received, total), total))
     return Tick(stage="fetch", done=done, total=max(whole, 1), detail=f"MiB of {repo}")
 
 
 def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
-    """Return a class of bars that the client moves and that draw nothing but tick.
+    """Return a progress bar class for the client that reports ticks and draws nothing.
 
-    The client may have several bars of bytes, for the network and for the disk; the one that is
-    furthest counts.
+    The client may count bytes on several bars, for network and disk; the one furthest ahead counts.
     """
 
     class Meter(tqdm):
@@ -228,7 +227,7 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
             self._received = 0
 
         def update(self, n: float | None = 1) -> None:
-            """Count, and tick when another part of the download has arrived."""
+            """Count bytes and tick after each further share of the download."""
             if not self._counts_bytes:
                 return
             self._received += int(n or 0)
@@ -241,7 +240,7 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
 
 
 def _record(wanted: HubModel, info: ModelInfo) -> dict[str, object]:
-    """Return what `core.source.provenance` reads."""
+    """Return the record that `core.source.provenance` reads."""
     card = dict(info.card_data.to_dict()) if info.card_data else {}  # type: ignore[no-untyped-call]  # theirs
     return {
         "repo": wanted.repo,

@@ -1,4 +1,4 @@
-"""What the Hub holds now, and the event that tells of a new revision of a model."""
+"""The newest revisions on the Hub, and the event that announces one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Revision:
     revision: str
 
     def event(self) -> Event:
-        """Return the event that tells of it; its resource is `hf.model.org--name`."""
+        """Return the event that announces it; its resource is `hf.model.org--name`."""
         resource = {
             "prefect.resource.id": f"hf.model.{self.repo_id.replace('/', '--')}",
             "prefect.resource.name": self.repo_id,
@@ -38,11 +38,11 @@ class Revision:
     persist_result=False,
 )
 def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> list[Revision]:
-    """Return the newest commit on the main branch of each repository, and of each of an author's.
+    """Return the newest commit on `main` of each repository, and of all repositories of authors.
 
     Raises:
         HubError: a repository does not exist or may not be read.
-        HubUnavailable: the Hub does not answer, or refuses for now.
+        HubUnavailable: the Hub does not answer, or is overloaded.
     """
     found: dict[str, Revision] = {}
     for repo_id, sha in _newest(repositories, authors):
@@ -66,7 +66,7 @@ def _models_of(hub: Hub, author: str) -> list[ModelInfo]:
 
 
 def announce(revisions: Sequence[Revision]) -> None:
-    """Tell the Prefect server of new revisions; it has them when this returns.
+    """Send events for new revisions to the Prefect server, and wait until it has them.
 
     Raises:
         httpx.HTTPStatusError: the server refused.

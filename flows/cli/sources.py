@@ -1,4 +1,4 @@
-"""Sources on the command line: a folder, or a model that is fetched from the Hub first."""
+"""Sources on the command line: a folder, or a Hub model that is fetched first."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,10 +16,10 @@ Config = TypeVar("Config", bound=SharedOptions)
 def fetched_with_progress(
     source: Path, work_root: Path, token_block: str | None, *, plain: bool, renew: bool = False
 ) -> Path:
-    """Return the folder of a source, and say which was taken where it can surprise.
+    """Return the folder of a source, and say which one is used where that may surprise.
 
     Args:
-        renew: whether to use the newest commit on the Hub, not the one that the work root has.
+        renew: whether to use the newest commit on the Hub, not the one that the work root keeps.
 
     Raises:
         HubError: the model cannot be fetched.

@@ -1,7 +1,7 @@
-"""Compile the output folder: shards, index, config, tokenizer and all other files of the source.
+"""Compile the output folder: shards, index, config, tokenizer and the model's other files.
 
-Everything is laid out before anything is written, so the bytes are known beforehand. After writing,
-every matrix is read back and its reconstruction compared with what was quantized.
+The layout is complete before anything is written, so the bytes are known in advance. Afterwards
+every matrix is read back and its reconstruction compared with the quantized one.
 """
 
 import json
@@ -86,21 +86,21 @@ def check_output_folder(out: Path, source: Path) -> None:
 
 
 class _Tensors:
-    """Finds each output tensor where it lies: in the source, or among the quantized sublayers."""
+    """Finds each output tensor in the source or among the quantized sublayers."""
 
     def __init__(self, source: TensorFiles, quantized: Path) -> None:
         self.source = source
         self.quantized = TensorFiles(quantized)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor as it is stored in the output."""
+        """Return a tensor in its output form."""
         if name in self.quantized:
             return self.quantized.read(name)
         tensor = self.source.read(name).to(torch.float16)
         if not tensor.isfinite().all():
             raise NonFiniteState(
                 f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
-                "converted without clamping it"
+                "converted without clamping"
             )
         return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have spare rows
 
@@ -111,7 +111,7 @@ def compile_model(run: StageRun) -> None:
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was quantized.
-        SourceModelError: a file that goes along cannot be read, or is a link out of the model.
+        SourceModelError: a carried file cannot be read, or is a link out of the model.
     """
     config = run.config
     spec = resolve(config.source)
@@ -144,7 +144,7 @@ def compile_model(run: StageRun) -> None:
 
 
 def _quantized(run: StageRun) -> Path:
-    """Return the folder of quantized tensors: tuned if they were."""
+    """Return the folder of quantized tensors, after tuning if there was any."""
     return run.inputs.get("tune", run.inputs["quantize"])
 
 
@@ -153,7 +153,7 @@ def _commit(run: StageRun, path: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> Path:
-    """Copy a file whole or not at all, a config without the folders that it names.
+    """Copy a file atomically; configs lose the paths that they name.
 
     Raises:
         SourceModelError: it cannot be read.
@@ -169,14 +169,14 @@ def carry(source: Path, target: Path) -> Path:
 
 
 def remove_others(out: Path, names: set[str]) -> None:
-    """Delete what an earlier or killed conversion left: shards, indexes, files half written."""
+    """Delete leftovers of an earlier or killed conversion: shards, indexes, partial files."""
     for path in [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]:
         if path.name not in names:
             path.unlink()
 
 
 def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
-    """Write what made the folder: source, options, rows, allocation, errors, what they cost."""
+    """Record how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
     record = {
@@ -196,11 +196,10 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
 
 
 def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the sum in nats of what the errors of all matrices cost, None where one is unknown.
+    """Return the summed cost of all matrices' errors in nats, None if one is unknown.
 
     Args:
-        layers: reports of all sublayers and of the head. Of tuned matrices they tell what was
-            before.
+        layers: reports of all sublayers and of the head; for tuned matrices, those before tuning.
     """
     costs = [item.get("nats") for layer in layers for item in layer["projections"].values()]
     known = [cost for cost in costs if cost is not None]
@@ -208,7 +207,7 @@ def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _calibration(run: StageRun) -> dict[str, object]:
-    """Return the text's name, its rows' digest, and by mix how many of each kind, with notes."""
+    """Return the text's name, the rows' digest, and for each mix its kinds' counts and notes."""
     described = read_json(run.inputs["tokenize"] / KINDS_FILE)
     mixes = {
         mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
@@ -230,7 +229,7 @@ def _write_index(out: Path, shards: list[Shard]) -> Path:
 
 
 def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
-    """Write config.json with the block by which programs recognize EXL2."""
+    """Write config.json with the block that identifies EXL2 to other programs."""
     config = run.config
     calibration = config.calibration
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
@@ -251,7 +250,7 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
 
 
 def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield (linear key, sha256 of its reconstruction) of all quantized linears."""
+    """Yield (linear key, sha256 of its reconstruction) for all quantized linears."""
     for name, sublayer in zip(result_files(spec), [*spec.sublayers, None], strict=True):
         projections = sublayer.projections if sublayer else (spec.head,)
         report = read_report(quantized / name)["projections"]
@@ -260,7 +259,7 @@ def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 
 def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, device: str) -> None:
-    """Read every tensor back and compare it, reconstructed, with what was quantized."""
+    """Read every tensor back and compare its reconstruction with the quantized one."""
     written = TensorFiles(out)
     plain = dict(plain_tensors(spec))
 
@@ -276,7 +275,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
         if matrix.bias is not None:
             plain[f"{key}.bias"] = tuple(matrix.bias.shape)
 
-    # beside a GPU, which decodes, some matrices are read and hashed at the same time
+    # while a GPU decodes, other matrices are read and hashed
     together = map if device == "cpu" else helpers().map
     for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
         pass

@@ -63,8 +63,8 @@ def test_without_the_hub_a_branch_is_the_commit_that_was_begun(
     with caplog.at_level(logging.WARNING, "exl2flow"):
         assert get("org/tiny", tmp_path) == folder
 
-    assert "cannot ask whether `main` of `org/tiny` has moved" in caplog.text
-    assert f"going on with commit {folder.parent.name}" in caplog.text
+    assert "cannot find out whether `main` of `org/tiny` has moved" in caplog.text
+    assert f"using commit {folder.parent.name}" in caplog.text
     assert len(hub.requests) == 1  # nobody waits for what is not needed
 
 
@@ -91,7 +91,7 @@ def test_a_branch_that_moved_does_not_change_the_model(
         assert get("org/tiny", tmp_path) == folder
         assert get("org/tiny@main", tmp_path) == folder
 
-    assert f"`main` of `org/tiny` has moved to commit {moved}; going on with" in caplog.text
+    assert f"`main` of `org/tiny` has moved to commit {moved}; using" in caplog.text
     assert f"use `--restart`, or name it: `org/tiny@{moved}`" in caplog.text
     assert get(f"org/tiny@{moved}", tmp_path).parent.name == moved
     assert get("org/tiny", tmp_path) == folder
