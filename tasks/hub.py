@@ -81,7 +81,7 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
         HubError: the model cannot be fetched.
         SourceModelError: it has no safetensors.
     """
-    is_fixed = COMMIT.fullmatch(wanted.revision or "") is not None
+    is_fixed = _is_fixed(wanted)
     began = None if is_fixed or renew else _pinned(wanted, work_root)
     commit = wanted.revision if is_fixed else began
     if began is not None:
@@ -101,6 +101,18 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
         hub.call(wanted.repo, lambda: _download(hub, wanted, commit, folder, files), transfers=True)
         write_json(provenance_file(folder), _record(wanted, info))
     return folder
+
+
+def fetched(wanted: HubModel, work_root: Path) -> Path | None:
+    """Return the folder that `fetch` would return without downloading, None if there is none."""
+    commit = wanted.revision if _is_fixed(wanted) else _pinned(wanted, work_root)
+    folder = _folder(wanted, work_root, commit or "")
+    return folder if _is_here(folder, wanted) else None
+
+
+def _is_fixed(wanted: HubModel) -> bool:
+    """Tell whether the revision is a commit, written out in full."""
+    return COMMIT.fullmatch(wanted.revision or "") is not None
 
 
 def _folder(wanted: HubModel, work_root: Path, commit: str) -> Path:

@@ -20,6 +20,7 @@ from exl2flow.inference.report.publication import (
     recorded_origins,
 )
 from exl2flow.tasks.client import Hub
+from exl2flow.tasks.hub import fetched
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +104,11 @@ def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: 
 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
     """Return the origin that will be recorded for a source that is about to be converted."""
-    known = provenance(source.expanduser())
+    wanted = hub_model(source, work_root)
+    folder = fetched(wanted, work_root) if wanted else source.expanduser()
+    known = provenance(folder) if folder else None
     if known is not None:
         return _as_told(origin_from(known), options, hub)
-    wanted = hub_model(source, work_root)
     found = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
     return _as_told(found, options, hub)
 

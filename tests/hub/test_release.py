@@ -164,6 +164,14 @@ def test_source_that_may_not_be_published_is_refused_before_it_is_fetched(
     check_release(conversion(Path("org/tiny"), tmp_path, force=True))
 
 
+def test_origin_of_a_fetched_model_is_not_asked_for_again(
+    hub: Hub, source: Path, tmp_path: Path
+) -> None:
+    check_release(conversion(Path("org/tiny"), tmp_path))
+
+    assert [request.path for request in hub.requests] == ["/api/whoami-v2"]
+
+
 def test_what_is_known_of_a_folder_is_asked_before_it_is_converted(
     hub: Hub, tiny_source: Path, tmp_path: Path
 ) -> None:
