@@ -1,4 +1,4 @@
-"""The flow `publish`: converted models go to the Hub, verified, with a card."""
+"""The flow `publish`: upload converted models to the Hub, verify them, add a card."""
 
 from prefect import flow
 
@@ -16,11 +16,11 @@ from exl2flow.tasks.publishing import publish_models
     persist_result=False,
 )
 def publish(config: PublishConfig) -> Published:
-    """Check, upload, download again, try and release; a repeated run goes on where it stopped.
+    """Check, upload, download again, try and release; a repeated run continues where it stopped.
 
     Raises:
-        PublicationRefused: quality, licence or missing facts speak against it.
-        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+        PublicationRefused: because of quality, licence or missing facts.
+        PublicationDamaged: the Hub has other bytes than were sent; the repository stays private.
         HubError: the Hub refuses or cannot be reached.
     """
     with logged():

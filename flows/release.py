@@ -1,6 +1,6 @@
-"""Publishing at the end of a conversion or a sweep, with Prefect and without.
+"""Publishing at the end of a conversion or a sweep, with or without Prefect.
 
-What can be refused is asked before any work; published is only what is made as a whole.
+Check everything that could refuse the release first; publish only complete results.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from exl2flow.core.config import SharedOptions
 from exl2flow.core.publication import PublishConfig, PublishOptions
 from exl2flow.core.stage import Pipeline
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.origin import check_target
 
 
 def hub_of(token_block: str | None) -> Hub:
-    """Return a client with the token of a Secret block, or else of the environment.
+    """Return a client with the token of a Secret block, or that of the environment.
 
     Raises:
         ConfigError: there is no such block.
@@ -28,7 +28,7 @@ def hub_of(token_block: str | None) -> Hub:
 
 
 def target_of(config: SharedOptions) -> PublishOptions | None:
-    """Return where the result shall go, with the block of the token that holds; None: nowhere."""
+    """Return where to publish the result, with the token block to use; None: nowhere."""
     if config.publish is None:
         return None
     block = config.publish.token_block or config.token_block
@@ -36,7 +36,7 @@ def target_of(config: SharedOptions) -> PublishOptions | None:
 
 
 def check_release(config: SharedOptions) -> None:
-    """Find out before any work whether the result could be published, if it shall be.
+    """Check before any work whether the result could be published, if it is to be.
 
     Raises:
         ConfigError, HubError, PublicationRefused, SourceModelError: see `check_target`.
@@ -51,12 +51,12 @@ def check_release(config: SharedOptions) -> None:
 def release_of(
     config: SharedOptions, measured: Pipeline, models: Sequence[Path]
 ) -> PublishConfig | None:
-    """Return how finished models are published, if they shall be.
+    """Return how to publish finished models, or None.
 
     Args:
         config: of the conversion or the sweep.
-        measured: its pipeline, whose measurement goes along unless the options name another one.
-        models: all folders that were made.
+        measured: its pipeline; its measurement is published unless the options name another one.
+        models: all output folders.
     """
     target = target_of(config)
     if target is None:

@@ -13,7 +13,7 @@ from exl2flow.inference.validate.stage import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
-from exl2flow.tasks.fetch import local_or_fetched
+from exl2flow.tasks.fetch import fetched_in_flow
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.tags import tag_run
 
@@ -52,7 +52,7 @@ def validate(config: Comparison) -> list[Score]:
         reference = config.reference
         if reference is not None:
             root = default_work_root(config.models[0])
-            reference = local_or_fetched(reference, root, config.token_block)
+            reference = fetched_in_flow(reference, root, config.token_block)
         scores = score_models(config.models, reference, options, device=device)
         samples = [sample_text(model, options, device=device) for model in config.models]
         artifacts = Artifacts((reference or config.models[0]).resolve().name)

@@ -1,4 +1,4 @@
-"""The flow `watch`: asks the Hub for new revisions, and emits an event for each."""
+"""The flow `watch`: look for new revisions on the Hub, and emit an event for each."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -20,16 +20,14 @@ class WatchConfig(Options):
 
     repositories: tuple[RepoId, ...] = Field((), description="repositories, as org/name")
     authors: tuple[Author, ...] = Field(
-        (), description="organizations or users, all of whose models are watched"
+        (), description="organizations or users; all of their models are watched"
     )
     include_existing: bool = Field(
         False,
-        description="also announce what is there when a repository is first seen; else it is "
-        "remembered only",
+        description="announce the current revision when a repository is first seen; otherwise "
+        "only remember it",
     )
-    work_root: Path = Field(
-        Path("watch"), description="folder of the file that remembers the last seen revisions"
-    )
+    work_root: Path = Field(Path("watch"), description="folder for the file of last seen revisions")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -45,10 +43,10 @@ class WatchConfig(Options):
 
 @flow(name="watch", flow_run_name="{config.run_name}", persist_result=False)
 def watch(config: WatchConfig) -> list[Revision]:
-    """Return the revisions that are new since the last run; each was announced by an event.
+    """Announce the revisions that are new since the last run by an event each, and return them.
 
-    The last seen ones are stored after the events: a run that is killed in between announces
-    twice, never not at all.
+    They are stored after the events: a run that is killed in between announces some twice, and
+    misses none.
 
     Raises:
         HubError: a repository cannot be read.

@@ -1,4 +1,4 @@
-"""The task that fetches a source from the Hub; flows whose source is a folder do not have it."""
+"""The task that fetches a source from the Hub; it only runs if the source is not a folder."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -6,9 +6,10 @@ from typing import TypeVar
 from prefect import task
 
 from exl2flow.core.config import SharedOptions
-from exl2flow.core.source import hub_model
+from exl2flow.core.source import HubModel
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
-from exl2flow.tasks.hub import Hub, local_source
+from exl2flow.tasks.hub import fetch, local_or_fetched
 from exl2flow.tasks.retries import RETRIED
 
 Config = TypeVar("Config", bound=SharedOptions)
@@ -20,28 +21,32 @@ Config = TypeVar("Config", bound=SharedOptions)
     persist_result=False,
     **RETRIED,
 )
-def fetch_source(source: Path, work_root: Path, token_block: str | None) -> Path:
-    """Return the folder of a Hub model, downloaded below the work root."""
-    return local_source(source, work_root, Hub.open(read_token(token_block)))
+def fetch_source(
+    source: Path, wanted: HubModel, *, work_root: Path, token_block: str | None
+) -> Path:
+    """Download a Hub model below the work root and return its folder."""
+    return fetch(wanted, work_root, Hub.open(read_token(token_block)))
 
 
-def local_or_fetched(source: Path, work_root: Path, token_block: str | None) -> Path:
-    """Return the folder of a source; what is a folder already needs no task.
+def fetched_in_flow(source: Path, work_root: Path, token_block: str | None) -> Path:
+    """Return the folder of a source, fetching it in a task of its own if need be.
 
     Raises:
-        HubError: the model cannot be had.
+        HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
     """
-    if hub_model(source, work_root) is None:
-        return source
-    return fetch_source(source, work_root, token_block)
+
+    def fetching(wanted: HubModel) -> Path:
+        return fetch_source(source, wanted, work_root=work_root, token_block=token_block)
+
+    return local_or_fetched(source, work_root, fetching)
 
 
 def with_local_source(config: Config) -> Config:
-    """Return a configuration whose source is a folder, if it names a Hub model.
+    """Return the configuration with a folder as its source.
 
     Raises:
-        HubError: the model cannot be had.
+        HubError: the model cannot be fetched.
     """
-    source = local_or_fetched(config.source, config.work_dir_root, config.token_block)
+    source = fetched_in_flow(config.source, config.work_dir_root, config.token_block)
     return config if source == config.source else config.model_copy(update={"source": source})

@@ -1,229 +1,180 @@
-"""The Hugging Face Hub: what is asked of it, again where that helps, and errors with advice.
+"""Fetch models from the Hugging Face Hub: pinned to a commit, downloaded once, verified.
 
-`fetch` brings a model here: the revision is resolved to a commit first, only the files that a
-conversion needs are downloaded, each is compared with the Hub's digest, and a record of where they
-came from lies beside the folder. A download that was cut goes on; finished files stay.
+`fetch` resolves a revision to a commit and keeps that commit for the work root, so a branch that
+moves does not change a conversion under way. It downloads only the files of a model, compares each
+with the Hub's digest, and records their origin beside the folder. An interrupted download resumes
+and keeps finished files. A model that is complete here needs no Hub.
 """
 
+import hashlib
 import logging
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from importlib.metadata import version
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils.tqdm import tqdm
 
-from exl2flow.core.errors import Exl2FlowError, HubError, HubUnavailable, SourceModelError
+from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.files import write_json
+from exl2flow.core.model_files import is_of_model
 from exl2flow.core.progress import Progress, Tick, current
 from exl2flow.core.source import HubModel, digests, hub_model, provenance, provenance_file
+from exl2flow.inference.report.record import read_object
+from exl2flow.tasks.client import Hub
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before further attempts
-LONGEST_WAIT = 600.0  # that the Hub may ask for
-HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # which of them depends on the client's version
-NEEDED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md")
-NOT_NEEDED = ("consolidated*", "*.bin.index.json", "*/*")  # second copies of weights, folders
+MAIN = "main"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PINS_FILE = "sources/pins.json"  # of a work root: `org/name@revision` → commit
 MEBIBYTE = 1 << 20
 STEPS = 50  # ticks of a download
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
-    """A client, how patient it is, and whether the Hub has answered it."""
-
-    api: HfApi
-    waits: tuple[float, ...] = WAITS
-    has_answered: threading.Event = field(default_factory=threading.Event)
-
-    @classmethod
-    def open(cls, token: str | None = None) -> "Hub":
-        """Return a client; without a token it takes the one of the environment, if there is one."""
-        name = "exl2flow"
-        return cls(api=HfApi(token=token, library_name=name, library_version=version(name)))
-
-    def call(self, subject: str, function: Callable[[], T]) -> T:
-        """Return what a function that asks the Hub returns, asking again where that can help.
-
-        A Hub whose name has no address at the first request has none some seconds later.
-
-        Args:
-            subject: the repository, for messages.
-            function: must be harmless to repeat.
-
-        Raises:
-            HubError: what failed and what to do.
-        """
-        for wait in (*self.waits, None):
-            try:
-                answer = function()
-                self.has_answered.set()
-                return answer
-            except Exl2FlowError as error:
-                found = error
-            except Exception as error:
-                found = self.explained(error, subject)
-                if _is_unresolved(error) and not self.has_answered.is_set():
-                    raise found from None
-            if not isinstance(found, HubUnavailable) or wait is None:
-                # The client's errors hold the request, whose headers hold the token
-                raise found from None
-            seconds = max(wait, found.wait or 0.0)
-            if seconds > LONGEST_WAIT:
-                raise found from None
-            log.warning("%s; next attempt in %.0f s", found, seconds)
-            time.sleep(seconds)
-        raise AssertionError("the last attempt returns or raises")
-
-    def explained(self, error: Exception, subject: str) -> HubError:
-        """Return an error of the client as one with advice; what may pass is `HubUnavailable`."""
-        for cause in _causes(error):
-            found = self._explained(cause, subject)
-            if found is not None:
-                return found
-        text = f"{type(cause).__name__}: {cause}".strip().partition("\n")[0]
-        return HubError(f"the Hub's client failed on `{subject}`: {text}")
-
-    def _explained(self, error: BaseException, subject: str) -> HubError | None:
-        page = f"{self.api.endpoint}/{subject}"
-        match error:
-            case LocalEntryNotFoundError():
-                return None  # its cause tells more
-            case LocalTokenNotFoundError():
-                return HubError(
-                    f"`{subject}` asks for a token and there is none; set HF_TOKEN (or name a "
-                    "Secret block with `--token-block`)"
-                )
-            case OfflineModeIsEnabled():
-                return HubError(f"`{subject}`: HF_HUB_OFFLINE is set; unset it to ask the Hub")
-            case GatedRepoError():
-                return HubError(
-                    f"`{subject}` is gated: accept its terms at {page} with the account whose "
-                    "token is in HF_TOKEN, then repeat the command"
-                )
-            case RevisionNotFoundError():
-                return HubError(f"`{subject}` has no such revision; see {page}/refs")
-            case RepositoryNotFoundError():
-                return HubError(
-                    f"there is no `{subject}` on the Hub, or it is private: check the name; for a "
-                    "private one set HF_TOKEN to a token that may read it"
-                )
-            case HfHubHTTPError():
-                return _of_status(error, subject)
-        is_network = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
-        if is_network or (isinstance(error, ConnectionError | TimeoutError)):
-            kind = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return HubUnavailable(
-                f"the Hub cannot be reached for `{subject}` ({kind}); check the connection to "
-                f"{self.api.endpoint}"
-            )
-        if isinstance(error, OSError):
-            if error.errno is None:  # the client found a file of another size
-                return HubUnavailable(f"`{subject}`: {str(error).partition(chr(10))[0]}")
-            return HubError(f"`{error.filename or subject}`: {error.strerror}; free space or fix "
-                            "the permissions, then repeat the command")  # fmt: skip
-        return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what led to it."""
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _is_unresolved(error: BaseException | None) -> bool:
-    """Tell whether the Hub's name has no address."""
-    while error is not None and not isinstance(error, socket.gaierror):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
-    """Return what an HTTP status means."""
-    response = error.response
-    status = response.status_code
-    said = response.headers.get("X-Error-Message") or response.reason_phrase
-    if status == 401:
-        return HubError(
-            f"the Hub does not accept the token for `{subject}`: it is missing, wrong or expired; "
-            "set HF_TOKEN to a valid one (or name a Secret block with `--token-block`)"
-        )
-    if status == 403:
-        return HubError(
-            f"the token may not do this to `{subject}` ({said}); use one with write access to it"
-        )
-    if status == 429 or status >= 500:
-        after = response.headers.get("Retry-After", "")
-        wait = float(after) if after.isdigit() else None
-        return HubUnavailable(f"the Hub answered {status} ({said}) for `{subject}`", wait=wait)
-    return HubError(f"the Hub answered {status} ({said}) for `{subject}`")
-
-
-def local_source(source: Path, work_root: Path, hub: Hub) -> Path:
+def local_or_fetched(
+    source: Path,
+    work_root: Path,
+    fetching: Callable[[HubModel], Path],
+    *,
+    say: Callable[[str], None] = log.info,
+) -> Path:
     """Return the folder of a source: itself if it exists, else fetched if it names a Hub model.
 
-    Anything else is returned as it is, for the checks before a conversion to complain about.
+    Return anything else unchanged; pre-flight reports it.
+
+    Args:
+        source: a folder, or `org/name` or `org/name@revision`.
+        work_root: where fetched models lie.
+        fetching: how a model is fetched.
+        say: receives a line for the user wherever the choice may surprise.
 
     Raises:
-        HubError: the model cannot be had.
-        SourceModelError: it has no safetensors, or is a mistyped path.
+        HubError: the model cannot be fetched.
+        SourceModelError: the source is a mistyped path, or has no safetensors.
     """
     wanted = hub_model(source, work_root)
-    return source if wanted is None else fetch(wanted, work_root, hub)
+    if wanted is not None:
+        say(f"source  `{source}` is not a folder here; it is taken from the Hub")
+        folder = fetching(wanted)
+        say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
+        return folder
+    named = HubModel.of(source)
+    if named is not None and named.is_begun(work_root):
+        say(f"source  `{source}` is a folder here and is used instead of the Hub's model")
+    return source
 
 
-def fetch(wanted: HubModel, work_root: Path, hub: Hub) -> Path:
-    """Download what a conversion needs of a model, and return the folder.
+def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -> Path:
+    """Download the files of a model and return their folder.
 
-    It is `<work root>/sources/<commit>/<name>`; a record of its origin lies beside it.
+    The folder is `<work root>/sources/<commit>/<name>`, with a record of its origin beside it. A
+    branch or tag stays at the commit that this work root began with. If that commit is complete
+    here, the only request asks whether the branch has moved, and it may fail.
+
+    Args:
+        renew: whether to use the newest commit of the revision instead.
 
     Raises:
-        HubError: the model cannot be had.
+        HubError: the model cannot be fetched.
         SourceModelError: it has no safetensors.
     """
-    info = hub.call(wanted.repo, lambda: hub.api.model_info(wanted.repo, revision=wanted.revision))
-    folder = work_root / "sources" / str(info.sha) / wanted.name
-    log.info("`%s` is commit %s on the Hub, taken to `%s`", wanted.repo, info.sha, folder)
-    if provenance(folder) is None:
-        files = hub.call(wanted.repo, lambda: needed_files(hub, wanted.repo, str(info.sha)))
-        hub.call(wanted.repo, lambda: _download(hub, wanted, str(info.sha), folder, files))
+    is_fixed = _is_fixed(wanted)
+    began = None if is_fixed or renew else _pinned(wanted, work_root)
+    commit = wanted.revision if is_fixed else began
+    if began is not None:
+        _say_if_moved(wanted, began, hub)
+    if commit is not None and _is_here(folder := _folder(wanted, work_root, commit), wanted):
+        return folder
+    revision = commit or wanted.revision
+    info = hub.call(wanted.repo, lambda: hub.api.model_info(wanted.repo, revision=revision))
+    commit = str(info.sha)
+    folder = _folder(wanted, work_root, commit)
+    log.info("`%s` is commit %s on the Hub, fetched to `%s`", wanted.repo, commit, folder)
+    if not is_fixed:
+        pins = work_root / PINS_FILE
+        write_json(pins, {**read_object(pins), _pin(wanted): commit})
+    if not _is_here(folder, wanted):
+        files = hub.call(wanted.repo, lambda: needed_files(hub, wanted.repo, commit))
+        hub.call(wanted.repo, lambda: _download(hub, wanted, commit, folder, files), transfers=True)
         write_json(provenance_file(folder), _record(wanted, info))
     return folder
 
 
+def fetched(wanted: HubModel, work_root: Path) -> Path | None:
+    """Return the folder that `fetch` would return without downloading, None if there is none."""
+    commit = wanted.revision if _is_fixed(wanted) else _pinned(wanted, work_root)
+    folder = _folder(wanted, work_root, commit or "")
+    return folder if _is_here(folder, wanted) else None
+
+
+def _is_fixed(wanted: HubModel) -> bool:
+    """Tell whether the revision is a commit, written out in full."""
+    return COMMIT.fullmatch(wanted.revision or "") is not None
+
+
+def _folder(wanted: HubModel, work_root: Path, commit: str) -> Path:
+    return work_root / "sources" / commit / wanted.name
+
+
+def _is_here(folder: Path, wanted: HubModel) -> bool:
+    """Tell whether a model was fetched completely."""
+    return (provenance(folder) or {}).get("repo") == wanted.repo
+
+
+def _pin(wanted: HubModel) -> str:
+    return f"{wanted.repo}@{wanted.revision or MAIN}"
+
+
+def _pinned(wanted: HubModel, work_root: Path) -> str | None:
+    """Return the commit that a work root began with, None if it has not begun."""
+    known = read_object(work_root / PINS_FILE).get(_pin(wanted))
+    if isinstance(known, str):
+        return known
+    # older versions kept no pins: use the model that was fetched last
+    records = work_root.glob(f"sources/*/{wanted.name}.source.json")
+    for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
+        found = read_object(path)
+        if (found.get("repo"), found.get("revision")) == (wanted.repo, wanted.revision):
+            return path.parent.name
+    return None
+
+
+def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
+    """Warn if a revision has moved away from the commit in use; send one request."""
+    name = wanted.revision or MAIN
+
+    def ask() -> ModelInfo:
+        return hub.api.model_info(wanted.repo, revision=wanted.revision)
+
+    try:
+        now = replace(hub, waits=()).call(wanted.repo, ask).sha
+    except HubError as error:
+        log.warning(
+            "cannot find out whether `%s` of `%s` has moved (%s); using commit %s, which this "
+            "work root began with",
+            *(name, wanted.repo, error, commit),
+        )
+        return
+    if now != commit:
+        log.warning(
+            "`%s` of `%s` has moved to commit %s; using %s, which this work root began "
+            "with; to get the new one use `--restart`, or name it: `%s@%s`",
+            *(name, wanted.repo, now, commit, wanted.repo, now),
+        )
+
+
 def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
-    """Return the files of a commit that a conversion needs.
+    """List the files of a commit that a conversion needs.
 
     Raises:
-        SourceModelError: there is no safetensors among them.
+        SourceModelError: none of them is a safetensors file.
     """
     tree = hub.api.list_repo_tree(repo, revision=commit, recursive=True)
     everything = [entry for entry in tree if isinstance(entry, RepoFile)]
-    files = [
-        file
-        for file in everything
-        if any(Path(file.path).match(pattern) for pattern in NEEDED)
-        and not any(Path(file.path).match(pattern) for pattern in NOT_NEEDED)
-    ]
+    files = [file for file in everything if is_of_model(file.path)]
     if not any(file.path.endswith(".safetensors") for file in files):
         names = ", ".join(sorted(file.path for file in everything)) or "nothing"
         raise SourceModelError(
@@ -233,11 +184,16 @@ def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
     return files
 
 
+def blob_id(data: bytes) -> str:
+    """Return git's digest of a file, which the Hub reports for files outside LFS."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[RepoFile]) -> None:
-    """Bring the files here and compare the large ones with the Hub's digests.
+    """Download the files and compare them with the Hub's digests.
 
     Raises:
-        HubUnavailable: one differs; it is gone, so that another attempt fetches it again.
+        HubUnavailable: one differs; it is deleted, and the next attempt fetches it again.
     """
     hub.api.snapshot_download(
         wanted.repo,
@@ -246,49 +202,57 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
         allow_patterns=[file.path for file in files],
         tqdm_class=_meter(current(), sum(file.size for file in files), wanted.repo),
     )
-    large = {file.path: file.lfs.sha256 for file in files if file.lfs is not None}
-    memory = folder.parents[2] / "digests.json"
-    for name, sha256 in digests([folder / name for name in sorted(large)], memory).items():
-        if sha256 != large[name]:
-            (folder / name).unlink()
+    large = [folder / file.path for file in files if file.lfs is not None]
+    found = digests(sorted(large), folder.parents[2] / "digests.json")
+    for file in files:
+        path = folder / file.path
+        if file.lfs is not None:
+            kind, here, there = "sha256", found[file.path], file.lfs.sha256
+        else:
+            kind, here, there = "git digest", blob_id(path.read_bytes()), file.blob_id
+        if here != there:
+            path.unlink()
             raise HubUnavailable(
-                f"`{name}` of `{wanted.repo}` arrived with sha256 {sha256}, the Hub says "
-                f"{large[name]}: it was damaged there or on the way"
+                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {here}, the Hub says "
+                f"{there}: it was damaged on the Hub or in transit"
             )
 
 
 def _tick(received: int, total: int, repo: str) -> Tick:
-    """Return the progress of a download; the last part of a mebibyte counts as one."""
+    """Return the progress of a download in mebibytes, rounded up."""
     done, whole = (-(-size // MEBIBYTE) for size in (min(received, total), total))
     return Tick(stage="fetch", done=done, total=max(whole, 1), detail=f"MiB of {repo}")
 
 
 def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
-    """Return a class of bars that the client moves and that draw nothing but tick."""
+    """Return a progress bar class for the client that reports ticks and draws nothing.
+
+    The client may count bytes on several bars, for network and disk; the one furthest ahead counts.
+    """
 
     class Meter(tqdm):
         _shown = -1
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts_bytes = str(kwargs.get("name", "")).endswith(".transfer")
+            self._counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # tqdm
             self._received = 0
 
         def update(self, n: float | None = 1) -> None:
-            """Count, and tick when another part of the download has come."""
+            """Count bytes and tick after each further share of the download."""
             if not self._counts_bytes:
                 return
             self._received += int(n or 0)
             step = self._received * STEPS // max(total, 1)
-            if step != self._shown:
-                self._shown = step
+            if step > Meter._shown:
+                Meter._shown = step
                 progress(_tick(self._received, total, repo))
 
     return Meter
 
 
 def _record(wanted: HubModel, info: ModelInfo) -> dict[str, object]:
-    """Return what `core.source.provenance` reads."""
+    """Return the record that `core.source.provenance` reads."""
     card = dict(info.card_data.to_dict()) if info.card_data else {}  # type: ignore[no-untyped-call]  # theirs
     return {
         "repo": wanted.repo,

@@ -1,17 +1,15 @@
-"""Where models come from, and whether they may go where they shall: known before any work.
+"""Where models come from, and whether they may be published: checked before any work.
 
-What a conversion ends with is asked at its beginning, so that nobody waits a night for a refusal.
+A conversion checks its last step first, so that nobody waits a night for a refusal.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
-
-from exl2flow.core.errors import ConfigError, HubError, PublicationRefused
+from exl2flow.core.errors import ConfigError, HubError, HubUnavailable, PublicationRefused
 from exl2flow.core.publication import PublishOptions
 from exl2flow.core.source import hub_model, provenance
 from exl2flow.inference.report.publication import (
@@ -21,56 +19,58 @@ from exl2flow.inference.report.publication import (
     origin_problems,
     recorded_origins,
 )
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
+from exl2flow.tasks.hub import fetched
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_AHEAD = 2  # retries before the work; everything is checked again after it
 
 
 def check_target(
     options: PublishOptions, source: Path, work_root: Path, *, writer: Hub, reader: Hub
 ) -> None:
-    """Find out before a conversion whether its result could be published, as far as is known then.
+    """Check before a conversion whether its result could be published, as far as is known then.
+
+    If the Hub cannot be reached, log a warning and let the conversion begin: everything is checked
+    again before anything is published.
 
     Args:
-        options: what shall be published where.
-        source: a folder, or a model of the Hub that need not have been fetched.
+        options: where and how to publish.
+        source: a folder, or a model on the Hub, fetched or not.
         work_root: where it is fetched to.
-        writer: with the token that shall publish.
-        reader: with the token that the source is fetched with.
+        writer: has the token for publishing.
+        reader: has the token for fetching the source.
 
     Raises:
-        ConfigError: the repository cannot have this name, or is the source.
+        ConfigError: the repository is the source.
         HubError: there is no token, or it may not write there.
-        PublicationRefused: gate or licence of the source speak against it.
+        PublicationRefused: the source is gated, or its licence forbids it.
         SourceModelError: the source is a mistyped path.
     """
-    check_name(options.repo)
-    problems = origin_problems(_origin_of_source(source, work_root, options, reader))
-    if problems and not options.force:
-        raise refusal(problems)
-    check_account(options.repo, writer)
+    reader, writer = (replace(hub, waits=hub.waits[:ATTEMPTS_AHEAD]) for hub in (reader, writer))
+    try:
+        problems = origin_problems(_origin_of_source(source, work_root, options, reader))
+        if problems and not options.force:
+            raise refusal(problems)
+        check_account(options.repo, writer)
+    except HubUnavailable as error:
+        log.warning(
+            "%s; whether `%s` may receive the result is checked again before publishing",
+            *(error, options.repo),
+        )
 
 
 def refusal(problems: Sequence[str]) -> PublicationRefused:
-    """Return the error that tells all problems."""
+    """Return an error that lists all problems."""
     text = "\n".join(problems)
-    return PublicationRefused(f"{text}; `--force` publishes in spite of this and notes it")
-
-
-def check_name(repo: str) -> None:
-    """Refuse what the Hub would not take as a name.
-
-    Raises:
-        ConfigError: the repository cannot have this name.
-    """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ConfigError(f"`{repo}` is no name for a repository: {error}") from error
+    return PublicationRefused(f"{text}; `--force` publishes anyway and says so on the card")
 
 
 def check_account(repo: str, hub: Hub) -> None:
-    """Ask whose the token is, and whether it may write to a repository.
+    """Look up who owns the token, and whether it may write to a repository.
 
-    What tokens with chosen permissions may do is not told before it is tried.
+    The Hub does not say in advance what a fine-grained token may do.
 
     Raises:
         HubError: there is no token, it expired, or it may not write there.
@@ -84,16 +84,16 @@ def check_account(repo: str, hub: Hub) -> None:
     if role == "read" or (role == "write" and not is_owner):
         why = "may only read" if role == "read" else f"belongs to `{owners[0]}`"
         raise HubError(
-            f"the token {why}: use one with write access to `{owner}`, or publish under another "
-            f"name than `{repo}`"
+            f"the token {why}: use one with write access to `{owner}`, or choose another "
+            f"repository than `{repo}`"
         )
 
 
 def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: Hub) -> Origin:
-    """Return the one source of all bitrates, as their records or the options tell.
+    """Return the source that all bitrates share, from their records or the options.
 
     Raises:
-        ConfigError: they have several sources, or the source is where they shall go.
+        ConfigError: they have several sources, or would be published over the source.
     """
     found = recorded_origins(bitrates)
     if len(found) > 1:
@@ -103,20 +103,21 @@ def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: 
 
 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
-    """Return what will be recorded of a source that is about to be converted."""
-    known = provenance(source.expanduser())
+    """Return the origin that will be recorded for a source that is about to be converted."""
+    wanted = hub_model(source, work_root)
+    folder = fetched(wanted, work_root) if wanted else source.expanduser()
+    known = provenance(folder) if folder else None
     if known is not None:
         return _as_told(origin_from(known), options, hub)
-    wanted = hub_model(source, work_root)
     found = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
     return _as_told(found, options, hub)
 
 
 def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub) -> Origin:
-    """Complete an origin by what the options tell.
+    """Complete an origin with the options.
 
     Raises:
-        ConfigError: the source is where the models shall go.
+        ConfigError: the models would be published over the source.
     """
     if origin is None:
         named = options.base_model
@@ -130,7 +131,7 @@ def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub) -> Origin
 
 
 def _of_hub(repo: str, revision: str | None, hub: Hub, *, is_pinned: bool = True) -> Origin:
-    """Return what the Hub tells of a model; without its commit if it need not be that."""
+    """Return what the Hub knows of a model, without the commit unless `is_pinned`."""
     info = hub.call(repo, lambda: hub.api.model_info(repo, revision=revision))
     card: Any = info.card_data or {}
     known = {key: card.get(key) for key in ("license", "license_name", "license_link")}

@@ -1,8 +1,8 @@
-"""Publish converted models on the Hub: private first, public when what lies there has been proved.
+"""Publish converted models on the Hub: private first, public once the upload has been verified.
 
 A repository per model, a branch per bitrate, the card and the measurement on `main`. Every step
-looks at what the Hub has and does what is missing, so that a repeated run goes on. Files with the
-right digest are not sent again; branches are downloaded and tried once per commit.
+compares with the Hub and does what is missing, so a repeated run continues. Files that the Hub has
+are not sent again; each commit is downloaded and tried once.
 """
 
 import json
@@ -34,9 +34,10 @@ from exl2flow.inference.report.publication import (
     without_paths,
 )
 from exl2flow.inference.report.record import read_object
-from exl2flow.tasks.hub import Hub
-from exl2flow.tasks.origin import check_account, check_name, origin_of_models, refusal
-from exl2flow.tasks.repository import KEPT, MAIN, Contents, Repository
+from exl2flow.tasks.client import Hub
+from exl2flow.tasks.hub import MAIN
+from exl2flow.tasks.origin import check_account, origin_of_models, refusal
+from exl2flow.tasks.repository import KEPT, Contents, Repository
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ PROMPT = "Once upon a time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What lies on the Hub: branch → commit, files sent by this run, what was overridden."""
+    """What is on the Hub now: branch → commit, files sent by this run, problems overridden."""
 
     url: str
     branches: Mapping[str, str]
@@ -55,7 +56,7 @@ class Published:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Return it for programs."""
+        """Return it as JSON."""
         return {
             "url": self.url,
             "branches": dict(self.branches),
@@ -67,7 +68,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What is to be published, checked: branch → its files, and the problems that were forced."""
+    """A checked publication: branch → its files, and the problems overridden by `--force`."""
 
     config: PublishConfig
     repository: Repository
@@ -76,7 +77,7 @@ class Publication:
 
     @property
     def folder(self) -> Path:
-        """Where digests, proofs and downloads lie."""
+        """Folder for digests, verified commits and downloads."""
         return self.repository.memory.parent
 
 
@@ -84,10 +85,10 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
     """Check, upload, download again, try, and release.
 
     Raises:
-        ConfigError: the folders are not what can be published together.
-        PublicationRefused: quality, licence or missing facts speak against it.
+        ConfigError: the folders cannot be published together.
+        PublicationRefused: because of quality, licence or missing facts.
         HubError: the Hub refuses or cannot be reached.
-        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+        PublicationDamaged: the Hub has other bytes than were sent; the repository stays private.
     """
     disable_progress_bars()
     publication = prepare(config, hub)
@@ -104,7 +105,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
 
 
 def prepare(config: PublishConfig, hub: Hub) -> Publication:
-    """Return what is to be published; nothing is changed on the Hub.
+    """Check everything and return what to publish; change nothing on the Hub.
 
     Raises:
         ConfigError, PublicationRefused: see `publish`.
@@ -113,8 +114,9 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     branches = [bitrate.branch for bitrate in bitrates]
     twice = sorted({name for name in branches if branches.count(name) > 1})
     if twice:
-        raise ConfigError(f"several folders belong to branch `{twice[0]}`; publish one of them")
-    check_name(config.repo)
+        raise ConfigError(
+            f"several folders belong to branch `{twice[0]}`; publish only one of them"
+        )
     origin = origin_of_models(bitrates, config, hub)
     known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
     if known and not config.force:
@@ -128,7 +130,7 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
         if problems and not config.force:
             raise refusal(problems)
         for problem in problems:
-            log.warning("forced in spite of: %s", problem)
+            log.warning("publishing in spite of: %s", problem)
         notes = tuple(_for_people(problem, bitrates) for problem in problems)
         card = render_card(
             config.repo,
@@ -149,27 +151,27 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
 
 
 def _measurement(config: PublishConfig) -> Contents:
-    """Return the file for `main`; if it names folders of this machine, a copy that does not."""
+    """Return the file for `main`, as a copy without paths if it has any."""
     path = config.measurement
     if path is None:
         return {}
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"`{path}` is no measurement that can be read: {error}") from error
+        raise ConfigError(f"cannot read the measurement `{path}`: {error}") from error
     public = without_paths(content)
     return {MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()}
 
 
 def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:
-    """Return a problem without this machine's paths."""
+    """Return a problem without paths of this machine."""
     for bitrate in bitrates:
         problem = problem.replace(str(bitrate.folder), bitrate.branch)
     return problem
 
 
 def _published_already(repository: Repository, ours: set[str], folder: Path) -> list[Bitrate]:
-    """Return the bitrates that the repository has besides ours, from their small files."""
+    """Return the other bitrates in the repository, described by their small files."""
     found = []
     for branch, commit in (repository.branches() if repository.exists() else {}).items():
         if not is_branch(branch) or branch in ours:
@@ -183,9 +185,9 @@ def _published_already(repository: Repository, ours: set[str], folder: Path) -> 
 
 
 def upload(publication: Publication, *, progress: Progress = report) -> list[str]:
-    """Send what the Hub does not have yet, and return `branch/name` of each file sent.
+    """Send what the Hub lacks, and return `branch/name` of each file sent.
 
-    The repository is private from before the first change on.
+    The repository is private before anything changes.
     """
     repository, branches = publication.repository, publication.branches
     repository.create()
@@ -210,7 +212,7 @@ def upload(publication: Publication, *, progress: Progress = report) -> list[str
 def prove(publication: Publication, *, progress: Progress = report) -> dict[str, str]:
     """Download every branch again, compare all files, run the models; return branch → commit.
 
-    A branch whose commit passed in an earlier run is not downloaded again.
+    Skip commits that an earlier run verified.
 
     Raises:
         PublicationDamaged: a file differs, or a model does not generate.
@@ -218,7 +220,8 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
     repository, branches = publication.repository, publication.branches
     file = publication.folder / "published" / f"{repository.name.replace('/', '--')}.json"
     proved = read_object(file)
-    commits = {branch: repository.branches()[branch] for branch in branches}
+    there = repository.branches()
+    commits = {branch: there[branch] for branch in branches}
     total = len(commits)
     for done, (branch, commit) in enumerate(commits.items()):
         progress(Tick(stage="verify", done=done, total=total, detail=branch))
@@ -231,7 +234,7 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
 
 
 def _prove_branch(publication: Publication, branch: str, commit: str) -> None:
-    """Download a branch and compare it; a bitrate must load and generate, too."""
+    """Download a branch and compare it; a bitrate must also load and generate."""
     repository, folder = publication.repository, publication.folder
     contents = publication.branches[branch]
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,18 +253,18 @@ def _prove_branch(publication: Publication, branch: str, commit: str) -> None:
 
 
 def _differences(place: Path, contents: Contents, repository: Repository) -> list[str]:
-    """Return in words how downloaded files differ from what was sent."""
+    """Describe how downloaded files differ from those sent."""
     found = {path.name: path for path in place.iterdir() if path.is_file()}
     damage = [f"`{name}` is missing" for name in contents if name not in found]
     damage += [f"`{n}` was never sent" for n in found if n not in contents and n not in KEPT]
     for name, content in contents.items():
         if name in found and (there := digest(found[name])) != (sent := repository.sha256(content)):
-            damage.append(f"`{name}` has sha256 {there}, sent was {sent}")
+            damage.append(f"`{name}` has sha256 {there}, but {sent} was sent")
     return damage
 
 
 def _trial(place: Path, config: PublishConfig) -> list[str]:
-    """Let a downloaded model generate, and return in words why it does not."""
+    """Generate with a downloaded model, and describe why it fails if it does."""
     try:
         model = load_model(place, device=config.device, streamed=True)
         BaseGenerator(model).generate(PROMPT, max_new_tokens=config.sample_tokens, seed=0)

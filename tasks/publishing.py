@@ -1,4 +1,4 @@
-"""The tasks that publish, in a flow of their own or at the end of others; what the page shows."""
+"""Prefect tasks that publish, alone or at the end of other flows, and their page."""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,8 +7,8 @@ from prefect import task
 
 from exl2flow.core.publication import PublishConfig, PublishOptions
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
-from exl2flow.tasks.hub import Hub
 from exl2flow.tasks.origin import check_target
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRIED
@@ -23,7 +23,7 @@ from exl2flow.tasks.retries import RETRIED
 def check_publication(
     options: PublishOptions, source: Path, work_root: Path, token_block: str | None
 ) -> None:
-    """Find out before any work whether its result could be published; see `check_target`."""
+    """Check before any work whether the result could be published; see `check_target`."""
     writer, reader = (Hub.open(read_token(b)) for b in (options.token_block, token_block))
     check_target(options, source, work_root, writer=writer, reader=reader)
 
@@ -35,9 +35,9 @@ def check_publication(
     **RETRIED,
 )
 def publish_models(config: PublishConfig) -> Published:
-    """Publish, with the token of the environment or of a Secret block, which is read here.
+    """Publish with the token of the environment or of a Secret block, which is read here.
 
-    The run's page then has links to the branches.
+    Link the branches on the run's page.
     """
     artifacts = Artifacts(config.repo.replace("/", "-"))
     hub = Hub.open(read_token(config.token_block))
@@ -51,11 +51,11 @@ SHORT = 8  # digits of a commit on a page
 
 
 def publication_page(repo: str, published: Published) -> str:
-    """Return links to what was published, as Markdown."""
+    """Return Markdown with links to the published branches."""
     visible = "private" if published.private else "public"
     links = branch_links(published)
     lines = [
-        f"[{repo}]({published.url}) is {visible}; {len(published.sent)} files were sent.",
+        f"[{repo}]({published.url}) is {visible}; this run sent {len(published.sent)} files.",
         "",
         "| branch | commit |",
         "|---|---|",
@@ -64,7 +64,7 @@ def publication_page(repo: str, published: Published) -> str:
             f"| [`{commit[:SHORT]}`]({published.url}/commit/{commit}) |"
             for branch, commit in published.branches.items()
         ),
-        *(f"\n**Forced in spite of:** {note}" for note in published.notes),
+        *(f"\n**Published in spite of:** {note}" for note in published.notes),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""A repository on the Hub that we fill: what its branches hold, and how they come to hold it."""
+"""A repository on the Hub that we publish to: read its branches, and make them hold our files."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,32 +10,32 @@ from huggingface_hub.hf_api import RepoFile
 
 from exl2flow.core.errors import HubError
 from exl2flow.core.source import digests
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
+from exl2flow.tasks.hub import MAIN, blob_id
 
-MAIN = "main"
 KEPT = (".gitattributes",)  # the Hub's own
-Contents = Mapping[str, Path | bytes]  # name → what a branch has
+Contents = Mapping[str, Path | bytes]  # name → file or content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """A repository by name; `memory` is the file that remembers digests of local files."""
+    """A repository by name; `memory` is the file that caches digests of local files."""
 
     name: str
     hub: Hub
     memory: Path
 
     def exists(self) -> bool:
-        """Tell whether it is there, as far as the token may see."""
+        """Tell whether it exists, as far as the token may see."""
         return self.hub.call(self.name, lambda: self.hub.api.repo_exists(self.name))
 
     def create(self) -> None:
-        """Make it, private, unless it is there."""
+        """Create it as a private repository unless it exists."""
         api = self.hub.api
         self.hub.call(self.name, lambda: api.create_repo(self.name, private=True, exist_ok=True))
 
     def create_branch(self, branch: str) -> None:
-        """Make a branch unless it is there."""
+        """Create a branch unless it exists."""
         api = self.hub.api
         self.hub.call(self.name, lambda: api.create_branch(self.name, branch=branch, exist_ok=True))
 
@@ -45,10 +45,10 @@ class Repository:
         return {ref.name: ref.target_commit for ref in refs.branches}
 
     def set_private(self, private: bool) -> None:
-        """Change who can see it, if need be.
+        """Make it private or public, if need be.
 
         Raises:
-            HubError: the Hub says that it did so, but did not.
+            HubError: the Hub reports success but did not do it.
         """
         if self._is_private() is private:
             return
@@ -62,7 +62,7 @@ class Repository:
         return self.hub.call(self.name, lambda: self.hub.api.model_info(self.name)).private
 
     def files(self, revision: str) -> dict[str, RepoFile]:
-        """Return name → file of a branch or commit, without the Hub's own."""
+        """Return name → file of a branch or commit, except files that the Hub adds."""
         return self.hub.call(self.name, lambda: self._files(revision))
 
     def _files(self, revision: str) -> dict[str, RepoFile]:
@@ -70,9 +70,9 @@ class Repository:
         return {f.path: f for f in tree if isinstance(f, RepoFile) and f.path not in KEPT}
 
     def download(self, commit: str, folder: Path, names: Sequence[str] | None = None) -> None:
-        """Bring files of a commit into a folder; all of them if none are named."""
+        """Download files of a commit into a folder; all of them if `names` is None."""
 
-        def bring() -> str:
+        def snapshot() -> str:
             return self.hub.api.snapshot_download(
                 self.name,
                 revision=commit,
@@ -80,10 +80,10 @@ class Repository:
                 allow_patterns=None if names is None else list(names),
             )
 
-        self.hub.call(self.name, bring)
+        self.hub.call(self.name, snapshot, transfers=True)
 
     def changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
-        """Return the names that a branch lacks or has otherwise, and those it should not have."""
+        """Return the names that a branch lacks or has in another version, and those to delete."""
         return self.hub.call(self.name, lambda: self._changes(branch, contents))
 
     def _changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
@@ -97,31 +97,31 @@ class Repository:
         return added, gone
 
     def _is_same(self, there: RepoFile, content: Path | bytes) -> bool:
-        """Compare by size and digest: sha256 of large files, git's of others."""
+        """Compare by size and digest: sha256 for large files, git's digest for others."""
         if there.lfs is not None:
             return there.lfs.sha256 == self.sha256(content)
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         if size != there.size:
             return False
         data = content.read_bytes() if isinstance(content, Path) else content
-        return there.blob_id == hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
+        return there.blob_id == blob_id(data)
 
     def sha256(self, content: Path | bytes) -> str:
-        """Return the digest of what is to be sent."""
+        """Return the digest of content to send."""
         if isinstance(content, Path):
             return digests([content], self.memory)[content.name]
         return hashlib.sha256(content).hexdigest()
 
     def send(self, branch: str, contents: Contents, tick: Callable[[int, str], None]) -> list[str]:
-        """Make a branch hold these contents, and return the names of what was sent.
+        """Make a branch hold exactly these contents, and return the names of files sent.
 
-        Large files go first, one by one; they stay on the Hub when a later one fails, and are not
-        sent again. Then one commit changes the branch.
+        Upload large files first, one by one; those stay on the Hub if a later one fails and are
+        not sent again. Then change the branch in one commit.
 
         Args:
-            branch: it must be there.
-            contents: what it shall hold.
-            tick: is told how many files were sent, and which is next.
+            branch: must exist.
+            contents: all files of the branch.
+            tick: receives the number of files sent, and the name of the next.
         """
 
         def attempt() -> list[str]:
@@ -140,7 +140,7 @@ class Repository:
             )
             return added
 
-        return self.hub.call(self.name, attempt)
+        return self.hub.call(self.name, attempt, transfers=True)
 
 
 def _addition(name: str, content: Path | bytes) -> CommitOperationAdd:

@@ -1,4 +1,4 @@
-"""When a task is tried again: only after errors that can pass."""
+"""When Prefect retries a task: only after transient errors."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -13,12 +13,12 @@ DELAYS_SECONDS = [10.0, 60.0, 300.0]
 
 
 def is_retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether another attempt can succeed."""
+    """Tell Prefect whether a retry can succeed."""
     return isinstance(state.data, Exl2FlowError) and state.data.retryable
 
 
 class RetryOptions(TypedDict):
-    """What Prefect asks for, by its names."""
+    """Keyword arguments of `prefect.task`."""
 
     retries: int
     retry_delay_seconds: list[float]

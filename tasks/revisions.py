@@ -1,4 +1,4 @@
-"""What the Hub holds now, and the event that tells of a new revision of a model."""
+"""The newest revisions on the Hub, and the event that announces one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from prefect import task
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 
-from exl2flow.tasks.hub import Hub
+from exl2flow.tasks.client import Hub
 from exl2flow.tasks.retries import RETRIED
 
 EVENT = "exl2flow.revision"
-TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class Revision:
     revision: str
 
     def event(self) -> Event:
-        """Return the event that tells of it; its resource is `hf.model.org--name`."""
+        """Return the event that announces it; its resource is `hf.model.org--name`."""
         resource = {
             "prefect.resource.id": f"hf.model.{self.repo_id.replace('/', '--')}",
             "prefect.resource.name": self.repo_id,
@@ -39,11 +38,11 @@ class Revision:
     persist_result=False,
 )
 def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> list[Revision]:
-    """Return the newest commit on the main branch of each repository, and of each of an author's.
+    """Return the newest commit on `main` of each repository, and of all repositories of authors.
 
     Raises:
         HubError: a repository does not exist or may not be read.
-        HubUnavailable: the Hub does not answer, or refuses for now.
+        HubUnavailable: the Hub does not answer, or is overloaded.
     """
     found: dict[str, Revision] = {}
     for repo_id, sha in _newest(repositories, authors):
@@ -54,7 +53,7 @@ def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> lis
 def _newest(repositories: Iterable[str], authors: Iterable[str]) -> Iterator[tuple[str, str]]:
     hub = Hub.open()
     for repo_id in repositories:
-        info = hub.call(repo_id, partial(hub.api.model_info, repo_id, timeout=TIMEOUT_SECONDS))
+        info = hub.call(repo_id, partial(hub.api.model_info, repo_id))
         if info.sha:
             yield repo_id, info.sha
     for author in authors:
@@ -67,7 +66,7 @@ def _models_of(hub: Hub, author: str) -> list[ModelInfo]:
 
 
 def announce(revisions: Sequence[Revision]) -> None:
-    """Tell the Prefect server of new revisions; it has them when this returns.
+    """Send events for new revisions to the Prefect server, and wait until it has them.
 
     Raises:
         httpx.HTTPStatusError: the server refused.

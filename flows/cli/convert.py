@@ -87,7 +87,7 @@ def _convert(
     from exl2flow.quant.forecast.preflight import preflight
 
     check_release(config)
-    config = with_local_source(config, plain=as_json)
+    config = with_local_source(config, plain=as_json, renew=restart)
     fit, config = find_fit(config), fitted(config)
     plan = preflight(config)
     outline = {"plan": plan.to_json(), **({"fit": fit.to_json()} if fit else {})}

@@ -53,7 +53,7 @@ def measure(
         raise ConfigError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
     unused = target.with_name(f".{target.stem}.unused")  # of the conversion only this part is run
     config = build(source, unused, {**values, "bpw": MOST_BPW})
-    config = with_local_source(config, plain=as_json)
+    config = with_local_source(config, plain=as_json, renew=restart)
     from exl2flow.core.files import replacing  # these import torch
     from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline

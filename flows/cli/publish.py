@@ -14,8 +14,8 @@ EXAMPLES = (
     "Examples:",
     "exl2flow publish ./3bpw ./4bpw ./5bpw --repo org/Llama-3.2-1B-exl2",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --base-model org/mine --license apache-2.0",
-    "The token is read from HF_TOKEN or from a Prefect Secret block. An interrupted command goes "
-    "on where it stopped when it is repeated.",
+    "The token is read from HF_TOKEN or from a Prefect Secret block. Repeat an interrupted command "
+    "to continue where it stopped.",
 )
 FLAGS = {"max_kl": "--max-kl", "base_model": "--base-model", "repo": "--repo"}
 
@@ -25,7 +25,7 @@ def publish(
         list[Path],
         typer.Argument(
             metavar="FOLDER...",
-            help="Folders that `exl2flow convert` wrote, one per bitrate, of one source.",
+            help="Output folders of `exl2flow convert` for one source, one per bitrate.",
             show_default=False,
         ),
     ],
@@ -35,18 +35,18 @@ def publish(
         typer.Option(
             "--repo",
             metavar="ORG/NAME",
-            help="Repository that receives a branch per bitrate; made when missing.",
+            help="Repository for a branch per bitrate; created if missing.",
             show_default=False,
         ),
     ],
     private: Annotated[
-        bool, typer.Option("--private", help="Leave it private when all is verified.")
+        bool, typer.Option("--private", help="Leave it private after verification.")
     ] = False,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Publish in spite of quality, gating or licence; the card says so.",
+            help="Publish despite quality, gating or licence; the card says so.",
         ),
     ] = False,
     max_kl: Annotated[
@@ -72,7 +72,7 @@ def publish(
         typer.Option(
             "--license",
             metavar="ID",
-            help="Licence of the source by the Hub's ids, if it is not recorded.",
+            help="The source's licence, as an id of the Hub, if it is not recorded.",
             show_default="as recorded",
         ),
     ] = None,
@@ -88,7 +88,7 @@ def publish(
     device: Annotated[
         str,
         typer.Option(
-            "--device", metavar="auto|cpu|cuda", help="Where downloaded models are tried."
+            "--device", metavar="auto|cpu|cuda", help="Where to try the downloaded models."
         ),
     ] = "auto",
     token_block: Annotated[
@@ -107,9 +107,9 @@ def publish(
 ) -> None:
     """Publish converted models: a repository, a branch per bitrate, a card on every branch.
 
-    Uploaded privately, downloaded again, compared by digest and tried; only then made public. Sets
-    whose KL divergence does not fall as bytes rise, models without a score, and sources that are
-    gated or whose licence is in the way or unknown are refused.
+    Upload privately, download again, compare digests, run the models; only then make them public.
+    Refuse sets whose KL divergence does not fall as bytes rise, models without a score, and sources
+    that are gated or whose licence is unknown or forbids it.
     """
     from exl2flow.core.publication import PublishConfig
 

@@ -69,7 +69,8 @@ def refine(
     set aside judge: where they do not get nearer to the source, the old matrices stay.
     """
     begun = time.monotonic()
-    config = _config(model, with_local_source(build(reference, out, values), plain=as_json))
+    given = build(reference, out, values)
+    config = _config(model, with_local_source(given, plain=as_json, renew=restart))
     rows = _check(config)
     if not as_json:
         show(plan_table(rows))

@@ -1,48 +1,46 @@
-"""Sources on the command line: a folder, or a model that is fetched from the Hub first."""
+"""Sources on the command line: a folder, or a Hub model that is fetched first."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from exl2flow.core.config import SharedOptions
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
 
+if TYPE_CHECKING:
+    from exl2flow.core.source import HubModel
+
 Config = TypeVar("Config", bound=SharedOptions)
 
 
-def local_or_fetched(
-    source: Path, work_root: Path, token_block: str | None, *, plain: bool
+def fetched_with_progress(
+    source: Path, work_root: Path, token_block: str | None, *, plain: bool, renew: bool = False
 ) -> Path:
-    """Return the folder of a source, and say which was taken where it can surprise.
+    """Return the folder of a source, and say which one is used where that may surprise.
+
+    Args:
+        renew: whether to use the newest commit on the Hub, not the one that the work root keeps.
 
     Raises:
-        HubError: the model cannot be had.
+        HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
     """
-    from exl2flow.core.source import HubModel, hub_model  # imports torch
-
-    wanted = hub_model(source, work_root)
-    if wanted is None:
-        named = HubModel.of(source)
-        if named is not None and named.is_begun(work_root):
-            say(f"source  `{source}` is a folder here and is taken, not the Hub's model")
-        return source
     from exl2flow.flows.release import hub_of  # these import torch
-    from exl2flow.tasks.hub import fetch
+    from exl2flow.tasks.hub import fetch, local_or_fetched
 
-    say(f"source  `{source}` is no folder here and is taken from the Hub")
-    with shown(plain=plain):
-        folder = fetch(wanted, work_root, hub_of(token_block))
-    say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
-    return folder
+    def fetching(wanted: "HubModel") -> Path:
+        with shown(plain=plain):
+            return fetch(wanted, work_root, hub_of(token_block), renew=renew)
+
+    return local_or_fetched(source, work_root, fetching, say=say)
 
 
-def with_local_source(config: Config, *, plain: bool) -> Config:
+def with_local_source(config: Config, *, plain: bool, renew: bool = False) -> Config:
     """Return the configuration with a folder as its source.
 
     Raises:
-        HubError: the model cannot be had.
+        HubError: the model cannot be fetched.
     """
     root, block = config.work_dir_root, config.token_block
-    source = local_or_fetched(config.source, root, block, plain=plain)
+    source = fetched_with_progress(config.source, root, block, plain=plain, renew=renew)
     return config if source == config.source else config.model_copy(update={"source": source})

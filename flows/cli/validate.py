@@ -14,7 +14,7 @@ from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.settings import EVALUATION
-from exl2flow.flows.cli.sources import local_or_fetched
+from exl2flow.flows.cli.sources import fetched_with_progress
 from exl2flow.flows.cli.tables import comparison_table
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def validate(
     if reference is not None:
         block = str(values["token_block"]) if "token_block" in values else None
         root = default_work_root(models[0])
-        reference = local_or_fetched(reference, root, block, plain=as_json)
+        reference = fetched_with_progress(reference, root, block, plain=as_json)
     with shown(plain=as_json) as progress:
         scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
     from exl2flow.inference.report.comparison import compared

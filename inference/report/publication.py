@@ -1,29 +1,35 @@
-"""What is published: converted folders with their records, and what speaks against it.
+"""Which files of converted models are published, and the reasons to refuse them.
 
-Records go out without the paths of the machine they were made on.
+Records are published without paths of the machine they were made on.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.model_files import check_links, is_of_model, public_content
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.licences import licence_problem
 from exl2flow.inference.report.record import read_object, read_record
 from exl2flow.model import ModelSpec, resolve
 
-CARD_FILE = "README.md"  # the source's own is not handed on
+CARD_FILE = "README.md"  # replaces that of the source
 SUFFIX = "bpw"  # of a branch
+# entries of records that may contain slashes but are not paths
+NOT_PATHS = ("repo", "revision", "license", "license_name", "license_link", "sample_prompt")
+OPTIONS = "options"  # the entry with the user's options, which may be relative paths
+FOLDERS_IN_TEXT = re.compile(r"(?<![\w:/~])~?/(?:[^\s/`'\"]+/)+(?=[^\s/`'\"])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source: a repository of the Hub and its commit as far as they are known, its licence."""
+    """The source: its repository on the Hub, commit and licence, as far as they are known."""
 
     repo: str | None = None
     commit: str | None = None
@@ -35,10 +41,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bitrate:
-    """A converted model: its folder's files and what they tell.
+    """A converted model, as its files describe it.
 
     bpw: bits per weight of the decoder's matrices; weight_bytes: of all *.safetensors.
-    score: what validation found, None if it found nothing or compared with nothing.
+    score: of the validation, None without one or without a reference.
     """
 
     folder: Path
@@ -51,7 +57,7 @@ class Bitrate:
 
 
 def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
-    """Return what the files of a converted model tell.
+    """Read the files that describe a converted model.
 
     Args:
         folder: with config.json and our records.
@@ -62,11 +68,11 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
         SourceModelError: it is no model.
     """
     if not folder.is_dir():
-        raise ConfigError(f"`{folder}` is no folder; name folders that `exl2flow convert` wrote")
+        raise ConfigError(f"`{folder}` is not a folder; name folders that `exl2flow convert` wrote")
     record, known = read_object(folder / RECORD_FILE), read_record(folder)
     if known is None or "bpw" not in record.get("allocation", {}):
         raise ConfigError(
-            f"`{folder}` has no {RECORD_FILE} that tells how it was made; name folders that "
+            f"`{folder}` has no {RECORD_FILE} that records how it was made; name folders that "
             "`exl2flow convert` wrote"
         )
     if weight_bytes is None:
@@ -98,10 +104,10 @@ def is_branch(name: str) -> bool:
 
 
 def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
-    """Return what speaks against the quality of a set of bitrates."""
+    """Return the problems with the quality of a set of bitrates."""
     problems = [
-        f"`{bitrate.folder}` has no measured KL divergence of these files; run `exl2flow convert` "
-        "with its validation once more"
+        f"`{bitrate.folder}` has no measured KL divergence for these files; run `exl2flow convert` "
+        "with its validation again"
         for bitrate in bitrates
         if bitrate.score is None
     ]
@@ -111,33 +117,33 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
         if found is None or not found <= max_kl:
             text = "unknown" if found is None else f"{found:.5f}"
             problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
-    # people choose among all of them, whatever presets they were made with
+    # users choose among all of them, whatever the presets
     models = [replace(model, series=None) for model in compared(scores)]
     return problems + check_bitrates(models)[1]
 
 
 def origin_problems(origin: Origin) -> list[str]:
-    """Return what speaks against handing on what was made from a source."""
+    """Return the problems with publishing models made from a source."""
     problems = []
     if origin.repo is None:
         problems.append("the source on the Hub is not known; name it with `--base-model org/name`")
     if origin.gated:
         problems.append(
-            f"the source `{origin.repo}` is gated: its owner wants everybody to accept terms first"
+            f"the source `{origin.repo}` is gated: its owner wants everyone to accept its terms"
         )
     found = licence_problem(origin.license, origin.license_name)
     return [*problems, found] if found else problems
 
 
 def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
-    """Return where the sources of these models came from, each once; none for local folders."""
+    """Return the distinct origins of these models' sources; none for local folders."""
     records = (bitrate.record.get("provenance") for bitrate in bitrates)
     found = [origin_from(known) for known in records if isinstance(known, Mapping)]
     return list(dict.fromkeys(found))
 
 
 def origin_from(known: Mapping[str, Any]) -> Origin:
-    """Return the origin that a record of provenance tells of."""
+    """Return the origin in a record of provenance."""
     return Origin(
         repo=known.get("repo"),
         commit=known.get("commit"),
@@ -149,22 +155,42 @@ def origin_from(known: Mapping[str, Any]) -> Origin:
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
-    """Return name → file or content of a branch: the folder, our card, the record without paths."""
-    files: dict[str, Path | bytes] = {
-        path.name: path
+    """Return name → file or content of a branch: the model's files, its score, record and card.
+
+    Leave out other files in the folder, and the paths in record and configs.
+
+    Raises:
+        SourceModelError: a file is a link out of the model.
+    """
+    paths = [
+        path
         for path in sorted(bitrate.folder.iterdir())
-        if path.is_file() and not path.name.startswith(".")
-    }
+        if (is_of_model(path.name) or path.name == SCORE_FILE) and path.is_file()
+    ]
+    check_links(paths)
+    files: dict[str, Path | bytes] = {path.name: public_content(path) or path for path in paths}
     record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)
     return {**files, RECORD_FILE: f"{record}\n".encode(), CARD_FILE: card.encode()}
 
 
-def without_paths(value: Any) -> Any:
-    """Return a JSON value in which absolute paths are cut down to their last part."""
+def without_paths(value: Any, *, is_typed: bool = False) -> Any:
+    """Cut paths in a JSON value down to their last part, relative ones too.
+
+    Args:
+        is_typed: whether the value is an option of the user; then a path may contain spaces.
+    """
     if isinstance(value, Mapping):
-        return {key: without_paths(entry) for key, entry in value.items()}
+        return {
+            key: entry
+            if key in NOT_PATHS
+            else without_paths(entry, is_typed=is_typed or key == OPTIONS)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [without_paths(entry) for entry in value]
-    if isinstance(value, str) and PurePath(value).is_absolute() and "\n" not in value:
+        return [without_paths(entry, is_typed=is_typed) for entry in value]
+    if not isinstance(value, str) or "/" not in value or "://" in value:
+        return value
+    is_path = is_typed or " " not in value or value.startswith(("/", "~/", "./", "../"))
+    if is_path and "\n" not in value:
         return PurePath(value).name
-    return value
+    return FOLDERS_IN_TEXT.sub("", value)

@@ -1,7 +1,7 @@
-"""Write a refined model: the files of the old one, byte for byte but for codes and scales.
+"""Write a refined model: the old one byte for byte, except for codes and scales.
 
-Shards, their order, `config.json`, indexes, tokenizer and whatever else lies beside them stay as
-they are, whichever program wrote them.
+Shards, their order, `config.json`, indexes, tokenizer and the other files of the model stay as they
+are, whichever program wrote them; configs lose the paths that they name.
 """
 
 import logging
@@ -21,14 +21,14 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.model_files import CONFIG_FILE, carried_files, check_links, left_out
 from exl2flow.core.source import provenance
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import TensorFiles
 from exl2flow.quant.compile.stage import (
-    carried_files,
+    carry,
     check_output_folder,
-    copy_file,
     predicted_kl,
     remove_others,
 )
@@ -49,8 +49,14 @@ NOT_RECORDED = {
 
 
 def other_files(model: Path) -> list[Path]:
-    """Return the files of a model that are taken over as they are: all but weights and record."""
-    return [*carried_files(model), model / "config.json", *sorted(model.glob("*.index.json"))]
+    """Return the files of a model to copy: all but weights and record.
+
+    Raises:
+        SourceModelError: one of them is a link out of the model.
+    """
+    indexes = sorted(model.glob("*.safetensors.index.json"))
+    check_links(indexes)
+    return [*carried_files(model), model / CONFIG_FILE, *indexes]
 
 
 @torch.inference_mode()
@@ -59,6 +65,7 @@ def recompile(run: StageRun) -> None:
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was written.
+        SourceModelError: a file to copy cannot be read, or is a link out of the model.
     """
     config = refinement(run.config)
     out = config.out.expanduser().resolve()
@@ -74,7 +81,9 @@ def recompile(run: StageRun) -> None:
     remove_others(out, {path.name for path in [*files, *others]})
     _commit(run, _write_record(run, stored, judgement))
     for path in others:
-        _commit(run, copy_file(path, out / path.name))
+        _commit(run, carry(path, out / path.name))
+    if behind := left_out(config.model):
+        log.info("left in `%s`: %s", config.model, ", ".join(behind))
     for index, path in enumerate(files, 1):
         _write_shard(run, path, out / path.name, tensors, order=stored.tensors.names, cursor=index)
         run.tick(index, len(files), path.name)
@@ -91,7 +100,7 @@ def _write_shard(
     order: Sequence[str],
     cursor: int,
 ) -> None:
-    """Write a file with the names and the metadata of an old one; `order` is that of all names."""
+    """Write a file with the names and metadata of an old one; `order` lists all names."""
     if run.folder.valid(str(new)):
         return
     with safe_open(old, framework="pt") as file:
@@ -108,7 +117,7 @@ def _commit(run: StageRun, path: Path) -> None:
 
 
 def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, Any]) -> Path:
-    """Write what made the folder: model, reference, options, the judgement, errors."""
+    """Record how the folder was made: model, reference, options, judgement, errors."""
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
     layers: list[dict[str, Any]] = [read_report(run.inputs["refine"] / name) for name in names]
@@ -133,7 +142,7 @@ def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, An
 
 
 def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of a sublayer whose old matrices stay."""
+    """Return the report of a sublayer that keeps its old matrices."""
     projections = {
         name: {key: entry[key] for key in ("params", "bits", "bpw") if key in entry}
         | entry["before"]
@@ -143,7 +152,7 @@ def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(out: Path, tensors: TensorFiles) -> None:
-    """Read every tensor back and compare it, as bits, with what it should be."""
+    """Read every tensor back and compare its bits with the expected ones."""
     written = TensorFiles(out)
     for name in tensors.names:
         found, expected = (

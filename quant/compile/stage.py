@@ -1,13 +1,12 @@
-"""Compile the output folder: shards, index, config, tokenizer and all other files of the source.
+"""Compile the output folder: shards, index, config, tokenizer and the model's other files.
 
-Everything is laid out before anything is written, so the bytes are known beforehand. After writing,
-every matrix is read back and its reconstruction compared with what was quantized.
+The layout is complete before anything is written, so the bytes are known in advance. Afterwards
+every matrix is read back and its reconstruction compared with the quantized one.
 """
 
 import json
 import logging
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,12 @@ import torch
 
 from exl2flow.core.background import helpers, one_ahead, to_host
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
+from exl2flow.core.errors import (
+    NonFiniteState,
+    ReconstructionMismatch,
+    SourceModelError,
+    StoreError,
+)
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     digest,
@@ -27,8 +31,15 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.model_files import (
+    CONFIG_FILE,
+    carried_files,
+    left_out,
+    public_content,
+    without_origin,
+)
 from exl2flow.core.source import provenance
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
+from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import ModelSpec, TensorFiles, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
@@ -50,21 +61,8 @@ from exl2flow.quant.tune.stage import TUNING_FILE
 
 log = logging.getLogger(__name__)
 
-NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
 NOT_RECORDED = {"work_root", "out", "token_block", "publish"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
-
-
-def carried_files(source: Path) -> list[Path]:
-    """Return the source's other files that go along: all but weights, indexes and config.json."""
-    return sorted(
-        path
-        for path in source.iterdir()
-        if path.is_file()
-        and not path.name.startswith(".")
-        and not path.name.endswith(NOT_CARRIED)
-        and path.name not in ("config.json", RECORD_FILE, SCORE_FILE)
-    )
 
 
 def check_output_folder(out: Path, source: Path) -> None:
@@ -88,21 +86,21 @@ def check_output_folder(out: Path, source: Path) -> None:
 
 
 class _Tensors:
-    """Finds each output tensor where it lies: in the source, or among the quantized sublayers."""
+    """Finds each output tensor in the source or among the quantized sublayers."""
 
     def __init__(self, source: TensorFiles, quantized: Path) -> None:
         self.source = source
         self.quantized = TensorFiles(quantized)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor as it is stored in the output."""
+        """Return a tensor in its output form."""
         if name in self.quantized:
             return self.quantized.read(name)
         tensor = self.source.read(name).to(torch.float16)
         if not tensor.isfinite().all():
             raise NonFiniteState(
                 f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
-                "converted without clamping it"
+                "converted without clamping"
             )
         return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have spare rows
 
@@ -113,6 +111,7 @@ def compile_model(run: StageRun) -> None:
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was quantized.
+        SourceModelError: a carried file cannot be read, or is a link out of the model.
     """
     config = run.config
     spec = resolve(config.source)
@@ -125,7 +124,9 @@ def compile_model(run: StageRun) -> None:
     run.folder.manifest.total = len(shards)
     _write_record(run, out, spec)
     for path in extras:
-        _commit(run, copy_file(path, out / path.name))
+        _commit(run, carry(path, out / path.name))
+    if others := left_out(config.source):
+        log.info("left in `%s`: %s", config.source, ", ".join(others))
     remove_others(out, {shard.name for shard in shards})
     tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
@@ -143,7 +144,7 @@ def compile_model(run: StageRun) -> None:
 
 
 def _quantized(run: StageRun) -> Path:
-    """Return the folder of quantized tensors: tuned if they were."""
+    """Return the folder of quantized tensors, after tuning if there was any."""
     return run.inputs.get("tune", run.inputs["quantize"])
 
 
@@ -151,29 +152,31 @@ def _commit(run: StageRun, path: Path) -> None:
     run.folder.commit(str(path), digest(path))
 
 
-def copy_file(source: Path, target: Path) -> Path:
-    """Copy a file, whole or not at all.
+def carry(source: Path, target: Path) -> Path:
+    """Copy a file atomically; configs lose the paths that they name.
 
     Raises:
-        WriteFailed: it cannot be read or written.
+        SourceModelError: it cannot be read.
+        WriteFailed: it cannot be written.
     """
     try:
-        with source.open("rb") as file, replacing(target) as copy:
-            shutil.copyfileobj(file, copy)
+        data = public_content(source) or source.read_bytes()
     except OSError as error:
-        raise WriteFailed(f"cannot copy `{source}` to `{target}`: {error}") from error
+        raise SourceModelError(f"cannot read `{source}`: {error.strerror}") from error
+    with replacing(target) as copy:
+        copy.write(data)
     return target
 
 
 def remove_others(out: Path, names: set[str]) -> None:
-    """Delete what an earlier or killed conversion left: shards, indexes, files half written."""
+    """Delete leftovers of an earlier or killed conversion: shards, indexes, partial files."""
     for path in [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]:
         if path.name not in names:
             path.unlink()
 
 
 def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
-    """Write what made the folder: source, options, rows, allocation, errors, what they cost."""
+    """Record how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
     record = {
@@ -193,11 +196,10 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
 
 
 def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the sum in nats of what the errors of all matrices cost, None where one is unknown.
+    """Return the summed cost of all matrices' errors in nats, None if one is unknown.
 
     Args:
-        layers: reports of all sublayers and of the head. Of tuned matrices they tell what was
-            before.
+        layers: reports of all sublayers and of the head; for tuned matrices, those before tuning.
     """
     costs = [item.get("nats") for layer in layers for item in layer["projections"].values()]
     known = [cost for cost in costs if cost is not None]
@@ -205,7 +207,7 @@ def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _calibration(run: StageRun) -> dict[str, object]:
-    """Return the text's name, its rows' digest, and by mix how many of each kind, with notes."""
+    """Return the text's name, the rows' digest, and for each mix its kinds' counts and notes."""
     described = read_json(run.inputs["tokenize"] / KINDS_FILE)
     mixes = {
         mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
@@ -227,11 +229,11 @@ def _write_index(out: Path, shards: list[Shard]) -> Path:
 
 
 def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
-    """Write config.json with the block by which programs recognize EXL2."""
+    """Write config.json with the block that identifies EXL2 to other programs."""
     config = run.config
     calibration = config.calibration
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
-    content = json.loads((config.source / "config.json").read_bytes())
+    content = without_origin(json.loads((config.source / CONFIG_FILE).read_bytes()))
     content["quantization_config"] = {
         "quant_method": "exl2",
         "version": versions()["exl2flow"],
@@ -243,12 +245,12 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
             "dataset": calibration.dataset,
         },
     }
-    write_json(out / "config.json", content)
-    return out / "config.json"
+    write_json(out / CONFIG_FILE, content)
+    return out / CONFIG_FILE
 
 
 def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield (linear key, sha256 of its reconstruction) of all quantized linears."""
+    """Yield (linear key, sha256 of its reconstruction) for all quantized linears."""
     for name, sublayer in zip(result_files(spec), [*spec.sublayers, None], strict=True):
         projections = sublayer.projections if sublayer else (spec.head,)
         report = read_report(quantized / name)["projections"]
@@ -257,7 +259,7 @@ def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 
 def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, device: str) -> None:
-    """Read every tensor back and compare it, reconstructed, with what was quantized."""
+    """Read every tensor back and compare its reconstruction with the quantized one."""
     written = TensorFiles(out)
     plain = dict(plain_tensors(spec))
 
@@ -273,7 +275,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
         if matrix.bias is not None:
             plain[f"{key}.bias"] = tuple(matrix.bias.shape)
 
-    # beside a GPU, which decodes, some matrices are read and hashed at the same time
+    # while a GPU decodes, other matrices are read and hashed
     together = map if device == "cpu" else helpers().map
     for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
         pass
@@ -289,7 +291,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
-    files = [config.source / "config.json", *carried_files(config.source)]
+    files = [config.source / CONFIG_FILE, *carried_files(config.source)]
     return {
         "out": str(config.out.expanduser().resolve()),
         "source": str(config.source.resolve()),

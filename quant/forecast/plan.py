@@ -1,11 +1,12 @@
 """What a conversion will do and need, told before it starts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from exl2flow.quant.forecast.gpu import Card, GpuNeed
 from exl2flow.quant.forecast.main_memory import Need
 
+MOST_NAMES = 8  # of files that are left out
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
@@ -29,6 +30,8 @@ class Plan:
     gpu_needs: Mapping[str, GpuNeed]
     work_dir: str
     out: str
+    carried: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
@@ -51,6 +54,8 @@ class Plan:
             ("checkpoints", f"{self.work_dir}, up to {megabytes(self.work_bytes)}"),
             ("memory", f"about {megabytes(self.memory_bytes)}"),
             ("by stage", _by_stage(self.needs)),
+            ("carried", ", ".join(self.carried)),
+            *([("left out", _some(self.left_out))] if self.left_out else []),
             *(_of_card(self.card, self.gpu_needs) if self.card else []),
         ]
 
@@ -68,6 +73,13 @@ def _of_card(card: Card, needs: Mapping[str, GpuNeed]) -> list[tuple[str, str]]:
         ("GPU memory", f"{', '.join(memory)} of {card.memory / 1e9:.1f} GB of the {card.name}"),
         ("GPU time", f"about {minutes:.1f} min before validation: {', '.join(times)} s"),
     ]
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of many names."""
+    shown = ", ".join(names[:MOST_NAMES])
+    more = len(names) - MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _by_stage(needs: Mapping[str, Need]) -> str:

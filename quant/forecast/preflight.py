@@ -20,6 +20,7 @@ from exl2flow.core.errors import (
     TensorShapeError,
 )
 from exl2flow.core.memory import available_memory
+from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
@@ -78,6 +79,7 @@ def preflight(config: ConversionConfig) -> Plan:
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
     attempt(lambda: _check_text(config))
+    attempt(lambda: carried_files(config.source))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
     plan = None
     if spec is not None:
@@ -253,6 +255,8 @@ def _plan(
         gpu_needs=gpu_needs(config, spec, card, output=plain + packed) if card else {},
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
+        carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
+        left_out=tuple(left_out(config.source)),
     )
 
 

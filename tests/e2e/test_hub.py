@@ -131,7 +131,7 @@ def test_flows_read_the_token_from_a_block_and_leave_it_nowhere(
     )  # fmt: skip
     scored = validate(compared, return_state=True)
     hub.fail("POST .*/commit/", "status", times=None, status=401)
-    (models[0] / "note.txt").write_text("new")
+    (models[0] / "NOTICE.txt").write_text("new")
     failed = publish(target, return_state=True)
 
     assert made.is_completed(), made

@@ -128,11 +128,18 @@ def test_licences_are_allowed_forbidden_or_unknown() -> None:
 
 
 def test_paths_are_cut_down_to_names() -> None:
-    value = {"a": ["/home/me/model", "org/name"], "b": {"c": "/x"}, "d": 1.5, "e": "/a\n/b"}
+    value = {
+        "a": ["/home/me/model", "clients/acme/mail.parquet", "~/x y/z"],
+        "provenance": {"repo": "org/name", "revision": "refs/pr/3"},
+        "options": {"text": "clients of mine/acme/mail.parquet", "sample_prompt": "and/or"},
+        "notes": ["row 3/4 of `/home/me/my.parquet`, twice", "https://a.example/b", "/a\n/b"],
+        "d": 1.5,
+    }
 
     assert without_paths(value) == {
-        "a": ["model", "org/name"],
-        "b": {"c": "x"},
+        "a": ["model", "mail.parquet", "z"],
+        "provenance": {"repo": "org/name", "revision": "refs/pr/3"},
+        "options": {"text": "mail.parquet", "sample_prompt": "and/or"},
+        "notes": ["row 3/4 of `my.parquet`, twice", "https://a.example/b", "/a\n/b"],
         "d": 1.5,
-        "e": "/a\n/b",
     }

@@ -13,8 +13,9 @@ from exl2flow.core.config import default_work_root
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.core.source import HubModel, provenance
+from exl2flow.tasks import client as client_module
 from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.hub import fetch, local_source
+from exl2flow.tasks.hub import fetch, local_or_fetched
 
 SHARD = "model-00001-of-00002.safetensors"
 NEEDED = {
@@ -28,6 +29,13 @@ def get(wanted: str, root: Path) -> Path:
     model = HubModel.of(wanted)
     assert model is not None
     return fetch(model, root, hub_tasks.Hub.open())
+
+
+def get_locally(source: str, root: Path) -> Path:
+    """Return the folder of a source, fetched if it is none."""
+    return local_or_fetched(
+        Path(source), root, lambda wanted: fetch(wanted, root, hub_tasks.Hub.open())
+    )
 
 
 def names(folder: Path) -> set[str]:
@@ -153,10 +161,10 @@ def test_a_fetch_goes_on_beside_the_folder_that_it_made(
     hub.add_folder("org/tiny", tiny_source)
     hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
     with pytest.raises(HubError, match="404"):
-        local_source(Path("org/tiny"), work_root, hub_tasks.Hub.open())
+        get_locally("org/tiny", work_root)
     hub.faults.clear()
 
-    folder = local_source(Path("org/tiny"), work_root, hub_tasks.Hub.open())
+    folder = get_locally("org/tiny", work_root)
 
     assert folder.is_relative_to(tmp_path / "org")
     assert names(folder) == NEEDED
@@ -177,6 +185,21 @@ def test_bytes_that_differ_from_the_digest_are_fetched_again(
     assert len(hub.asked(f"GET /objects/{sha256}")) == 3
     hub.path_of(sha256).write_bytes(sound)
     assert (get("org/tiny", tmp_path) / SHARD).read_bytes() == sound
+
+
+def test_small_files_are_compared_with_the_digest_too(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    entry = hub.repos["org/tiny"]["commits"][hub.head("org/tiny", "main")]["tokenizer.json"]
+    sound = hub.path_of(entry["sha256"]).read_bytes()
+    hub.path_of(entry["sha256"]).write_bytes(sound[:-1] + b"?")
+
+    with pytest.raises(HubUnavailable, match=r"`tokenizer\.json` of `org/tiny` arrived with git"):
+        get("org/tiny", tmp_path)
+
+    hub.path_of(entry["sha256"]).write_bytes(sound)
+    assert (get("org/tiny", tmp_path) / "tokenizer.json").read_bytes() == sound
 
 
 def test_an_outage_that_passes_is_waited_for(
@@ -207,7 +230,7 @@ def test_the_hub_says_how_long_to_wait(
     hub.add_folder("org/tiny", tiny_source)
     hub.fail("GET /api/models", "status", status=429, headers={"Retry-After": "7"})
     waited: list[float] = []
-    monkeypatch.setattr(hub_tasks, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=waited.append))
 
     get("org/tiny", tmp_path)
 
@@ -291,7 +314,7 @@ def test_a_folder_goes_before_a_name_on_the_hub(
     monkeypatch.chdir(tmp_path)
     Path("org/tiny").mkdir(parents=True)
 
-    assert local_source(Path("org/tiny"), tmp_path, hub_tasks.Hub.open()) == Path("org/tiny")
+    assert get_locally("org/tiny", tmp_path) == Path("org/tiny")
     assert not hub.requests
 
 

@@ -172,7 +172,7 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub: Hub, models: list
     lost = hub.head(REPO, "3.0bpw")
     assert lost is not None
     hub.requests.clear()
-    (models[0] / "note.txt").write_text("new")
+    (models[0] / "NOTICE.txt").write_text("new")
     hub.fail("POST /api/models/.*/commit/3", "lose")
 
     run(models[:1])
@@ -326,6 +326,24 @@ def test_folders_of_others_and_twins_are_usage_errors(
     change(models[0] / RECORD_FILE, provenance={"repo": "org/other", "commit": "0"})
     with pytest.raises(ConfigError, match="several sources"):
         run(models)
+
+
+def test_branches_are_listed_once_to_be_proved(hub: Hub, models: list[Path]) -> None:
+    run(models)
+    hub.requests.clear()
+
+    run(models)
+
+    # once for the bitrates that are there already, once for the commits
+    assert len(hub.asked(f"GET /api/models/{REPO}/refs")) == 2
+
+
+def test_files_put_into_a_folder_are_not_published(hub: Hub, models: list[Path]) -> None:
+    (models[0] / "my-notes.txt").write_text("secret")
+
+    run(models[:1])
+
+    assert "my-notes.txt" not in hub.files(REPO, "3.0bpw")
 
 
 def test_paths_of_this_machine_are_not_published(hub: Hub, models: list[Path]) -> None:

@@ -1,6 +1,7 @@
 """Conversions and sweeps that publish what they made: asked before any work, done at the end."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,14 @@ def test_source_that_may_not_be_published_is_refused_before_it_is_fetched(
     check_release(conversion(Path("org/tiny"), tmp_path, force=True))
 
 
+def test_origin_of_a_fetched_model_is_not_asked_for_again(
+    hub: Hub, source: Path, tmp_path: Path
+) -> None:
+    check_release(conversion(Path("org/tiny"), tmp_path))
+
+    assert [request.path for request in hub.requests] == ["/api/whoami-v2"]
+
+
 def test_what_is_known_of_a_folder_is_asked_before_it_is_converted(
     hub: Hub, tiny_source: Path, tmp_path: Path
 ) -> None:
@@ -179,7 +188,6 @@ def test_what_is_known_of_a_folder_is_asked_before_it_is_converted(
     ("repo", "error", "reason"),
     [
         ("org/tiny", ConfigError, "is the source itself"),
-        ("org/a--b", ConfigError, "is no name for a repository"),
         ("stranger/tiny-exl2", HubError, "belongs to `tester`.*write access to `stranger`"),
     ],
 )
@@ -200,6 +208,19 @@ def test_missing_token_is_found_before_any_work(
         run_locally(config)
 
     assert not config.out.exists()
+
+
+def test_hub_that_is_away_at_the_start_does_not_stop_a_conversion(
+    hub: Hub, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.fail("GET /api/whoami-v2", "status", times=3, status=503)
+
+    with caplog.at_level(logging.WARNING, "exl2flow"):
+        made = run_locally(conversion(source, tmp_path))
+
+    assert f"whether `{REPO}` may receive the result is checked again" in caplog.text
+    assert made.published is not None
+    assert not hub.repos[REPO]["private"]
 
 
 def test_gate_of_a_folder_is_asked_before_the_token(

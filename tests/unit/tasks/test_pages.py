@@ -147,7 +147,7 @@ def test_page_of_a_publication_links_repository_branches_and_commits() -> None:
 
     page = publication_page("org/tiny-exl2", published)
 
-    assert page.startswith(f"[org/tiny-exl2]({url}) is private; 2 files were sent.")
+    assert page.startswith(f"[org/tiny-exl2]({url}) is private; this run sent 2 files.")
     assert f"| [4.0bpw]({url}/tree/4.0bpw) | [`01234567`]({url}/commit/{commit}) |" in page
-    assert "**Forced in spite of:** gated" in page
+    assert "**Published in spite of:** gated" in page
     assert branch_links(published) == {"4.0bpw": f"{url}/tree/4.0bpw"}

@@ -147,7 +147,8 @@ def test_options_of_publishing_make_one_group() -> None:
 
 @pytest.mark.parametrize("name", ["Model", "org/", "-org/model", "a/b/c", "me/model\n"])
 def test_a_repository_is_asked_for_as_organization_and_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^`--publish` is (.|\n)*: give it as `org/name`$"):
+    reason = "the Hub does not allow this name; give it as `org/name`"
+    with pytest.raises(ConfigError, match=rf"^`--publish` is (.|\n)*: {reason}$"):
         build(Path("model"), Path("out"), {"publish.repo": name})
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.flows.cli.sources import local_or_fetched
+from exl2flow.flows.cli.sources import fetched_with_progress
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])
@@ -19,7 +19,7 @@ def test_a_folder_is_told_from_the_hub_where_it_can_surprise(
     if is_fetched:
         (tmp_path / "work" / "sources" / "abc" / "tiny").mkdir(parents=True)
 
-    found = local_or_fetched(Path("org/tiny"), tmp_path / "work", None, plain=True)
+    found = fetched_with_progress(Path("org/tiny"), tmp_path / "work", None, plain=True)
 
     assert found == Path("org/tiny")
-    assert ("is a folder here and is taken" in capsys.readouterr().err) == is_fetched
+    assert ("is a folder here and is used instead" in capsys.readouterr().err) == is_fetched

@@ -16,13 +16,14 @@ from tiny import VOCAB_SIZE, make_tiny
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError
 from exl2flow.core.files import digest, read_json
+from exl2flow.core.model_files import carried_files
 from exl2flow.inference.evaluate import evaluate
 from exl2flow.model import QuantizedMatrix, resolve
 from exl2flow.model.exl2 import tensor_names
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import output_layout, plain_tensors, plan_shards
 from exl2flow.quant.compile import stage as compile_module
-from exl2flow.quant.compile.stage import RECORD_FILE, carried_files, check_output_folder
+from exl2flow.quant.compile.stage import RECORD_FILE, check_output_folder
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 
@@ -198,10 +199,12 @@ def test_standard_calibration_is_named_default(source: Path, tmp_path: Path) -> 
     assert block["calibration"]["dataset"] == "(default)"
 
 
-def test_all_other_files_of_the_source_go_along(source: Path) -> None:
+def test_files_of_the_model_go_along_and_no_others(source: Path) -> None:
     for name in ("generation_config.json", "README.md", "chat_template.jinja", "tokenizer.model"):
         (source / name).write_text(json.dumps({"content": name}))
     for name in ("pytorch_model.bin", "model.safetensors.index.json", ".hidden", "old.pth"):
+        (source / name).write_text("not to be carried")
+    for name in ("wandb-key.txt", "train_private.csv", "tf_model.h5", "trainer_state.json"):
         (source / name).write_text("not to be carried")
     (source / RECORD_FILE).write_text("{}")
     (source / "onnx").mkdir()

@@ -1,0 +1,215 @@
+"""The client for the Hugging Face Hub: retries transient failures, explains the others."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TypeVar
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from exl2flow.core.errors import ConfigError, Exl2FlowError, HubError, HubUnavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before further attempts
+LONGEST_WAIT = 600.0  # seconds; a longer Retry-After is an error
+SILENCE = 5.0  # seconds without an answer before a line says so
+TIMEOUT = 30.0  # seconds that one attempt waits for an answer
+HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # versions of the client use different ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """A client, its patience in seconds, and whether the Hub has answered it yet."""
+
+    api: HfApi
+    waits: tuple[float, ...] = WAITS
+    silence: float = SILENCE
+    timeout: float = TIMEOUT
+    has_answered: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def open(cls, token: str | None = None) -> "Hub":
+        """Return a client; without a token it uses that of the environment, if there is one.
+
+        Raises:
+            ConfigError: the token cannot be sent.
+        """
+        _check_token(token or get_token() or "")
+        name = "exl2flow"
+        return cls(api=HfApi(token=token, library_name=name, library_version=version(name)))
+
+    def call(self, subject: str, function: Callable[[], T], *, transfers: bool = False) -> T:
+        """Call a function that sends requests to the Hub, retrying transient failures.
+
+        A host name without an address is retried only if the Hub has answered before.
+
+        Args:
+            subject: the repository, for messages.
+            function: must be safe to repeat.
+            transfers: whether it moves files, which has no time limit.
+
+        Raises:
+            HubError: what failed and what to do.
+        """
+        for wait in (*self.waits, None):
+            try:
+                answer = function() if transfers else self._answer(subject, function)
+                self.has_answered.set()
+                return answer
+            except Exl2FlowError as error:
+                found = error
+            except Exception as error:
+                found = self.explained(error, subject)
+                if _is_unresolved(error) and not self.has_answered.is_set():
+                    raise found from None
+            if not isinstance(found, HubUnavailable) or wait is None:
+                # The client's errors hold the request, whose headers hold the token
+                raise found from None
+            seconds = max(wait, found.wait or 0.0)
+            if seconds > LONGEST_WAIT:
+                raise found from None
+            log.warning("%s; next attempt in %.0f s", found, seconds)
+            time.sleep(seconds)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _answer(self, subject: str, function: Callable[[], T]) -> T:
+        """Run one attempt on a thread, because the client itself waits forever.
+
+        A thread without an answer is abandoned; it does not keep the process alive.
+
+        Raises:
+            TimeoutError: no answer within `timeout`.
+        """
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                answers.append(function())
+            except Exception as error:  # raised again below, where the caller is
+                errors.append(error)
+
+        thread = threading.Thread(target=attempt, name="hub", daemon=True)
+        thread.start()
+        thread.join(self.silence)
+        if thread.is_alive():
+            log.warning("waiting for %s: no answer for `%s` yet", self.api.endpoint, subject)
+            thread.join(self.timeout - self.silence)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise TimeoutError(f"no answer within {self.timeout:.0f} s")
+        return answers[0]
+
+    def explained(self, error: Exception, subject: str) -> HubError:
+        """Turn a client error into one with advice; transient ones become `HubUnavailable`."""
+        for cause in _causes(error):
+            found = self._explained(cause, subject)
+            if found is not None:
+                return found
+        text = f"{type(cause).__name__}: {cause}".strip().partition("\n")[0]
+        return HubError(f"the Hub's client failed on `{subject}`: {text}")
+
+    def _explained(self, error: BaseException, subject: str) -> HubError | None:
+        page = f"{self.api.endpoint}/{subject}"
+        match error:
+            case LocalEntryNotFoundError():
+                return None  # its cause says more
+            case LocalTokenNotFoundError():
+                return HubError(
+                    f"`{subject}` needs a token and there is none; set HF_TOKEN (or name a "
+                    "Secret block with `--token-block`)"
+                )
+            case OfflineModeIsEnabled():
+                return HubError(f"`{subject}`: HF_HUB_OFFLINE is set; unset it to use the Hub")
+            case GatedRepoError():
+                return HubError(
+                    f"`{subject}` is gated: accept its terms at {page} with the account whose "
+                    "token is in HF_TOKEN, then repeat the command"
+                )
+            case RevisionNotFoundError():
+                return HubError(f"`{subject}` has no such revision; see {page}/refs")
+            case RepositoryNotFoundError():
+                return HubError(
+                    f"there is no `{subject}` on the Hub, or it is private: check the name; for a "
+                    "private one set HF_TOKEN to a token that may read it"
+                )
+            case HfHubHTTPError():
+                return _of_status(error, subject)
+        is_network = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
+        if is_network or (isinstance(error, ConnectionError | TimeoutError)):
+            kind = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return HubUnavailable(
+                f"the Hub cannot be reached for `{subject}` ({kind}); check the connection to "
+                f"{self.api.endpoint}"
+            )
+        if isinstance(error, OSError):
+            if error.errno is None:  # the client found a file of another size
+                return HubUnavailable(f"`{subject}`: {str(error).partition(chr(10))[0]}")
+            return HubError(f"`{error.filename or subject}`: {error.strerror}; free space or fix "
+                            "the permissions, then repeat the command")  # fmt: skip
+        return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_unresolved(error: BaseException | None) -> bool:
+    """Tell whether the Hub's host name has no address."""
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
+    """Turn an HTTP status into an error with advice."""
+    response = error.response
+    status = response.status_code
+    said = response.headers.get("X-Error-Message") or response.reason_phrase
+    if status == 401:
+        return HubError(
+            f"the Hub does not accept the token for `{subject}`: it is missing, wrong or expired; "
+            "set HF_TOKEN to a valid one (or name a Secret block with `--token-block`)"
+        )
+    if status == 403:
+        return HubError(
+            f"the token does not permit this for `{subject}` ({said}); use one with write access"
+        )
+    if status == 429 or status >= 500:
+        after = response.headers.get("Retry-After", "")
+        wait = float(after) if after.isdigit() else None
+        return HubUnavailable(f"the Hub answered {status} ({said}) for `{subject}`", wait=wait)
+    return HubError(f"the Hub answered {status} ({said}) for `{subject}`")
+
+
+def _check_token(token: str) -> None:
+    """Refuse a token that cannot be sent in a header, without showing it.
+
+    Raises:
+        ConfigError: it has spaces or other characters that tokens never have.
+    """
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError(
+            "the token for the Hub has characters that no token has, such as spaces or accents; "
+            "copy it again into HF_TOKEN (or into the Secret block of `--token-block`)"
+        )

@@ -1,0 +1,73 @@
+"""The client gives up, says what it waits for, and never repeats a token."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from huggingface_hub import HfApi
+
+from exl2flow.core.errors import ConfigError, HubUnavailable
+from exl2flow.tasks.client import Hub
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hub_that_does_not_answer_is_named_at_once_and_given_up_in_the_end(
+    silent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = Hub(api=HfApi(endpoint=silent), waits=(0.0,), silence=0.1, timeout=0.3)
+    began = time.monotonic()
+
+    with (
+        caplog.at_level(logging.WARNING, "exl2flow"),
+        pytest.raises(HubUnavailable, match=f"reached for `org/tiny`.*{silent}"),
+    ):
+        hub.call("org/tiny", lambda: hub.api.model_info("org/tiny"))
+
+    assert time.monotonic() - began < 5
+    assert f"waiting for {silent}: no answer for `org/tiny` yet" in caplog.text
+    left = [thread for thread in threading.enumerate() if thread.name == "hub"]
+    assert len(left) == 2
+    assert all(thread.daemon for thread in left)  # they do not keep the process
+
+
+def test_an_answer_that_comes_late_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    hub = Hub(api=HfApi(), waits=(), silence=0.05, timeout=30.0)
+
+    with caplog.at_level(logging.WARNING, "exl2flow"):
+        answer = hub.call("org/tiny", lambda: time.sleep(0.2) or "late")  # type: ignore[func-returns-value]
+
+    assert answer == "late"
+    assert "no answer for `org/tiny` yet" in caplog.text
+
+
+def test_transfers_take_as_long_as_they_take() -> None:
+    hub = Hub(api=HfApi(), waits=(), silence=0.01, timeout=0.02)
+
+    hub.call("org/tiny", lambda: time.sleep(0.2), transfers=True)
+
+
+@pytest.mark.parametrize("token", ["hf_Geheimnïs", "hf_two words", "hf_line\nbreak", "hf_\x00"])
+def test_a_token_that_no_header_can_hold_is_refused_without_repeating_it(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="the token for the Hub has characters") as raised:
+        Hub.open(token)
+
+    assert token not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
+def test_the_token_of_the_environment_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_Geheimnïs")
+
+    with pytest.raises(ConfigError, match="HF_TOKEN"):
+        Hub.open()

@@ -1,0 +1,149 @@
+"""A work root keeps the commit that it began with, whatever happens on the Hub."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hub_server import Hub
+from typer.testing import CliRunner
+
+from exl2flow.core.errors import HubError, HubUnavailable
+from exl2flow.core.source import HubModel
+from exl2flow.flows.cli.main import app
+from exl2flow.tasks import client
+from exl2flow.tasks.hub import PINS_FILE, fetch
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def get(wanted: str, root: Path, *, renew: bool = False) -> Path:
+    """Fetch a model with the token of the environment."""
+    model = HubModel.of(wanted)
+    assert model is not None
+    return fetch(model, root, client.Hub.open(), renew=renew)
+
+
+def move(hub: Hub) -> str:
+    """Let `main` have another commit, and return it."""
+    before = hub.head("org/tiny", "main")
+    assert before is not None
+    tree = hub.repos["org/tiny"]["commits"][before]
+    return hub.commit("org/tiny", "main", {**tree, "NOTICE": hub.entry(b"moved", is_lfs=False)})
+
+
+def test_a_commit_that_is_here_needs_no_request(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    commit = hub.add_folder("org/tiny", tiny_source)
+    folder = get("org/tiny", tmp_path)
+    hub.requests.clear()
+
+    assert get(f"org/tiny@{commit}", tmp_path) == folder
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("has_pins", [True, False])
+@pytest.mark.parametrize("kind", ["cut", "status"])
+def test_without_the_hub_a_branch_is_the_commit_that_was_begun(
+    hub: Hub,
+    tiny_source: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    has_pins: bool,
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    folder = get("org/tiny", tmp_path)
+    if not has_pins:  # as versions left it that had none
+        (tmp_path / PINS_FILE).unlink()
+    hub.fail(".", kind, times=None)  # type: ignore[arg-type]
+    hub.requests.clear()
+
+    with caplog.at_level(logging.WARNING, "exl2flow"):
+        assert get("org/tiny", tmp_path) == folder
+
+    assert "cannot find out whether `main` of `org/tiny` has moved" in caplog.text
+    assert f"using commit {folder.parent.name}" in caplog.text
+    assert len(hub.requests) == 1  # nobody waits for what is not needed
+
+
+def test_a_model_that_is_not_here_needs_the_hub(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    get("org/tiny", tmp_path)
+    hub.fail(".", "cut", times=None)
+
+    for wanted in ("org/tiny@v2", "org/other", f"org/tiny@{'a' * 40}"):
+        with pytest.raises(HubUnavailable):
+            get(wanted, tmp_path)
+
+
+def test_a_branch_that_moved_does_not_change_the_model(
+    hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    folder = get("org/tiny", tmp_path)
+    moved = move(hub)
+
+    with caplog.at_level(logging.WARNING, "exl2flow"):
+        assert get("org/tiny", tmp_path) == folder
+        assert get("org/tiny@main", tmp_path) == folder
+
+    assert f"`main` of `org/tiny` has moved to commit {moved}; using" in caplog.text
+    assert f"use `--restart`, or name it: `org/tiny@{moved}`" in caplog.text
+    assert get(f"org/tiny@{moved}", tmp_path).parent.name == moved
+    assert get("org/tiny", tmp_path) == folder
+
+
+def test_renewing_takes_the_new_commit_from_then_on(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    get("org/tiny", tmp_path)
+    moved = move(hub)
+
+    renewed = get("org/tiny", tmp_path, renew=True)
+
+    assert renewed.parent.name == moved
+    assert (renewed / "NOTICE").read_text() == "moved"
+    assert get("org/tiny", tmp_path) == renewed
+
+
+def test_a_download_that_was_cut_goes_on_with_its_commit(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    begun = hub.add_folder("org/tiny", tiny_source)
+    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
+    with pytest.raises(HubError, match="404"):
+        get("org/tiny", tmp_path)
+    hub.faults.clear()
+    move(hub)
+
+    folder = get("org/tiny", tmp_path)
+
+    assert folder.parent.name == begun
+    assert (folder / SHARD).is_file()
+
+
+def test_restart_takes_the_new_commit(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun = hub.add_folder("org/tiny", tiny_source)
+    words = ["convert", "org/tiny", "--out", "out", "--dry-run", "--device", "cpu", "--json"]
+    words += ["--rows", "2", "--measure-rows", "1", "--row-tokens", "64"]
+    words += ["--measure-row-tokens", "64"]
+    first = CliRunner().invoke(app, words)
+    moved = move(hub)
+
+    again = CliRunner().invoke(app, words)
+    anew = CliRunner().invoke(app, [*words, "--restart"])
+
+    assert first.exit_code == again.exit_code == anew.exit_code == 0, anew.output
+    assert f"is commit {begun}" in first.stderr
+    assert f"is commit {begun}" in again.stderr
+    assert f"is commit {moved}" in anew.stderr
+    pins = json.loads((tmp_path / ".exl2flow" / PINS_FILE).read_text())
+    assert pins == {"org/tiny@main": moved}
