@@ -2,18 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from exl2flow.core.config import CACHES, ConversionConfig, FitOptions
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.source import WANTED
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.model.footprint import Footprint
-from exl2flow.quant.allocate.budget import decoder_numel
-from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.quant.allocate.reach import Reach
 from exl2flow.quant.forecast.plan import megabytes
-from exl2flow.quant.forecast.preflight import reachable_bits
 
 HEADER_BYTES = 2**20  # names and shapes in all files together, with room
 
@@ -62,15 +58,14 @@ def find_fit(config: ConversionConfig) -> Fit | None:
             f"`--context {options.context}` exceeds the model's {spec.max_positions} positions"
         )
     needs = Footprint.of(spec, context=options.context, cache_format=options.cache)
-    (least, most), (least_head, most_head) = reachable_bits(config, spec)
-    plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
-    smallest = plain + HEADER_BYTES + (least + least_head) // 8
+    reach = Reach.of(config, spec)
+    smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
     left = int(options.memory) - needs.total
     if left < smallest:
         raise BudgetUnreachable(_what_would(options, spec, needs, smallest))
-    weights = min(left, plain + HEADER_BYTES + (most + most_head) // 8)
-    bits = 8 * (weights - plain - HEADER_BYTES) - most_head
-    bpw = max(least, min(most, bits)) / decoder_numel(spec)
+    weights = min(left, largest)
+    bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
+    bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
     return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
 
 

@@ -1,4 +1,4 @@
-"""What the plan says of calibration, and what is refused before the run."""
+"""What the plan says about calibration, and what pre-flight refuses about it."""
 
 from pathlib import Path
 
@@ -7,18 +7,16 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
+from exl2flow.core import memory
 from exl2flow.core.config import ConversionConfig, RefinementConfig
-from exl2flow.core.errors import ChatTemplateError, PreflightFailed, StoreError
+from exl2flow.core.errors import PreflightFailed
 from exl2flow.model import resolve
-from exl2flow.quant.forecast.calibration import (
-    calibration_in_words,
-    check_calibration,
-    composing_bytes,
-)
+from exl2flow.quant.forecast import preflight as preflight_module
+from exl2flow.quant.forecast.needs import Card, stage_needs
+from exl2flow.quant.forecast.plan import calibration_in_words
 from exl2flow.quant.forecast.preflight import preflight
 
 SIZES = {"rows": 115, "row_tokens": 64, "measure_rows": 19, "measure_row_tokens": 96}
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -66,8 +64,8 @@ def test_a_missing_template_is_among_the_problems(source: Path) -> None:
 def test_a_template_that_refuses_plain_turns_is_refused(source: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ raise_exception('tools only') }}")
 
-    with pytest.raises(ChatTemplateError, match="tools only"):
-        check_calibration(config_of(source, "chat"), resolve(source), CPU)
+    with pytest.raises(PreflightFailed, match="tools only"):
+        preflight(config_of(source, "chat"))
 
 
 def test_a_template_that_works_is_no_problem(source: Path) -> None:
@@ -76,32 +74,53 @@ def test_a_template_that_works_is_no_problem(source: Path) -> None:
     assert "58 of the rows are dialogues" in preflight(config_of(source, "chat")).calibration
 
 
-def test_writing_needs_memory_for_the_whole_model_and_its_cache(source: Path) -> None:
-    spec = resolve(source)
+def composing(config: ConversionConfig, card: Card | None = None) -> tuple[int, int]:
+    """Return the main memory and the GPU memory of `compose`."""
+    need = stage_needs(config, resolve(config.source), card, packed=0)["compose"]
+    return need.memory_bytes, need.gpu_memory_bytes
 
-    none, some, more = (
-        composing_bytes(config, spec, CPU)
-        for config in (
-            config_of(source, "standard"),
-            config_of(source, "self"),
-            config_of(source, "self", row_tokens=128),
-        )
-    )
+
+def test_writing_needs_memory_for_the_whole_model_and_its_cache(source: Path) -> None:
+    config = config_of(source, "self")
+
+    some, _ = composing(config)
+    more, _ = composing(config_of(source, "self", row_tokens=128))
 
     weights = (source / "model.safetensors").stat().st_size  # fp32, too
     # keys and values of 2 layers with 2 heads of 16, of 32 rows of 96 tokens
     assert some == pytest.approx(weights + 4 * 2 * 2 * 2 * 16 * 32 * 96, rel=0.02)
     assert more - some == 4 * 2 * 2 * 2 * 16 * 32 * 32
-    assert none == 0
-    assert composing_bytes(config_of(source, "self"), spec, torch.device("cuda")) == 0
+    assert composing(config, Card(name="A card", memory=10**9)) == (0, some // 2)
 
 
-def test_a_model_larger_than_the_gpu_is_refused(
-    source: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """A GPU of 80 GB with 70 GB free, of which this process uses nothing."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    monkeypatch.setattr(memory, "_limits", {})
+    monkeypatch.setattr(preflight_module, "resolve_device", lambda device: torch.device("cuda"))
+    return Card.of(torch.device("cuda"), None)
+
+
+def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
+    source: Path, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
-    cuda = torch.device("cuda")
+    _, need = composing(config_of(source, "self"), card)
+    assert preflight(config_of(source, "self")).card == card
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (need - 1, 80 * 10**9))
 
-    check_calibration(config_of(source, "standard"), resolve(source), cuda)
-    with pytest.raises(StoreError, match=r"the whole model needs 0\.0 GB .* another calibration"):
-        check_calibration(config_of(source, "self"), resolve(source), cuda)
+    preflight(config_of(source, "standard"))
+    with pytest.raises(PreflightFailed, match=r"^the stage `compose` .* another calibration than"):
+        preflight(config_of(source, "self"))
+
+
+@pytest.mark.usefixtures("card")
+def test_a_model_larger_than_max_memory_is_refused_however_much_is_free(source: Path) -> None:
+    config = config_of(source, "self").model_copy(update={"max_memory": memory.BESIDE_TENSORS})
+
+    with pytest.raises(PreflightFailed, match="another calibration than"):
+        preflight(config)

@@ -1,0 +1,297 @@
+"""Upper bounds of the memory and disk that each stage needs, from shapes and options alone.
+
+Constants count what exists at the worst moment of the code they describe. The sums were compared
+with the peaks of models that are mostly hidden states, mostly wide matrices or mostly head.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import torch
+
+from exl2flow.core.background import HELPERS
+from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.memory import free_memory, limit_memory
+from exl2flow.model import Composition, ModelSpec, ProjectionSpec
+from exl2flow.model.exl2 import padded_columns
+from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.quant.allocate.stage import HELD_OUT_ROWS, HESSIAN_ROWS
+from exl2flow.quant.measure.candidates import (
+    HEAD_OPTIONS,
+    PROJECTION_OPTIONS,
+    candidates_for,
+    single_widths,
+)
+from exl2flow.quant.quantize.correction import paired_rows
+from exl2flow.quant.rounding.error_feedback import BATCH_ELEMENTS, gpu_batch_elements
+from exl2flow.quant.sensitivity import stage as sensitivity
+from exl2flow.quant.sensitivity.fisher import factor_bytes
+from exl2flow.quant.tune.stage import tune_memory
+from exl2flow.quant.walk.divergence import LOGIT_POSITIONS
+from exl2flow.quant.walk.source_model import ROWS_TOGETHER
+from exl2flow.quant.walk.working_memory import working_bytes
+
+HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
+SUBLAYER_WEIGHT = 34  # bytes per weight: read, padded, rounded, refined, decoded, packed
+CORRECTED_WEIGHT = 8  # in addition: corrected targets, and one in the making
+HEAD_WEIGHT = 32  # like a sublayer's, one candidate at a time
+MEASURED_WEIGHT = 28  # of the projection at hand: read, padded, its errors and their products
+BATCH_WEIGHT = 13  # rounded side by side: joined, reordered, codes, the search for scales
+VARIANTS = 14  # distinct candidates of a projection where sublayers are measured
+ENTRY = 1100  # bytes of a measured candidate, in both files that hold it
+HESSIANS = 10  # matrices (k, k) from a Hessian to its factor
+LOGITS = 6  # copies of logits: both models', their logarithms, differences
+STATE_FILES = 3  # saved states: two in turn, and the one that replaces either
+DISTILLED = 4  # numbers per trained one in a saved state: value, two moments, best value
+PASSING = 8  # copies of some rows' activations in the widest sublayer of a GPU
+DECODING = 3  # bytes per weight that a thread of `compile` holds on a GPU
+LIBRARIES = 1 << 28  # workspaces of a GPU's libraries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU; memory: bytes that tensors may take."""
+
+    name: str
+    memory: int
+
+    @classmethod
+    def of(cls, device: torch.device, limit: int | None) -> Self:
+        """Describe a device of which at most `limit` bytes may be used."""
+        limit_memory(device, limit)
+        return cls(name=torch.cuda.get_device_name(device), memory=free_memory(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a stage needs at most, in bytes.
+
+    memory_bytes: main memory beyond the process itself; kept_bytes, passing_bytes: disk that stays
+    taken, and disk that is free again when the stage ends; states_on_gpu: hidden states stay on the
+    GPU, not in pinned memory.
+    """
+
+    memory_bytes: int = 0
+    kept_bytes: int = 0
+    passing_bytes: int = 0
+    gpu_memory_bytes: int = 0
+    states_on_gpu: bool = True
+
+
+def work_bytes(needs: Iterable[Need]) -> int:
+    """Return the disk of checkpoints at most: all that stays, and one stage's passing files."""
+    needs = list(needs)
+    kept = sum(need.kept_bytes for need in needs)
+    return kept + max((need.passing_bytes for need in needs), default=0)
+
+
+def memory_bytes(needs: Iterable[Need]) -> int:
+    """Return the main memory of the stage that takes most."""
+    return max((need.memory_bytes for need in needs), default=0)
+
+
+def stage_needs(
+    config: ConversionConfig, spec: ModelSpec, card: Card | None, *, packed: int
+) -> dict[str, Need]:
+    """Return what the stages that take much need, by name, in order.
+
+    Args:
+        config: the conversion.
+        spec: its source.
+        card: the GPU in use. Main memory is forecast as if there were none, except for stages that
+            hold the whole model where they compute.
+        packed: bytes of all quantized matrices.
+    """
+    return _Forecast(config, spec, card).needs(packed)
+
+
+class _Part:
+    """A sublayer or the head, in sums over its matrices (k, n) with padded columns."""
+
+    def __init__(self, projections: Sequence[ProjectionSpec], candidates: int, batch: int) -> None:
+        sizes = [(p.in_features, padded_columns(p.out_features)) for p in projections]
+        self.weights = sum(k * n for k, n in sizes)
+        self.largest = max(k * n for k, n in sizes)
+        self.own_squares = sum(k * k for k, _ in sizes)
+        self.squares = sum(k * k for k in {p.capture: p.in_features for p in projections}.values())
+        self.widest = max(max(size) for size in sizes)
+        side_by_side = sorted(min(max(batch, k * n), candidates * k * n) for k, n in sizes)
+        self.batches = sum(side_by_side[-2:])
+
+
+class _Forecast:
+    def __init__(self, config: ConversionConfig, spec: ModelSpec, card: Card | None) -> None:
+        self.config, self.spec, self.card = config, spec, card
+        self.rows = config.calibration
+        self.fisher = config.sensitivity.kind == "fisher"
+        self.refines = isinstance(config, RefinementConfig)
+        corrected = bool(config.rounding.correction) and not self.refines
+        self.pairs = len(paired_rows(self.rows.rows)) if corrected else 0
+        batch = gpu_batch_elements(card.memory) if card else 0
+        widths = len(single_widths(PROJECTION_OPTIONS))
+        self.parts = [
+            _Part(s.projections, widths if self.fisher else len(candidates_for(s)), batch)
+            for s in spec.sublayers
+        ]
+        self.parts.append(_Part((spec.head,), len(single_widths(HEAD_OPTIONS)), batch))
+        self.most = max(self.parts, key=lambda part: part.squares + part.weights)
+        # as the files have them, without padding
+        self.sublayer = max(
+            sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers
+        )
+        self.head = spec.head.in_features * spec.head.out_features
+
+    def needs(self, packed: int) -> dict[str, Need]:
+        """See `stage_needs`."""
+        config, rows = self.config, self.rows
+        positions = rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens
+        needs = {"compose": self._compose()} if rows.text == "self" else {}
+        needs["tokenize"] = Need(memory_bytes=2 * TOKEN * positions, kept_bytes=TOKEN * positions)
+        if self.fisher:
+            needs["sensitivity"] = self._sensitivity()
+        if not self.refines and config.measurement is None:
+            needs["measure"] = self._measure()
+        if not self.refines and config.allocate.rounds:
+            needs["allocate"] = self._allocate()
+        needs["refine" if self.refines else "quantize"] = self._quantize(packed)
+        if not self.refines and config.tune.steps:
+            needs["tune"] = self._tune(packed)
+        decoding = HELPERS * DECODING * max(part.largest for part in self.parts)
+        needs["compile"] = self._need(gpu=decoding)
+        return needs
+
+    def _need(
+        self, *, memory: int = 0, kept: int = 0, passing: int = 0, states: int = 0, gpu: int = 0
+    ) -> Need:
+        """Add to `gpu` the libraries and, if they fit beside the work, the states."""
+        stay, on_gpu = True, 0
+        if self.card is not None:
+            most = self.card.memory
+            stay = not states or states + working_bytes(self.spec, most) <= most
+            on_gpu = min(LIBRARIES + gpu + states * stay, most)
+        return Need(
+            memory_bytes=memory,
+            kept_bytes=kept,
+            passing_bytes=passing,
+            gpu_memory_bytes=on_gpu,
+            states_on_gpu=stay,
+        )
+
+    def _compose(self) -> Need:
+        """The model as a whole, fp16 on a GPU and fp32 on a CPU."""
+        elements = Composition.of(self.spec, self.rows).elements
+        if self.card is not None:
+            return Need(gpu_memory_bytes=HALF * elements)
+        return Need(memory_bytes=FLOAT * elements)
+
+    def _sensitivity(self) -> Need:
+        options, tokens, most = self.config.sensitivity, self.rows.row_tokens, self.most
+        without_states = options.model_copy(update={"rows": 0})
+        kept = sensitivity.disk_bytes(self.spec, without_states, tokens)
+        return self._need(
+            memory=sensitivity.memory_bytes(self.spec, options, tokens),
+            kept=kept,
+            passing=sensitivity.disk_bytes(self.spec, options, tokens) - kept,
+            states=3 * self._states(options.rows * tokens),
+            gpu=FLOAT * (4 * most.weights + 3 * most.own_squares) + self._passing(tokens),
+        )
+
+    def _measure(self) -> Need:
+        """Every row's output is kept beside its input; many candidates are rounded at once."""
+        tokens, most, spec = self.rows.measure_row_tokens, self.most, self.spec
+        states = self._states(self.rows.measure_rows * tokens)
+        if self.fisher:  # errors are kept; every projection is rounded to all widths
+            widest = max(part.largest for part in self.parts)
+            batch = min(
+                max(widest, BATCH_ELEMENTS), len(single_widths(PROJECTION_OPTIONS)) * widest
+            )
+            working = FLOAT * self.sublayer + MEASURED_WEIGHT * widest
+            working += (BATCH_WEIGHT + FLOAT) * batch
+        else:
+            batch = min(BATCH_ELEMENTS, VARIANTS * self.sublayer)
+            working = SUBLAYER_WEIGHT * self.sublayer + BATCH_WEIGHT * batch
+        working = max(working, self._head(tokens)) + self._shared(tokens)
+        projections = sum(len(s.projections) for s in spec.sublayers) + 1
+        return self._need(
+            memory=max(self._begun(states), 2 * states + working),
+            kept=ENTRY * projections * len(PROJECTION_OPTIONS),
+            passing=STATE_FILES * states,
+            states=(1 if self.fisher else 2) * states,
+            gpu=3 * FLOAT * most.squares + 8 * (most.batches + most.weights)
+            + self._passing(tokens),
+        )  # fmt: skip
+
+    def _allocate(self) -> Need:
+        """The allocation, a uniform one, the source, and one of every sublayer left as it was."""
+        tokens = self.rows.row_tokens
+        judging = min(HELD_OUT_ROWS, self.rows.rows // 2)
+        training = self.rows.rows - judging
+        seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
+        states = self._states((2 * seen + (3 + len(self.spec.sublayers)) * judging) * tokens)
+        working = max(SUBLAYER_WEIGHT * self.sublayer, self._head(tokens))
+        return self._need(
+            memory=states + working + self._shared(tokens),
+            gpu=working_bytes(self.spec, self.card.memory) if self.card else 0,
+        )
+
+    def _quantize(self, packed: int) -> Need:
+        """Corrected targets need some of the source's states beside the quantized model's."""
+        tokens, most = self.rows.row_tokens, self.most
+        states, paired = (self._states(n * tokens) for n in (self.rows.rows, self.pairs))
+        weight = SUBLAYER_WEIGHT + CORRECTED_WEIGHT * bool(self.pairs)
+        working = max(weight * self.sublayer, self._head(tokens)) + self._shared(tokens)
+        return self._need(
+            memory=max(self._begun(states) + 2 * paired, states + paired + working),
+            kept=packed,
+            passing=STATE_FILES * (states + paired),
+            states=states + paired,
+            gpu=5 * FLOAT * most.squares + 35 * most.weights + self._passing(tokens),
+        )
+
+    def _tune(self, packed: int) -> Need:
+        """What is trained is the plain tensors, and the codes if they move; groups are few."""
+        options, spec = self.config.tune, self.spec
+        plain = sum(map(prod, plain_tensors(spec).values()))
+        trained = plain if options.embedding_rate else plain - spec.vocab_size * spec.hidden_size
+        if options.code_rate:
+            codes = sum(
+                p.in_features * p.out_features for s in spec.sublayers for p in s.projections
+            )
+            trained += codes + self.head
+        state, working = DISTILLED * FLOAT * trained, tune_memory(spec, options)
+        return Need(
+            memory_bytes=state + (0 if self.card else working),
+            kept_bytes=packed + 2 * plain,
+            passing_bytes=STATE_FILES * state,
+            gpu_memory_bytes=working if self.card else 0,
+        )
+
+    def _states(self, positions: int) -> int:
+        return positions * self.spec.hidden_size * FLOAT
+
+    def _passing(self, tokens: int) -> int:
+        """Some rows' activations in the widest sublayer of a GPU."""
+        return PASSING * FLOAT * ROWS_TOGETHER * tokens * self.most.widest
+
+    def _begun(self, states: int) -> int:
+        """Embedding, head, and the states both as rows and as a whole."""
+        return 2 * states + 2 * self.spec.vocab_size * self.spec.hidden_size * FLOAT
+
+    def _shared(self, tokens: int) -> int:
+        """What every walk needs beside states and weights: a row, Hessians, Fisher factors."""
+        spec = self.spec
+        widest = max(p.in_features for s in spec.sublayers for p in s.projections)
+        size = 8 * tokens * max(widest, spec.hidden_size) * FLOAT
+        size += HESSIANS * widest * widest * FLOAT
+        if self.fisher:
+            block = self.config.sensitivity.block
+            factors = [factor_bytes(s.projections, block=block) for s in spec.sublayers]
+            head = factor_bytes((spec.head,), block=sensitivity.head_block(block))
+            size += 2 * max(*factors, head)  # one half of each is on disk
+        return size
+
+    def _head(self, tokens: int) -> int:
+        logits = min(tokens, LOGIT_POSITIONS) * self.spec.vocab_size
+        return HEAD_WEIGHT * self.head + LOGITS * logits * FLOAT
