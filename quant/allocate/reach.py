@@ -7,7 +7,7 @@ from typing import Self
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.model import ModelSpec
-from exl2flow.quant.allocate.budget import decoder_numel, total_target
+from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
 from exl2flow.quant.allocate.layout import plain_tensors
 from exl2flow.quant.measure.candidates import (
     HEAD_OPTIONS,
@@ -92,3 +92,18 @@ class Reach:
                 f"{least:,}; raise the target"
             )
         return min(target, most) - self.plain
+
+
+def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Check that the measurement, given or still to be made, has what the allocation reads.
+
+    Raises:
+        ConfigError: it lacks costs in nats, or the head.
+        MeasurementError: the given file belongs to another model.
+    """
+    in_nats = with_head = config.sensitivity.kind == "fisher"
+    if config.measurement is not None:
+        given = read_measurement(config.measurement, spec)
+        costs = [result.nats for results in given.decoder.values() for result in results]
+        in_nats, with_head = in_nats and None not in costs, bool(given.head)
+    check_measured(config, in_nats=in_nats, with_head=with_head)

@@ -1,6 +1,6 @@
 """The largest model that fits a GPU: from the memory to a target in bytes."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from exl2flow.core.config import CACHES, ConversionConfig, FitOptions
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
@@ -36,9 +36,9 @@ class Fit:
         ]
 
     def to_json(self) -> dict[str, object]:
-        """Return the sum's parts in bytes."""
-        needs = {name: getattr(self.needs, name) for name in self.needs.__slots__}
-        return {"memory": self.memory, **needs, "weights": self.weights, "bpw": self.bpw}
+        """Return the parts in bytes."""
+        parts = asdict(self)
+        return {"memory": self.memory, **parts.pop("needs"), **parts}
 
 
 def find_fit(config: ConversionConfig) -> Fit | None:

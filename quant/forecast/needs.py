@@ -4,7 +4,7 @@ Constants count what exists at the worst moment of the code they describe. The s
 with the peaks of models that are mostly hidden states, mostly wide matrices or mostly head.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -69,42 +69,26 @@ class Need:
     """What a stage needs at most, in bytes.
 
     memory_bytes: main memory beyond the process itself; kept_bytes, passing_bytes: disk that stays
-    taken, and disk that is free again when the stage ends; states_on_gpu: hidden states stay on the
-    GPU, not in pinned memory.
+    taken, and disk that is free again when the stage ends; pinned_bytes: hidden states that wait in
+    main memory because the GPU has no room for them.
     """
 
     memory_bytes: int = 0
     kept_bytes: int = 0
     passing_bytes: int = 0
     gpu_memory_bytes: int = 0
-    states_on_gpu: bool = True
+    pinned_bytes: int = 0
 
 
-def work_bytes(needs: Iterable[Need]) -> int:
+def work_bytes(needs: Collection[Need]) -> int:
     """Return the disk of checkpoints at most: all that stays, and one stage's passing files."""
-    needs = list(needs)
     kept = sum(need.kept_bytes for need in needs)
     return kept + max((need.passing_bytes for need in needs), default=0)
 
 
-def memory_bytes(needs: Iterable[Need]) -> int:
+def memory_bytes(needs: Collection[Need]) -> int:
     """Return the main memory of the stage that takes most."""
     return max((need.memory_bytes for need in needs), default=0)
-
-
-def stage_needs(
-    config: ConversionConfig, spec: ModelSpec, card: Card | None, *, packed: int
-) -> dict[str, Need]:
-    """Return what the stages that take much need, by name, in order.
-
-    Args:
-        config: the conversion.
-        spec: its source.
-        card: the GPU in use. Main memory is forecast as if there were none, except for stages that
-            hold the whole model where they compute.
-        packed: bytes of all quantized matrices.
-    """
-    return _Forecast(config, spec, card).needs(packed)
 
 
 class _Part:
@@ -121,63 +105,61 @@ class _Part:
         self.batches = sum(side_by_side[-2:])
 
 
-class _Forecast:
+class Forecast:
+    """The needs of a conversion's stages.
+
+    Main memory is forecast as if there were no GPU, except for stages that hold the whole model
+    where they compute.
+    """
+
     def __init__(self, config: ConversionConfig, spec: ModelSpec, card: Card | None) -> None:
-        self.config, self.spec, self.card = config, spec, card
-        self.rows = config.calibration
+        self.config, self.spec, self.card, self.rows = config, spec, card, config.calibration
         self.fisher = config.sensitivity.kind == "fisher"
         self.refines = isinstance(config, RefinementConfig)
         corrected = bool(config.rounding.correction) and not self.refines
         self.pairs = len(paired_rows(self.rows.rows)) if corrected else 0
+        self.widths = len(single_widths(PROJECTION_OPTIONS))
         batch = gpu_batch_elements(card.memory) if card else 0
-        widths = len(single_widths(PROJECTION_OPTIONS))
         self.parts = [
-            _Part(s.projections, widths if self.fisher else len(candidates_for(s)), batch)
+            _Part(s.projections, self.widths if self.fisher else len(candidates_for(s)), batch)
             for s in spec.sublayers
         ]
         self.parts.append(_Part((spec.head,), len(single_widths(HEAD_OPTIONS)), batch))
         self.most = max(self.parts, key=lambda part: part.squares + part.weights)
         # as the files have them, without padding
-        self.sublayer = max(
-            sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers
-        )
+        sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
+        self.decoder, self.sublayer = sum(sizes), max(sizes)
         self.head = spec.head.in_features * spec.head.out_features
 
     def needs(self, packed: int) -> dict[str, Need]:
-        """See `stage_needs`."""
+        """Return the stages that take much, by name, in order; `packed`: bytes of all matrices."""
         config, rows = self.config, self.rows
-        positions = rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens
+        ids = TOKEN * (rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens)
         needs = {"compose": self._compose()} if rows.text == "self" else {}
-        needs["tokenize"] = Need(memory_bytes=2 * TOKEN * positions, kept_bytes=TOKEN * positions)
+        needs["tokenize"] = Need(memory_bytes=2 * ids, kept_bytes=ids)
         if self.fisher:
             needs["sensitivity"] = self._sensitivity()
-        if not self.refines and config.measurement is None:
-            needs["measure"] = self._measure()
-        if not self.refines and config.allocate.rounds:
-            needs["allocate"] = self._allocate()
-        needs["refine" if self.refines else "quantize"] = self._quantize(packed)
-        if not self.refines and config.tune.steps:
-            needs["tune"] = self._tune(packed)
-        decoding = HELPERS * DECODING * max(part.largest for part in self.parts)
-        needs["compile"] = self._need(gpu=decoding)
-        return needs
+        if self.refines:
+            needs["refine"] = self._quantize(packed)
+        else:
+            if config.measurement is None:
+                needs["measure"] = self._measure()
+            if config.allocate.rounds:
+                needs["allocate"] = self._allocate()
+            needs["quantize"] = self._quantize(packed)
+            if config.tune.steps:
+                needs["tune"] = self._tune(packed)
+        decoded = HELPERS * DECODING * max(part.largest for part in self.parts)
+        return needs | {"compile": Need(**self._on_gpu(decoded))}
 
-    def _need(
-        self, *, memory: int = 0, kept: int = 0, passing: int = 0, states: int = 0, gpu: int = 0
-    ) -> Need:
-        """Add to `gpu` the libraries and, if they fit beside the work, the states."""
-        stay, on_gpu = True, 0
-        if self.card is not None:
-            most = self.card.memory
-            stay = not states or states + working_bytes(self.spec, most) <= most
-            on_gpu = min(LIBRARIES + gpu + states * stay, most)
-        return Need(
-            memory_bytes=memory,
-            kept_bytes=kept,
-            passing_bytes=passing,
-            gpu_memory_bytes=on_gpu,
-            states_on_gpu=stay,
-        )
+    def _on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
+        """Add to the work the libraries and, if they fit beside it, the states."""
+        if self.card is None:
+            return {}
+        most = self.card.memory
+        pinned = states if states + working_bytes(self.spec, most) > most else 0
+        memory = min(LIBRARIES + work + states - pinned, most)
+        return {"gpu_memory_bytes": memory, "pinned_bytes": pinned}
 
     def _compose(self) -> Need:
         """The model as a whole, fp16 on a GPU and fp32 on a CPU."""
@@ -190,38 +172,34 @@ class _Forecast:
         options, tokens, most = self.config.sensitivity, self.rows.row_tokens, self.most
         without_states = options.model_copy(update={"rows": 0})
         kept = sensitivity.disk_bytes(self.spec, without_states, tokens)
-        return self._need(
-            memory=sensitivity.memory_bytes(self.spec, options, tokens),
-            kept=kept,
-            passing=sensitivity.disk_bytes(self.spec, options, tokens) - kept,
-            states=3 * self._states(options.rows * tokens),
-            gpu=FLOAT * (4 * most.weights + 3 * most.own_squares) + self._passing(tokens),
+        work = FLOAT * (4 * most.weights + 3 * most.own_squares) + self._passing(tokens)
+        return Need(
+            memory_bytes=sensitivity.memory_bytes(self.spec, options, tokens),
+            kept_bytes=kept,
+            passing_bytes=sensitivity.disk_bytes(self.spec, options, tokens) - kept,
+            **self._on_gpu(work, 3 * self._states(options.rows * tokens)),
         )
 
     def _measure(self) -> Need:
         """Every row's output is kept beside its input; many candidates are rounded at once."""
-        tokens, most, spec = self.rows.measure_row_tokens, self.most, self.spec
+        tokens, most = self.rows.measure_row_tokens, self.most
         states = self._states(self.rows.measure_rows * tokens)
         if self.fisher:  # errors are kept; every projection is rounded to all widths
             widest = max(part.largest for part in self.parts)
-            batch = min(
-                max(widest, BATCH_ELEMENTS), len(single_widths(PROJECTION_OPTIONS)) * widest
-            )
-            working = FLOAT * self.sublayer + MEASURED_WEIGHT * widest
-            working += (BATCH_WEIGHT + FLOAT) * batch
+            batch = (BATCH_WEIGHT + FLOAT) * min(max(widest, BATCH_ELEMENTS), self.widths * widest)
+            working = FLOAT * self.sublayer + MEASURED_WEIGHT * widest + batch
         else:
-            batch = min(BATCH_ELEMENTS, VARIANTS * self.sublayer)
-            working = SUBLAYER_WEIGHT * self.sublayer + BATCH_WEIGHT * batch
+            batch = BATCH_WEIGHT * min(BATCH_ELEMENTS, VARIANTS * self.sublayer)
+            working = SUBLAYER_WEIGHT * self.sublayer + batch
         working = max(working, self._head(tokens)) + self._shared(tokens)
-        projections = sum(len(s.projections) for s in spec.sublayers) + 1
-        return self._need(
-            memory=max(self._begun(states), 2 * states + working),
-            kept=ENTRY * projections * len(PROJECTION_OPTIONS),
-            passing=STATE_FILES * states,
-            states=(1 if self.fisher else 2) * states,
-            gpu=3 * FLOAT * most.squares + 8 * (most.batches + most.weights)
-            + self._passing(tokens),
-        )  # fmt: skip
+        projections = sum(len(s.projections) for s in self.spec.sublayers) + 1
+        work = 3 * FLOAT * most.squares + 8 * (most.batches + most.weights) + self._passing(tokens)
+        return Need(
+            memory_bytes=max(self._begun(states), 2 * states + working),
+            kept_bytes=ENTRY * projections * len(PROJECTION_OPTIONS),
+            passing_bytes=STATE_FILES * states,
+            **self._on_gpu(work, (1 if self.fisher else 2) * states),
+        )
 
     def _allocate(self) -> Need:
         """The allocation, a uniform one, the source, and one of every sublayer left as it was."""
@@ -230,11 +208,9 @@ class _Forecast:
         training = self.rows.rows - judging
         seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
         states = self._states((2 * seen + (3 + len(self.spec.sublayers)) * judging) * tokens)
-        working = max(SUBLAYER_WEIGHT * self.sublayer, self._head(tokens))
-        return self._need(
-            memory=states + working + self._shared(tokens),
-            gpu=working_bytes(self.spec, self.card.memory) if self.card else 0,
-        )
+        working = max(SUBLAYER_WEIGHT * self.sublayer, self._head(tokens)) + self._shared(tokens)
+        work = working_bytes(self.spec, self.card.memory) if self.card else 0
+        return Need(memory_bytes=states + working, **self._on_gpu(work))
 
     def _quantize(self, packed: int) -> Need:
         """Corrected targets need some of the source's states beside the quantized model's."""
@@ -242,24 +218,20 @@ class _Forecast:
         states, paired = (self._states(n * tokens) for n in (self.rows.rows, self.pairs))
         weight = SUBLAYER_WEIGHT + CORRECTED_WEIGHT * bool(self.pairs)
         working = max(weight * self.sublayer, self._head(tokens)) + self._shared(tokens)
-        return self._need(
-            memory=max(self._begun(states) + 2 * paired, states + paired + working),
-            kept=packed,
-            passing=STATE_FILES * (states + paired),
-            states=states + paired,
-            gpu=5 * FLOAT * most.squares + 35 * most.weights + self._passing(tokens),
+        work = 5 * FLOAT * most.squares + 35 * most.weights + self._passing(tokens)
+        return Need(
+            memory_bytes=max(self._begun(states) + 2 * paired, states + paired + working),
+            kept_bytes=packed,
+            passing_bytes=STATE_FILES * (states + paired),
+            **self._on_gpu(work, states + paired),
         )
 
     def _tune(self, packed: int) -> Need:
         """What is trained is the plain tensors, and the codes if they move; groups are few."""
         options, spec = self.config.tune, self.spec
         plain = sum(map(prod, plain_tensors(spec).values()))
-        trained = plain if options.embedding_rate else plain - spec.vocab_size * spec.hidden_size
-        if options.code_rate:
-            codes = sum(
-                p.in_features * p.out_features for s in spec.sublayers for p in s.projections
-            )
-            trained += codes + self.head
+        trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)
+        trained += self.decoder + self.head if options.code_rate else 0
         state, working = DISTILLED * FLOAT * trained, tune_memory(spec, options)
         return Need(
             memory_bytes=state + (0 if self.card else working),
@@ -272,7 +244,6 @@ class _Forecast:
         return positions * self.spec.hidden_size * FLOAT
 
     def _passing(self, tokens: int) -> int:
-        """Some rows' activations in the widest sublayer of a GPU."""
         return PASSING * FLOAT * ROWS_TOGETHER * tokens * self.most.widest
 
     def _begun(self, states: int) -> int:
@@ -281,12 +252,10 @@ class _Forecast:
 
     def _shared(self, tokens: int) -> int:
         """What every walk needs beside states and weights: a row, Hessians, Fisher factors."""
-        spec = self.spec
+        spec, block = self.spec, self.config.sensitivity.block
         widest = max(p.in_features for s in spec.sublayers for p in s.projections)
-        size = 8 * tokens * max(widest, spec.hidden_size) * FLOAT
-        size += HESSIANS * widest * widest * FLOAT
+        size = FLOAT * (8 * tokens * max(widest, spec.hidden_size) + HESSIANS * widest**2)
         if self.fisher:
-            block = self.config.sensitivity.block
             factors = [factor_bytes(s.projections, block=block) for s in spec.sublayers]
             head = factor_bytes((spec.head,), block=sensitivity.head_block(block))
             size += 2 * max(*factors, head)  # one half of each is on disk

@@ -1,4 +1,4 @@
-"""What a conversion will do, what it needs, and what it still needs after an interruption."""
+"""What a conversion will do, what it needs, and what of that is left after an interruption."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +16,7 @@ BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What the stages that are not finished still need; output_bytes: to be written to `--out`."""
+    """What the unfinished stages still need; output_bytes: still to be written to `--out`."""
 
     needs: Mapping[str, Need]
     output_bytes: int
@@ -24,7 +24,7 @@ class Left:
 
     @classmethod
     def after(cls, pipeline: Pipeline, needs: Mapping[str, Need], output_bytes: int) -> Self:
-        """Subtract what the valid files of the pipeline's own folders already take."""
+        """Subtract what the valid files in the pipeline's own folders already take."""
         finished = tuple(name for name in pipeline.stages if pipeline.is_complete(name))
         found = {n: _valid_bytes(pipeline, n) for n in pipeline.stages if n not in finished}
         left = {name: _less(needs[name], size) for name, size in found.items() if name in needs}
@@ -45,7 +45,7 @@ def _valid_bytes(pipeline: Pipeline, name: str) -> int:
 
 
 def _less(need: Need, found: int) -> Need:
-    """Subtract bytes on disk, first from what stays there."""
+    """Subtract bytes that are on disk, first from those that stay there."""
     kept = max(0, need.kept_bytes - found)
     passing = max(0, need.kept_bytes + need.passing_bytes - found) - kept
     return replace(need, kept_bytes=kept, passing_bytes=passing)
@@ -53,7 +53,7 @@ def _less(need: Need, found: int) -> Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a conversion will do and need, all stages together; sizes in bytes."""
+    """What a conversion will do and need as a whole, and what of it is left; sizes in bytes."""
 
     model: str
     architecture: str
@@ -79,6 +79,9 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) for people."""
         low, high = self.reachable_bpw
+        needs = {name: need for name, need in self.needs.items() if name != "tokenize"}
+        memory = {n: BASE_MEMORY + need.memory_bytes for n, need in needs.items()}
+        sizes = [f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size > BASE_MEMORY]
         rows = [
             ("model", f"{self.model} ({self.architecture}, {self.layers} layers)"),
             ("weights", f"{self.weights / 1e6:.1f} M"),
@@ -88,30 +91,20 @@ class Plan:
             ("output", f"{self.out}, about {megabytes(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {megabytes(self.work_bytes)}"),
             ("memory", f"up to {megabytes(self.memory_bytes)}"),
-            ("by stage", _by_stage(self.needs)),
+            ("by stage", f"{', '.join(sizes)} GB"),
         ]
         if self.card:
-            rows.append(("GPU memory", _on_card(self.card, self.needs)))
+            rows.append(("GPU memory", _on_card(self.card, needs)))
         if self.left.finished:
             rows.append(("finished", ", ".join(self.left.finished)))
         return rows
 
 
-def _by_stage(needs: Mapping[str, Need]) -> str:
-    """Return the main memory of the stages that take much, all in one unit."""
-    sizes = [
-        f"{name} {(BASE_MEMORY + need.memory_bytes) / 1e9:.2f}"
-        for name, need in needs.items()
-        if need.memory_bytes and name != "tokenize"
-    ]
-    return f"{', '.join(sizes)} GB"
-
-
 def _on_card(card: Card, needs: Mapping[str, Need]) -> str:
-    """Return the GPU memory of each stage, and where its states lie if not there."""
+    """Return the GPU memory of each stage, and which states have no room there."""
     sizes = [
         f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
-        f"{'' if need.states_on_gpu else ' (states in main memory)'}"
+        + " (states in main memory)" * bool(need.pinned_bytes)
         for name, need in needs.items()
         if need.gpu_memory_bytes
     ]
@@ -128,7 +121,7 @@ def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
     else:
         text += f"measured on {options.measure_rows} x {options.measure_row_tokens}"
     if options.text == "chat":
-        return f"{text}; {options.special_rows(options.rows)} of the rows are dialogues"
+        text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
     if options.text == "self":
         plan = Composition.of(spec, options)
         text += f"; the model first writes {plan.rows} of the rows itself, {plan.at_once} at a time"

@@ -17,12 +17,10 @@ from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ChatTemplate, ModelSpec, Tokenizer, expected_tensors, resolve
 from exl2flow.model.source_tensors import check_storable, check_tensors
-from exl2flow.quant.allocate.budget import check_measured
-from exl2flow.quant.allocate.reach import Reach
+from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
-from exl2flow.quant.forecast.needs import Card, Need, memory_bytes, stage_needs, work_bytes
+from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY, Left, Plan, calibration_in_words, megabytes
-from exl2flow.quant.measure.measurement import read_measurement
 from exl2flow.quant.tokenize.dialogues import check_template
 from exl2flow.quant.tokenize.parquet import check_parquet
 from exl2flow.quant.walk.working_memory import working_bytes
@@ -65,27 +63,23 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     attempt(lambda: check_output_folder(config.out, config.source))
     attempt(lambda: _check_text(config))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
-    plan = None
     if spec is not None:
         attempt(lambda: _check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
         attempt(lambda: check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
-        attempt(lambda: _check_measurement(config, spec))
-        plan = attempt(
-            lambda: _plan(config, spec, card, () if problems else stages, device=str(device))
-        )
-    if plan is not None:
-        attempt(lambda: check_disk([plan]))
-        attempt(lambda: _check_memory(plan))
-    if problems or plan is None or spec is None:
-        raise PreflightFailed("\n".join(problems))
-    _warn_of_card(plan, spec)
-    return plan
+        attempt(lambda: check_measurement(config, spec))
+        begun = () if problems else stages
+        plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
+        if plan is not None:
+            attempt(lambda: check_disk([plan]))
+            attempt(lambda: _check_memory(plan, spec))
+            if not problems:
+                return plan
+    raise PreflightFailed("\n".join(problems))
 
 
 def _check_writable(folder: Path) -> None:
-    """Check that the nearest existing parent can be written."""
     existing = _existing(folder.expanduser().resolve())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise StoreError(
@@ -116,16 +110,6 @@ def _check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
         check_template(ChatTemplate.load(spec.source_dir, tokenizer))
 
 
-def _check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Check that the measurement will have what the allocation reads."""
-    in_nats = with_head = config.sensitivity.kind == "fisher"
-    if config.measurement is not None:
-        given = read_measurement(config.measurement, spec)
-        costs = [result.nats for results in given.decoder.values() for result in results]
-        in_nats, with_head = in_nats and None not in costs, bool(given.head)
-    check_measured(config, in_nats=in_nats, with_head=with_head)
-
-
 def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
     """Warn of rows that are too long for the model; refuse too few to hold any back."""
     calibration = config.calibration
@@ -152,7 +136,7 @@ def _plan(
     """Forecast sizes; refuse a target that the candidates cannot reach."""
     reach = Reach.of(config, spec)
     packed = reach.packed_bytes(config, spec)
-    needs = stage_needs(config, spec, card, packed=packed)
+    needs = Forecast(config, spec, card).needs(packed)
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -176,25 +160,18 @@ def _plan(
 def _left(
     config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need], output: int
 ) -> Left:
-    """Return what is left to do; the source is digested only if an earlier run has done that."""
-    if not stages:
-        return Left(needs=needs, output_bytes=output)
-    if _is_begun(config):
-        device = resolve_device(config.device).type
-        return Left.after(Pipeline(config, stages, device=device), needs, output)
-    names = [stage.name for stage in stages if stage.enabled(config)]
+    """Return what is left; the source is digested only where an earlier run has done so."""
+    try:
+        remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
+    except (StoreError, TypeError):
+        remembered = []
+    source = f"{config.source.expanduser().resolve()}/"
+    if any(str(path).startswith(source) for path in remembered):
+        pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
+        return Left.after(pipeline, needs, output)
+    names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
     needs = {name: need for name, need in needs.items() if name in names}
     return Left(needs=needs, output_bytes=output if "compile" in names else 0)
-
-
-def _is_begun(config: ConversionConfig) -> bool:
-    """Return whether the work root remembers digests of this source."""
-    try:
-        remembered = read_json(config.work_dir_root / "digests.json")
-    except StoreError:
-        return False
-    source = f"{config.source.expanduser().resolve()}/"
-    return any(str(path).startswith(source) for path in remembered)
 
 
 def check_disk(plans: Sequence[Plan]) -> None:
@@ -223,7 +200,7 @@ def check_disk(plans: Sequence[Plan]) -> None:
             )
 
 
-def _check_memory(plan: Plan) -> None:
+def _check_memory(plan: Plan, spec: ModelSpec) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
     needs, available = plan.left.needs, available_memory()
     most = memory_bytes(needs.values())
@@ -234,25 +211,20 @@ def _check_memory(plan: Plan) -> None:
             f"{megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
             "another `--quality`"
         )
+    if plan.card is None or not needs:
+        return
+    usable = plan.card.memory
     for name, need in needs.items():
-        if plan.card and need.gpu_memory_bytes > plan.card.memory:
+        if need.gpu_memory_bytes > usable:
             other = "calibration than `self`" if name == "compose" else "`--quality`"
             raise StoreError(
                 f"the stage `{name}` may need {megabytes(need.gpu_memory_bytes)} of the GPU's "
-                f"memory, {megabytes(plan.card.memory)} may be used; choose another {other}, or "
+                f"memory, {megabytes(usable)} may be used; choose another {other}, or "
                 "`--device cpu`"
             )
-
-
-def _warn_of_card(plan: Plan, spec: ModelSpec) -> None:
-    """Warn of a model whose sublayers may not fit a GPU even if worked on piece by piece."""
-    if plan.card is None or not plan.left.needs:
-        return
-    least = working_bytes(spec, plan.card.memory)
-    if least > plan.card.memory:
+    if (least := working_bytes(spec, usable)) > usable:
         log.warning(
             "the largest sublayer may need %s of the GPU's memory, %s may be used; if memory runs "
             "out, raise `--max-memory` or use `--device cpu`: the same command goes on from there",
-            megabytes(least),
-            megabytes(plan.card.memory),
+            *map(megabytes, (least, usable)),
         )

@@ -23,9 +23,9 @@ from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import (
     STATE_FILES,
     Card,
+    Forecast,
     Need,
     memory_bytes,
-    stage_needs,
     work_bytes,
 )
 from exl2flow.quant.forecast.plan import BASE_MEMORY
@@ -107,7 +107,7 @@ def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
 
     config = RefinementConfig.model_validate(given)
 
-    assert list(stage_needs(config, resolve(source), None, packed=0)) == [
+    assert list(Forecast(config, resolve(source), None).needs(0)) == [
         "tokenize",
         "sensitivity",
         "refine",
