@@ -98,8 +98,7 @@ def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
     """Check that the measurement, given or still to be made, has what the allocation reads.
 
     Raises:
-        ConfigError: it lacks costs in nats, or the head.
-        MeasurementError: the given file belongs to another model.
+        ConfigError: it lacks costs in nats or the head, or belongs to another model.
     """
     in_nats = with_head = config.sensitivity.kind == "fisher"
     if config.measurement is not None:
