@@ -1,4 +1,4 @@
-"""Which targets the candidates can reach, in bits of the matrices and bytes of the output."""
+"""The range of targets that the candidates can reach, in bits and in bytes of the output."""
 
 from dataclasses import dataclass
 from math import prod
@@ -37,7 +37,7 @@ class Reach:
 
     @classmethod
     def of(cls, config: ConversionConfig, spec: ModelSpec) -> Self:
-        """Add up the candidates of all slots; a given measurement decides which there are."""
+        """Sum over all slots; a given measurement decides which candidates there are."""
         slots = slot_projections(spec)
         if config.measurement is not None:
             measured = read_measurement(config.measurement, spec).decoder
@@ -82,7 +82,7 @@ class Reach:
             if config.bpw < low:
                 raise BudgetUnreachable(
                     f"{config.bpw:g} bits per weight are out of reach: this model's candidates "
-                    f"span {low:.3f} to {high:.3f}; ask for more with `--bpw`"
+                    f"span {low:.3f} to {high:.3f}; raise `--bpw`"
                 )
             return int((self.numel * min(config.bpw, high) + self.head[0]) / 8)
         target, (least, most) = total_target(config, spec), self.output_bytes

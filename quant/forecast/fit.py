@@ -1,4 +1,4 @@
-"""The largest model that fits a GPU: from the memory to a target in bytes."""
+"""The largest model that fits a GPU: turn its memory into a target in bytes."""
 
 from dataclasses import asdict, dataclass
 
@@ -11,12 +11,12 @@ from exl2flow.model.footprint import Footprint
 from exl2flow.quant.allocate.reach import Reach
 from exl2flow.quant.forecast.plan import megabytes
 
-HEADER_BYTES = 2**20  # names and shapes in all files together, with room
+HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a GPU's memory is divided. `weights`: what is left for the files, in bytes."""
+    """How a GPU's memory is divided; weights: bytes left for the model's files."""
 
     memory: int
     needs: Footprint
@@ -24,7 +24,7 @@ class Fit:
     bpw: float
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return (what, value) for people, the sum at the end."""
+        """Return (what, value) for people, the total last."""
         needs = self.needs
         return [
             ("weights at most", f"{megabytes(self.weights)}, about {self.bpw:.2f} bpw"),
@@ -42,11 +42,11 @@ class Fit:
 
 
 def find_fit(config: ConversionConfig) -> Fit | None:
-    """Return how the memory that the options name is divided; None if they name none.
+    """Divide the memory given in the options; return None if none is given.
 
     Raises:
         ConfigError: the context exceeds the model's positions.
-        BudgetUnreachable: not even the smallest model fits; says what would.
+        BudgetUnreachable: not even the smallest model fits; it names what would.
         SourceModelError: the source cannot be used.
     """
     options = config.fit
@@ -70,7 +70,7 @@ def find_fit(config: ConversionConfig) -> Fit | None:
 
 
 def fitted(config: ConversionConfig) -> ConversionConfig:
-    """Return the configuration with the memory it must fit turned into a target in bytes.
+    """Return the configuration with a target in bytes in place of the memory to fit.
 
     Raises:
         ConfigError, BudgetUnreachable, SourceModelError: as `find_fit`.
@@ -82,7 +82,7 @@ def fitted(config: ConversionConfig) -> ConversionConfig:
 
 
 def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest: int) -> str:
-    """Say what does not fit, and what would."""
+    """Return the message that says what does not fit, and what would."""
     others = []
     for name in CACHES:
         if longest := _longest(spec, int(options.memory) - smallest, name):
@@ -96,7 +96,7 @@ def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest
 
 
 def _longest(spec: ModelSpec, room: int, cache: str) -> int:
-    """Return the longest context that fits the room with a cache, in whole pages."""
+    """Return the longest context that fits `room` bytes, in whole pages."""
     low, high = 0, spec.max_positions // PAGE_TOKENS
     while low < high:
         middle = (low + high + 1) // 2

@@ -35,31 +35,31 @@ from exl2flow.quant.walk.working_memory import working_bytes
 
 HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
 SUBLAYER_WEIGHT = 34  # bytes per weight: read, padded, rounded, refined, decoded, packed
-CORRECTED_WEIGHT = 8  # in addition: corrected targets, and one in the making
-HEAD_WEIGHT = 32  # like a sublayer's, one candidate at a time
-MEASURED_WEIGHT = 28  # of the projection at hand: read, padded, its errors and their products
-BATCH_WEIGHT = 13  # rounded side by side: joined, reordered, codes, the search for scales
+CORRECTED_WEIGHT = 8  # in addition: corrected targets, and one being computed
+HEAD_WEIGHT = 32  # same, with one candidate at a time
+MEASURED_WEIGHT = 28  # of the current projection: read, padded, errors and their products
+BATCH_WEIGHT = 13  # rounded side by side: joined, reordered, codes, scale search
 VARIANTS = 14  # distinct candidates of a projection where sublayers are measured
-ENTRY = 1100  # bytes of a measured candidate, in both files that hold it
+ENTRY = 1100  # bytes of a measured candidate in the two files that hold it
 HESSIANS = 10  # matrices (k, k) from a Hessian to its factor
 LOGITS = 6  # copies of logits: both models', their logarithms, differences
-STATE_FILES = 3  # saved states: two in turn, and the one that replaces either
+STATE_FILES = 3  # saved states: two in turn, and the one replacing either
 DISTILLED = 4  # numbers per trained one in a saved state: value, two moments, best value
-PASSING = 8  # copies of some rows' activations in the widest sublayer of a GPU
-DECODING = 3  # bytes per weight that a thread of `compile` holds on a GPU
+PASSING = 8  # copies of the activations of rows that pass together, in the widest sublayer
+DECODING = 3  # bytes per weight that each thread of `compile` holds on a GPU
 LIBRARIES = 1 << 28  # workspaces of a GPU's libraries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU; memory: bytes that tensors may take."""
+    """A GPU; memory: bytes available to tensors."""
 
     name: str
     memory: int
 
     @classmethod
     def of(cls, device: torch.device, limit: int | None) -> Self:
-        """Describe a device of which at most `limit` bytes may be used."""
+        """Describe a device, limited to `limit` bytes."""
         limit_memory(device, limit)
         return cls(name=torch.cuda.get_device_name(device), memory=free_memory(device))
 
@@ -68,8 +68,8 @@ class Card:
 class Need:
     """What a stage needs at most, in bytes.
 
-    memory_bytes: main memory beyond the process itself; kept_bytes, passing_bytes: disk that stays
-    taken, and disk that is free again when the stage ends; pinned_bytes: hidden states that wait in
+    memory_bytes: main memory beyond the process itself; kept_bytes: disk that stays occupied;
+    passing_bytes: disk that is freed when the stage ends; pinned_bytes: hidden states that wait in
     main memory because the GPU has no room for them.
     """
 
@@ -81,7 +81,7 @@ class Need:
 
 
 def work_bytes(needs: Collection[Need]) -> int:
-    """Return the disk of checkpoints at most: all that stays, and one stage's passing files."""
+    """Return the most disk that checkpoints take: all that stays, and one stage's passing files."""
     kept = sum(need.kept_bytes for need in needs)
     return kept + max((need.passing_bytes for need in needs), default=0)
 
@@ -92,7 +92,7 @@ def memory_bytes(needs: Collection[Need]) -> int:
 
 
 class _Part:
-    """A sublayer or the head, in sums over its matrices (k, n) with padded columns."""
+    """Sums over the matrices (k, n) of a sublayer or the head, with padded columns."""
 
     def __init__(self, projections: Sequence[ProjectionSpec], candidates: int, batch: int) -> None:
         sizes = [(p.in_features, padded_columns(p.out_features)) for p in projections]
@@ -126,7 +126,7 @@ class Forecast:
         ]
         self.parts.append(_Part((spec.head,), len(single_widths(HEAD_OPTIONS)), batch))
         self.most = max(self.parts, key=lambda part: part.squares + part.weights)
-        # as the files have them, without padding
+        # unpadded, as in the files
         sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
         self.decoder, self.sublayer = sum(sizes), max(sizes)
         self.head = spec.head.in_features * spec.head.out_features
@@ -153,7 +153,7 @@ class Forecast:
         return needs | {"compile": Need(**self._on_gpu(decoded))}
 
     def _on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
-        """Add to the work the libraries and, if they fit beside it, the states."""
+        """Add libraries to the work, and the states if they fit beside it."""
         if self.card is None:
             return {}
         most = self.card.memory
@@ -162,7 +162,7 @@ class Forecast:
         return {"gpu_memory_bytes": memory, "pinned_bytes": pinned}
 
     def _compose(self) -> Need:
-        """The model as a whole, fp16 on a GPU and fp32 on a CPU."""
+        """The whole model, fp16 on a GPU and fp32 on a CPU."""
         elements = Composition.of(self.spec, self.rows).elements
         if self.card is not None:
             return Need(gpu_memory_bytes=HALF * elements)
@@ -181,10 +181,10 @@ class Forecast:
         )
 
     def _measure(self) -> Need:
-        """Every row's output is kept beside its input; many candidates are rounded at once."""
+        """Outputs of all rows are kept beside their inputs; many candidates are rounded at once."""
         tokens, most = self.rows.measure_row_tokens, self.most
         states = self._states(self.rows.measure_rows * tokens)
-        if self.fisher:  # errors are kept; every projection is rounded to all widths
+        if self.fisher:  # errors are kept; each projection is rounded to all widths
             widest = max(part.largest for part in self.parts)
             batch = (BATCH_WEIGHT + FLOAT) * min(max(widest, BATCH_ELEMENTS), self.widths * widest)
             working = FLOAT * self.sublayer + MEASURED_WEIGHT * widest + batch
@@ -202,7 +202,7 @@ class Forecast:
         )
 
     def _allocate(self) -> Need:
-        """The allocation, a uniform one, the source, and one of every sublayer left as it was."""
+        """Judging keeps states of two allocations, the source, and one trial per sublayer."""
         tokens = self.rows.row_tokens
         judging = min(HELD_OUT_ROWS, self.rows.rows // 2)
         training = self.rows.rows - judging
@@ -213,7 +213,7 @@ class Forecast:
         return Need(memory_bytes=states + working, **self._on_gpu(work))
 
     def _quantize(self, packed: int) -> Need:
-        """Corrected targets need some of the source's states beside the quantized model's."""
+        """Corrected targets need some states of the source beside those of the quantized model."""
         tokens, most = self.rows.row_tokens, self.most
         states, paired = (self._states(n * tokens) for n in (self.rows.rows, self.pairs))
         weight = SUBLAYER_WEIGHT + CORRECTED_WEIGHT * bool(self.pairs)
@@ -227,7 +227,7 @@ class Forecast:
         )
 
     def _tune(self, packed: int) -> Need:
-        """What is trained is the plain tensors, and the codes if they move; groups are few."""
+        """Plain tensors are trained, codes too if they have a rate; scales are negligible."""
         options, spec = self.config.tune, self.spec
         plain = sum(map(prod, plain_tensors(spec).values()))
         trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)
@@ -247,11 +247,11 @@ class Forecast:
         return PASSING * FLOAT * ROWS_TOGETHER * tokens * self.most.widest
 
     def _begun(self, states: int) -> int:
-        """Embedding, head, and the states both as rows and as a whole."""
+        """Embedding, head, and the states twice: as rows and as one tensor."""
         return 2 * states + 2 * self.spec.vocab_size * self.spec.hidden_size * FLOAT
 
     def _shared(self, tokens: int) -> int:
-        """What every walk needs beside states and weights: a row, Hessians, Fisher factors."""
+        """What every walk needs besides states and weights: a row, Hessians, Fisher factors."""
         spec, block = self.spec, self.config.sensitivity.block
         widest = max(p.in_features for s in spec.sublayers for p in s.projections)
         size = FLOAT * (8 * tokens * max(widest, spec.hidden_size) + HESSIANS * widest**2)

@@ -1,4 +1,4 @@
-"""What a conversion will do, what it needs, and what of that is left after an interruption."""
+"""The plan of a conversion: what it does, what it needs, and what is left of it on a resume."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -45,7 +45,7 @@ def _valid_bytes(pipeline: Pipeline, name: str) -> int:
 
 
 def _less(need: Need, found: int) -> Need:
-    """Subtract bytes that are on disk, first from those that stay there."""
+    """Subtract bytes that are already on disk, first from those that stay."""
     kept = max(0, need.kept_bytes - found)
     passing = max(0, need.kept_bytes + need.passing_bytes - found) - kept
     return replace(need, kept_bytes=kept, passing_bytes=passing)
@@ -53,7 +53,7 @@ def _less(need: Need, found: int) -> Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a conversion will do and need as a whole, and what of it is left; sizes in bytes."""
+    """What a conversion does and needs as a whole, and what is left of it; sizes in bytes."""
 
     model: str
     architecture: str
@@ -101,7 +101,7 @@ class Plan:
 
 
 def _on_card(card: Card, needs: Mapping[str, Need]) -> str:
-    """Return the GPU memory of each stage, and which states have no room there."""
+    """Return the GPU memory of each stage, and whose states do not fit."""
     sizes = [
         f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
         + " (states in main memory)" * bool(need.pinned_bytes)
@@ -112,7 +112,7 @@ def _on_card(card: Card, needs: Mapping[str, Need]) -> str:
 
 
 def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
-    """Return how many rows of what there will be."""
+    """Describe the calibration rows."""
     options = config.calibration
     text = f"{options.rows} rows x {options.row_tokens} tokens, "
     if isinstance(config, RefinementConfig):
@@ -129,5 +129,5 @@ def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
 
 
 def megabytes(size: int) -> str:
-    """Return a size in words."""
+    """Format a size."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

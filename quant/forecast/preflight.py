@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before the first stage, in one list; and the plan."""
+"""Find all problems that can be known before the first stage, and return the plan."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHARED = ("compose", "tokenize", "sensitivity", "measure")  # stages that the target does not change
+SHARED = ("compose", "tokenize", "sensitivity", "measure")  # do not depend on the target
 
 
 def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
@@ -37,8 +37,8 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
 
     Args:
         config: the conversion.
-        stages: those that will run; disk and memory must suffice for what is left of them. Without
-            any, they must suffice for the whole conversion.
+        stages: the stages of the run. Disk and memory must suffice for what is left of them, or
+            for a whole conversion if none are given.
 
     Raises:
         PreflightFailed: all problems, one per line.
@@ -92,7 +92,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _check_text(config: ConversionConfig) -> None:
-    """Check that the files the user names exist."""
+    """Check that the files named by the user exist."""
     named = (config.calibration.file, config.measurement, config.validate_options.text)
     missing = [str(path) for path in named if path is not None and not path.is_file()]
     if missing:
@@ -105,20 +105,22 @@ def _check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
     """Encode a sentence and, for `--calibration chat`, render the shortest conversation."""
     tokenizer = Tokenizer.load(spec.source_dir)
     if len(tokenizer.encode("The quick brown fox.")) == 0:
-        raise NotEnoughRows(f"the tokenizer of `{spec.source_dir}` makes no tokens of plain text")
+        raise NotEnoughRows(
+            f"the tokenizer of `{spec.source_dir}` returns no tokens for plain text"
+        )
     if config.calibration.text == "chat":
         check_template(ChatTemplate.load(spec.source_dir, tokenizer))
 
 
 def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Warn of rows that are too long for the model; refuse too few to hold any back."""
+    """Warn about rows too long for the model; refuse a single row where some are set aside."""
     calibration = config.calibration
     users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
     judging = [name for name, needed in users if needed]
     if judging and calibration.rows < 2:
         raise NotEnoughRows(
-            f"{' and '.join(judging)} set rows of text aside to judge by, and there is one row; "
-            "ask for more with `--rows`, or for another `--quality`"
+            f"{' and '.join(judging)} set rows of text aside to judge by, but there is only "
+            "one row; raise `--rows`, or choose another `--quality`"
         )
     longest = max(calibration.row_tokens, calibration.measure_row_tokens)
     if longest > spec.max_positions:
@@ -133,7 +135,7 @@ def _plan(
     *,
     device: str,
 ) -> Plan:
-    """Forecast sizes; refuse a target that the candidates cannot reach."""
+    """Forecast sizes; refuse an unreachable target."""
     reach = Reach.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = Forecast(config, spec, card).needs(packed)
@@ -160,7 +162,7 @@ def _plan(
 def _left(
     config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need], output: int
 ) -> Left:
-    """Return what is left; the source is digested only where an earlier run has done so."""
+    """Return what is left to do; digest the source only if an earlier run has done so."""
     try:
         remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
     except (StoreError, TypeError):
@@ -175,7 +177,7 @@ def _left(
 
 
 def check_disk(plans: Sequence[Plan]) -> None:
-    """Check that the disks hold what is left of conversions of one model.
+    """Check that the disks have room for what is left of conversions of one model.
 
     Raises:
         StoreError: naming what they need and what is free.
@@ -195,8 +197,8 @@ def check_disk(plans: Sequence[Plan]) -> None:
     for disk, size in need.items():
         if size > free[disk]:
             raise StoreError(
-                f"the conversion may need {megabytes(size)} of disk, {megabytes(free[disk])} are "
-                "free; free some, or put `--out` and `--work-root` on other disks"
+                f"the conversion may need {megabytes(size)} of disk space, {megabytes(free[disk])} "
+                "is free; free some, or put `--out` and `--work-root` on other disks"
             )
 
 
@@ -208,7 +210,7 @@ def _check_memory(plan: Plan, spec: ModelSpec) -> None:
         name = next(name for name, need in needs.items() if need.memory_bytes == most)
         raise StoreError(
             f"the stage `{name}` may need {megabytes(BASE_MEMORY + most)} of memory, "
-            f"{megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
+            f"{megabytes(available)} is available; reduce `--rows` or `--row-tokens`, or choose "
             "another `--quality`"
         )
     if plan.card is None or not needs:

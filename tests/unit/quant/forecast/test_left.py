@@ -1,4 +1,4 @@
-"""A resume is asked only for what is left: disk and memory of stages that are not finished."""
+"""On a resume, disk and memory have to suffice only for the stages that are not finished."""
 
 import shutil
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def config_of(folder: Path, **values: object) -> ConversionConfig:
     return small_config(source, folder / "out", calibration=calibration, **values)
 
 
-def asked(plan: Plan) -> int:
-    """Return the disk that a plan asks for: least free bytes that `check_disk` accepts."""
+def disk_left(plan: Plan) -> int:
+    """Return the disk space that a plan still needs: the least that `check_disk` accepts."""
     kept = sum(need.kept_bytes for need in plan.left.needs.values())
     passing = [need.passing_bytes for need in plan.left.needs.values()]
     return plan.left.output_bytes + kept + max(passing, default=0)
@@ -78,7 +78,7 @@ def test_with_only_validation_left_a_full_disk_does_not_stop_the_conversion(
         preflight(config.model_copy(update={"work_root": tmp_path / "other"}), STAGES)
 
 
-def test_after_quantizing_only_the_output_is_asked_for(
+def test_after_quantizing_only_the_output_needs_disk(
     tmp_path: Path, set_free: Callable[[int], None]
 ) -> None:
     config = config_of(tmp_path)
@@ -88,7 +88,7 @@ def test_after_quantizing_only_the_output_is_asked_for(
 
     assert plan.left.finished[-1] == "quantize"
     assert dict(plan.rows())["finished"].endswith("allocate, quantize")
-    assert asked(plan) == plan.output_bytes < plan.work_bytes
+    assert disk_left(plan) == plan.output_bytes < plan.work_bytes
     set_free(plan.output_bytes)
     run_locally(config)
     shutil.rmtree(config.out)
@@ -160,7 +160,7 @@ def test_valid_files_in_the_output_are_subtracted(tmp_path: Path) -> None:
     assert preflight(config, STAGES).left.output_bytes > 0.5 * plan.output_bytes
 
 
-def test_memory_is_asked_for_stages_that_are_left(
+def test_memory_has_to_suffice_for_unfinished_stages_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, sensitivity={"rows": 64})
@@ -178,14 +178,14 @@ def test_memory_is_asked_for_stages_that_are_left(
         preflight(config)
 
 
-def test_measuring_asks_for_no_output(tmp_path: Path) -> None:
+def test_measuring_needs_no_output(tmp_path: Path) -> None:
     config = config_of(tmp_path)
 
     plan = preflight(config, MEASURE_STAGES)
 
     assert set(plan.left.needs) == {"tokenize", "sensitivity", "measure"}
     assert plan.left.output_bytes == 0
-    assert asked(preflight(config, STAGES)) > asked(plan)
+    assert disk_left(preflight(config, STAGES)) > disk_left(plan)
 
 
 def test_a_source_that_was_never_digested_is_not_read_for_a_plan(tmp_path: Path) -> None:

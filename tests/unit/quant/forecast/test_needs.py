@@ -1,4 +1,4 @@
-"""What the plan says of single stages, against what they leave and hold."""
+"""The forecast for single stages, compared with what they write and hold."""
 
 import json
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def needs_of(source: Path, **values: object) -> dict[str, Need]:
         ({"quality": "best"}, ["sensitivity", "measure", "allocate", "quantize", "tune"]),
     ],
 )
-def test_stages_that_will_run_are_forecast_in_their_order(
+def test_stages_that_will_run_are_forecast_in_order(
     values: dict[str, object], names: list[str], source: Path
 ) -> None:
     config = config_of(source, **values)
@@ -102,7 +102,7 @@ def test_a_given_measurement_needs_no_measuring(source: Path, tmp_path: Path) ->
     assert "measure" not in needs_of(source, measurement=path)
 
 
-def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
+def test_refining_neither_measures_nor_allocates_nor_tunes(source: Path) -> None:
     given = config_of(source, quality="best").model_dump() | {"model": source}
 
     config = RefinementConfig.model_validate(given)
@@ -115,7 +115,7 @@ def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
     ]
 
 
-def test_the_plan_is_that_of_the_greediest_stage(source: Path) -> None:
+def test_the_plan_names_the_need_of_the_greediest_stage(source: Path) -> None:
     plan = preflight(config_of(source, **EVERYTHING))
 
     needs = plan.needs.values()
@@ -210,7 +210,7 @@ def test_tuning_needs_its_state_on_disk_and_the_matrices_again(source: Path) -> 
     assert wide.memory_bytes - narrow.memory_bytes > 4 * 4 * weights
 
 
-def test_totals_are_of_what_stays_and_of_one_stage_at_a_time() -> None:
+def test_totals_add_what_stays_and_one_stage_at_a_time() -> None:
     needs = {
         "a": Need(memory_bytes=5, kept_bytes=10, passing_bytes=100),
         "b": Need(memory_bytes=7, kept_bytes=20, passing_bytes=30),

@@ -38,7 +38,7 @@ def config_of(source: Path, text: str, **values: object) -> ConversionConfig:
         ("self", "; the model first writes 58 of the rows itself, 32 at a time"),
     ],
 )
-def test_the_plan_says_what_the_rows_are(source: Path, text: str, words: str) -> None:
+def test_the_plan_describes_the_rows(source: Path, text: str, words: str) -> None:
     said = calibration_in_words(config_of(source, text), resolve(source))
 
     assert said == f"115 rows x 64 tokens, measured on 19 x 96{words}"

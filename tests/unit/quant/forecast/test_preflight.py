@@ -64,7 +64,7 @@ def change_config(source: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_plan_tells_what_will_be_done_and_writes_nothing(source: Path) -> None:
+def test_plan_describes_the_conversion_and_writes_nothing(source: Path) -> None:
     before = snapshot(source.parent)
 
     plan = preflight(config_of(source, bpw=4.5))
@@ -150,7 +150,7 @@ def test_many_missing_tensors_are_counted(source: Path) -> None:
     assert problems[-1].startswith("… and 1 more; get the model's files again")
 
 
-def test_matrix_that_no_word_fits_is_refused(tmp_path: Path) -> None:
+def test_matrix_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "model", intermediate_size=100)
 
     problems = problems_of(config_of(source))
@@ -204,7 +204,7 @@ def test_unreachable_target_names_the_range(source: Path) -> None:
     assert f"{low:.3f} to {high:.3f}" in problem
 
 
-def test_target_above_the_range_is_taken(source: Path, tmp_path: Path) -> None:
+def test_target_above_the_range_is_accepted(source: Path, tmp_path: Path) -> None:
     path = written_in_nats(tmp_path / "measurement.json", resolve(source))
     content = json.loads(path.read_text())
     entries = content["measurement"].values()
@@ -222,7 +222,7 @@ def test_target_above_the_range_is_taken(source: Path, tmp_path: Path) -> None:
     ("values", "target"),
     [({"target_bytes": 120_000}, "120000bytes"), ({"bpw_total": 9.5}, "9.5bpw-total")],
 )
-def test_a_total_is_the_output_that_is_planned(
+def test_a_total_is_the_planned_size_of_the_output(
     values: dict[str, object], target: str, source: Path
 ) -> None:
     config = config_of(source, **values)
@@ -233,7 +233,7 @@ def test_a_total_is_the_output_that_is_planned(
     assert plan.output_bytes == total_target(config, resolve(source))
 
 
-def test_a_total_beyond_the_range_is_what_can_be_used_of_it(source: Path) -> None:
+def test_a_total_beyond_the_range_is_used_as_far_as_possible(source: Path) -> None:
     config = config_of(source, target_bytes=10**9)
 
     assert preflight(config).output_bytes < 200_000
@@ -324,7 +324,7 @@ def test_missing_accelerator_is_a_problem_like_others(
     assert "no CUDA device is visible" in problem
 
 
-def test_full_disk_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_is_a_problem(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = preflight(config_of(source))
     need = plan.output_bytes + plan.work_bytes
     free = [need]
@@ -338,7 +338,7 @@ def test_full_disk_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "`--work-root`" in problem
 
 
-def test_too_little_memory_is_foreseen(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_a_problem(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need = preflight(config_of(source)).memory_bytes
     monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
@@ -394,7 +394,7 @@ def test_padded_embedding_is_no_problem(source: Path) -> None:
     assert preflight(config_of(source)).layers == 2
 
 
-def test_rows_beyond_the_positions_are_warned_of(
+def test_rows_longer_than_the_positions_cause_a_warning(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     longer = {"rows": 1, "row_tokens": 512, "measure_rows": 1, "measure_row_tokens": 64}
