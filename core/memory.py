@@ -1,18 +1,18 @@
-"""How much memory there is, and how much of a GPU may be used."""
+"""How much memory there is, and how much of a GPU's may be used."""
 
 import sys
 from pathlib import Path
 
 import torch
 
-BESIDE_TENSORS = 2**30  # about what CUDA, libraries and kernels take of a GPU
-WORKSPACE_SHARE = 0.04  # of a limit: workspaces that libraries allocate later
+BESIDE_TENSORS = 2**30  # of a GPU: CUDA itself, libraries, kernels; about
+WORKSPACE_SHARE = 0.04  # of a limit: what libraries take as they work
 
-_limits: dict[torch.device, int] = {}  # device → bytes that tensors may take
+_limits: dict[torch.device, int] = {}  # bytes of tensors, of devices whose use is limited
 
 
 def limit_memory(device: torch.device, most: int | None) -> None:
-    """Limit this process to `most` bytes of a GPU, everything included; None removes the limit."""
+    """Let this process use at most so many bytes of a GPU, all included; None: all there is."""
     if device.type == "cpu":
         return
     own = _indexed(device)
@@ -23,9 +23,9 @@ def limit_memory(device: torch.device, most: int | None) -> None:
 
 
 def limit_of(device: torch.device) -> int:
-    """Return how many bytes of a GPU the tensors of this process may take in total.
+    """Return how many bytes of a GPU the tensors of this process may take in all.
 
-    For a CPU, return a number that nothing reaches.
+    Of a CPU it is not known: it has a limit that nothing reaches.
     """
     if device.type == "cpu":
         return sys.maxsize
@@ -34,7 +34,7 @@ def limit_of(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes of a GPU may still be used, including what torch holds for reuse."""
+    """Return how many bytes of a GPU may still be used, what is reserved for reuse included."""
     free, _ = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     return min(free + torch.cuda.memory_reserved(device) - used, limit_of(device) - used)
@@ -45,7 +45,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def available_memory() -> int | None:
-    """Return the operating system's estimate of available memory; None if it gives none."""
+    """Return the kernel's estimate of memory that can be used, or None where it gives none."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Elapsed and remaining time of a stage, computed alike for the command line and for pages."""
+"""How fast a stage goes and how long it will take: one sum for the command line and for pages."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +10,7 @@ UNKNOWN_TIME = "-:--:--"
 
 @dataclass(slots=True)
 class Pace:
-    """The pace of a stage since its first tick; work found done by a resume does not count."""
+    """How fast a stage goes since its first tick; what a resume found done does not count."""
 
     begun: float
     found: int
@@ -20,24 +20,24 @@ class Pace:
 
     @classmethod
     def start(cls, tick: Tick, now: float) -> "Pace":
-        """Start at the first tick, before which nothing is measured."""
+        """Begin with the first tick; a stage without a tick at zero has none to measure yet."""
         return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
 
     def update(self, tick: Tick, now: float) -> None:
-        """Record the next tick."""
+        """Take the next tick."""
         self.done, self.total, self.changed = tick.done, tick.total, now
 
     @property
     def has_moved(self) -> bool:
-        """Whether anything was done since the first tick."""
+        """Tell whether anything was done since the first tick."""
         return self.done > self.found
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds since the first tick; the clock of a finished stage stops."""
+        """Return seconds since the first tick; a finished stage stands still."""
         return (self.changed if self.done >= self.total else now) - self.begun
 
     def remaining(self, now: float) -> float | None:
-        """Return the seconds left; None until something is done."""
+        """Return the seconds left, or None before anything was done."""
         if self.done >= self.total:
             return 0.0
         if not self.has_moved:
@@ -46,7 +46,7 @@ class Pace:
         return max(0.0, each * (self.total - self.done) - (now - self.changed))
 
     def times(self, now: float) -> dict[str, str]:
-        """Return `elapsed` and `remaining` as h:mm:ss, as far as they are known."""
+        """Return what is known of `elapsed` and `remaining`, each as h:mm:ss."""
         if not self.has_moved:
             return {}
         known = {"elapsed": clock(self.elapsed(now))}
@@ -56,5 +56,5 @@ class Pace:
 
 
 def clock(seconds: float | None) -> str:
-    """Format seconds as h:mm:ss."""
+    """Return h:mm:ss."""
     return UNKNOWN_TIME if seconds is None else str(timedelta(seconds=round(seconds)))
