@@ -91,7 +91,7 @@ def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest
     return (
         f"nothing fits {megabytes(options.memory)}: the smallest model takes {megabytes(smallest)},"
         f" the {options.cache} cache of {options.context:,} tokens {megabytes(needs.cache)}, all "
-        f"else {megabytes(needs.total - needs.cache)}; what would: {' or '.join(ways)}"
+        f"else {megabytes(needs.total - needs.cache)}; what would fit: {' or '.join(ways)}"
     )
 
 
