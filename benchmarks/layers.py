@@ -5,10 +5,8 @@
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
 Prefect, and prints seconds of the stage, of a layer (the median, from the end of the one before to
-its own, results stored) and the highest use of GPU memory, with what `--dry-run` forecasts beside
-them.
-TFLOP/s count the products of a stage; the limit is their time at the peak of fp16 and TF32.
-`--profile` adds the kernels that took longest in a stage.
+its own, results stored) and the highest use of GPU memory, with the forecast of `--dry-run` beside
+it. `--profile` adds the kernels that took longest in a stage.
 """
 
 import argparse
@@ -30,7 +28,7 @@ from exl2flow.core.config import ConversionConfig, build_config
 from exl2flow.core.files import write_tensors
 from exl2flow.core.progress import report
 from exl2flow.flows.conversion import choose_allocator, open_pipeline
-from exl2flow.quant.forecast.gpu import GpuNeed
+from exl2flow.quant.forecast.needs import Need
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.stages import STAGES
 
@@ -143,15 +141,13 @@ def profiled(wanted: bool) -> Iterator[None]:
 
 def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     """Run the stages and print a line for each."""
-    forecast = preflight(config).gpu_needs
+    forecast = preflight(config).needs
     pipeline = open_pipeline(config, STAGES)
     on_gpu = config.device == "cuda"
     log = logging.getLogger("exl2flow")
     log.setLevel(logging.INFO)
-    print(
-        "| stage | seconds | forecast | per layer | peak GB | forecast | TFLOP/s | of the limit |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| stage | seconds | per layer | peak GB | forecast |")
+    print("|---|---|---|---|---|")
     all_seconds = 0.0
     for name in pipeline.stages:
         times = LayerTimes()
@@ -166,18 +162,14 @@ def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
         log.removeHandler(times)
         peak = torch.cuda.max_memory_reserved() / 1e9 if on_gpu else 0.0
         all_seconds += seconds
-        need = forecast.get(name, GpuNeed(memory=0, seconds=0))
+        need = forecast.get(name, Need()).gpu_memory_bytes
         print(
-            f"| {name} | {seconds:.2f} | {need.seconds:.1f} | {times.median():.2f} | {peak:.1f} "
-            f"| {need.memory / 1e9:.1f} | {need.operations / seconds / 1e12:.0f} "
-            f"| {need.least / seconds:.0%} |",
+            f"| {name} | {seconds:.2f} | {times.median():.2f} | {peak:.1f} | {need / 1e9:.1f} |",
             flush=True,
         )
         if name == last:
             break
-    print(
-        f"| all | {all_seconds:.2f} | {sum(n.seconds for n in forecast.values()):.1f} | | | | | |"
-    )
+    print(f"| all | {all_seconds:.2f} | | | |")
 
 
 def main() -> None:

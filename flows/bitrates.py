@@ -99,7 +99,7 @@ def preflight_sweep(config: SweepConfig) -> dict[str, Plan]:
     Raises:
         PreflightFailed: before any work, all problems.
     """
-    plans = {name: preflight(conversion) for name, conversion in config.conversions().items()}
+    plans = {name: preflight(each, STAGES) for name, each in config.conversions().items()}
     check_disk(list(plans.values()))
     return plans
 

@@ -40,7 +40,7 @@ def convert(config: ConversionConfig) -> Conversion:
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.work_dir_root, config.token_block)
         config = fitted(with_local_source(config))
-        preflight(config)
+        preflight(config, STAGES)
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)
         made = conclude(pipeline)

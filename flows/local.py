@@ -37,7 +37,7 @@ def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -
     """
     check_release(config)
     config = fitted(config)
-    preflight(config)
+    preflight(config, stages)
     pipeline = open_pipeline(config, stages)
     _run(pipeline)
     made = conclude(pipeline)

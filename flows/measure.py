@@ -37,7 +37,7 @@ def measure(config: ConversionConfig) -> Path:
     with logged():
         tag_run(config.source)
         config = with_local_source(config)
-        preflight(config)
+        preflight(config, MEASURE_STAGES)
         pipeline = open_pipeline(config, MEASURE_STAGES)
         run_stages(pipeline)
         return pipeline.path("measure") / MEASUREMENT_FILE

@@ -1,4 +1,4 @@
-"""What it takes to let a model write calibration rows: asked before the run, and by the stage."""
+"""The calibration rows that a model writes itself: how many, how long, how much memory."""
 
 from dataclasses import dataclass
 from math import prod
@@ -7,14 +7,14 @@ from exl2flow.core.config import CalibrationOptions
 from exl2flow.model.spec import ModelSpec, expected_tensors
 
 ROWS_AT_ONCE = 32
-CACHE_BYTES = 2 * 2**30  # keys and values of the rows written at once, counted as fp32
+CACHE_BYTES = 2 * 2**30  # limit for keys and values of the rows written at once, as fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """`rows` rows of `tokens` tokens, `at_once` side by side, in texts of at most `span` tokens.
+    """`rows` rows of `tokens` tokens, `at_once` in a batch, in texts of at most `span` tokens.
 
-    `elements` are the numbers in memory: all weights, and the keys and values of the rows.
+    elements: numbers in memory, i.e. all weights and the batch's keys and values.
     """
 
     rows: int
@@ -25,7 +25,7 @@ class Composition:
 
     @classmethod
     def of(cls, spec: ModelSpec, calibration: CalibrationOptions) -> "Composition":
-        """Plan enough rows for measuring and for quantizing, which share them."""
+        """Plan enough rows for both measuring and quantizing, which share them."""
         sizes = (
             (calibration.special_rows(calibration.rows), calibration.row_tokens),
             (calibration.special_rows(calibration.measure_rows), calibration.measure_row_tokens),

@@ -1,6 +1,6 @@
-"""What a model takes of a GPU's memory when it runs: weights, cache, what is laid out, workspace.
+"""GPU memory of a running model: weights, cache, layout, workspace.
 
-All is counted from shapes; only `DEVICE_BYTES` is declared. Weights are the bytes of the model's
+Everything but `DEVICE_BYTES` is computed from shapes. The weights are the bytes of the model's
 files: embedding, norms, packed codes, scales and permutations, head.
 """
 
@@ -13,12 +13,12 @@ from exl2flow.kernels.cache_formats import LayerStore
 from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.model.spec import ModelSpec
 
-# What a process takes besides its tensors: the CUDA context, compiled kernels, cuBLAS's workspace
-# and recorded steps (0.80 GB on an H200, docs/benchmarks.md), splinters of the allocator.
+# A process besides its tensors: CUDA context, compiled kernels, cuBLAS workspaces and recorded
+# graphs (0.80 GB measured, docs/benchmarks.md), and fragmentation of the allocator
 DEVICE_BYTES = 2**30
-PROMPT_TOKENS = 2048  # of a prompt that are worked on at a time
-SCALE_BYTES = 1  # of a column and group, laid out; files have half of it
-ORDER_BYTES = 8  # of an in-feature, laid out; files have four
+PROMPT_TOKENS = 2048  # of a prompt in one forward pass
+SCALE_BYTES = 1  # per column and group in GPU layout; files take half
+ORDER_BYTES = 8  # per in-feature in GPU layout; files take four
 HALF = 2  # bytes
 
 
@@ -26,9 +26,9 @@ HALF = 2  # bytes
 class Footprint:
     """What a model needs besides the bytes of its files; all in bytes.
 
-    cache: keys and values of the context; layout: by how much scales and permutations grow when
-    they are laid out, at most; work: activations of a prompt, one layer's cache and one matrix as
-    fp16; device: declared.
+    cache: keys and values of the context; layout: the most by which scales and permutations grow in
+    GPU layout; work: activations of a prompt, one layer's cache and one matrix as fp16; device:
+    `DEVICE_BYTES`.
     """
 
     context: int
@@ -40,12 +40,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.cache + self.layout + self.work + self.device
 
     @classmethod
     def of(cls, spec: ModelSpec, *, context: int, cache_format: str) -> "Footprint":
-        """Return what a model needs, whatever its bits, for one sequence of `context` tokens."""
+        """Return the needs for one sequence of `context` tokens; they do not depend on the bits."""
         attention, mlp = spec.attention, spec.mlp
         matrices = [p for s in spec.sublayers for p in s.projections] + [spec.head]
         largest = max(p.in_features * p.out_features for p in matrices[:-1])
@@ -63,12 +63,12 @@ class Footprint:
 
 
 def pages(tokens: int) -> int:
-    """Return how many pages of a cache so many tokens take."""
+    """Return how many cache pages hold this many tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
-    """Return the bytes of a cache's pages, as they are reserved."""
+    """Return the bytes reserved for a cache."""
     store = LayerStore.empty(
         CACHE_FORMATS[cache_format],
         pages=pages(context),
@@ -80,8 +80,8 @@ def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
 
 
 def _layout_bytes(rows: int, columns: int) -> int:
-    """Return by how much a matrix may grow when it is laid out: with the smallest groups."""
+    """Return the most by which a matrix grows in GPU layout: with the smallest groups."""
     padded = -(-columns // PANEL_ROWS) * PANEL_ROWS  # tiles are as wide as panels are high
     groups = rows // PANEL_ROWS
-    spare = (padded - columns) * rows  # codes of columns that pad it, at most a byte each
+    spare = (padded - columns) * rows  # codes of padding columns, at most a byte each
     return spare + groups * padded * SCALE_BYTES // 2 + rows * ORDER_BYTES // 2

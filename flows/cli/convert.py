@@ -85,11 +85,12 @@ def _convert(
     from exl2flow.flows.release import check_release  # these import torch
     from exl2flow.quant.forecast.fit import find_fit, fitted
     from exl2flow.quant.forecast.preflight import preflight
+    from exl2flow.tasks.stages import STAGES
 
     check_release(config)
     config = with_local_source(config, plain=as_json, renew=restart)
     fit, config = find_fit(config), fitted(config)
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
     outline = {"plan": plan.to_json(), **({"fit": fit.to_json()} if fit else {})}
     if not as_json:
         show(plan_table([*plan.rows(), *(fit.rows() if fit else [])]))

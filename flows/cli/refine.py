@@ -101,9 +101,11 @@ def _check(config: RefinementConfig) -> list[tuple[str, str]]:
     """
     from exl2flow.quant.forecast.preflight import preflight  # these import torch
     from exl2flow.quant.refine.stored_model import check_refinement
+    from exl2flow.tasks.stages import REFINE_STAGES
 
     check_refinement(config)
-    plan = preflight(config.model_copy(update={"bpw": MOST_BPW, "tune": TuneOptions()}))
+    forecast = config.model_copy(update={"bpw": MOST_BPW, "tune": TuneOptions()})
+    plan = preflight(forecast, REFINE_STAGES)
     return [
         ("model", str(config.model)),
         ("reference", f"{plan.model} ({plan.architecture}, {plan.layers} layers)"),

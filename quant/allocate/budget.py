@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.files import read_json
@@ -223,7 +221,7 @@ def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
     if config.target_bytes is not None:
         return config.target_bytes
     assert config.bpw_total is not None
-    weights = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
+    weights = sum(map(math.prod, expected_tensors(spec).values()))
     return int(weights * config.bpw_total / 8)
 
 

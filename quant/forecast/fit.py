@@ -1,8 +1,6 @@
-"""The largest model that fits a GPU: from the memory to a target in bytes."""
+"""The largest model that fits a GPU: turn its memory into a target in bytes."""
 
-from dataclasses import dataclass
-
-import torch
+from dataclasses import asdict, dataclass
 
 from exl2flow.core.config import CACHES, ConversionConfig, FitOptions
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
@@ -10,17 +8,15 @@ from exl2flow.core.source import WANTED
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.model.footprint import Footprint
-from exl2flow.quant.allocate.budget import decoder_numel
-from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.quant.allocate.reach import Reach
 from exl2flow.quant.forecast.plan import megabytes
-from exl2flow.quant.forecast.preflight import reachable_bits
 
-HEADER_BYTES = 2**20  # names and shapes in all files together, with room
+HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a GPU's memory is divided. `weights`: what is left for the files, in bytes."""
+    """How a GPU's memory is divided; weights: bytes left for the model's files."""
 
     memory: int
     needs: Footprint
@@ -28,7 +24,7 @@ class Fit:
     bpw: float
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return (what, value) for people, the sum at the end."""
+        """Return (what, value) for people, the total last."""
         needs = self.needs
         return [
             ("weights at most", f"{megabytes(self.weights)}, about {self.bpw:.2f} bpw"),
@@ -40,17 +36,17 @@ class Fit:
         ]
 
     def to_json(self) -> dict[str, object]:
-        """Return the sum's parts in bytes."""
-        needs = {name: getattr(self.needs, name) for name in self.needs.__slots__}
-        return {"memory": self.memory, **needs, "weights": self.weights, "bpw": self.bpw}
+        """Return the parts in bytes."""
+        parts = asdict(self)
+        return {"memory": self.memory, **parts.pop("needs"), **parts}
 
 
 def find_fit(config: ConversionConfig) -> Fit | None:
-    """Return how the memory that the options name is divided; None if they name none.
+    """Divide the memory given in the options; return None if none is given.
 
     Raises:
         ConfigError: the context exceeds the model's positions.
-        BudgetUnreachable: not even the smallest model fits; says what would.
+        BudgetUnreachable: not even the smallest model fits; it names what would.
         SourceModelError: the source cannot be used.
     """
     options = config.fit
@@ -62,20 +58,19 @@ def find_fit(config: ConversionConfig) -> Fit | None:
             f"`--context {options.context}` exceeds the model's {spec.max_positions} positions"
         )
     needs = Footprint.of(spec, context=options.context, cache_format=options.cache)
-    (least, most), (least_head, most_head) = reachable_bits(config, spec)
-    plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
-    smallest = plain + HEADER_BYTES + (least + least_head) // 8
+    reach = Reach.of(config, spec)
+    smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
     left = int(options.memory) - needs.total
     if left < smallest:
         raise BudgetUnreachable(_what_would(options, spec, needs, smallest))
-    weights = min(left, plain + HEADER_BYTES + (most + most_head) // 8)
-    bits = 8 * (weights - plain - HEADER_BYTES) - most_head
-    bpw = max(least, min(most, bits)) / decoder_numel(spec)
+    weights = min(left, largest)
+    bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
+    bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
     return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
 
 
 def fitted(config: ConversionConfig) -> ConversionConfig:
-    """Return the configuration with the memory it must fit turned into a target in bytes.
+    """Return the configuration with a target in bytes in place of the memory to fit.
 
     Raises:
         ConfigError, BudgetUnreachable, SourceModelError: as `find_fit`.
@@ -87,7 +82,7 @@ def fitted(config: ConversionConfig) -> ConversionConfig:
 
 
 def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest: int) -> str:
-    """Say what does not fit, and what would."""
+    """Return the message that says what does not fit, and what would."""
     others = []
     for name in CACHES:
         if longest := _longest(spec, int(options.memory) - smallest, name):
@@ -96,12 +91,12 @@ def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest
     return (
         f"nothing fits {megabytes(options.memory)}: the smallest model takes {megabytes(smallest)},"
         f" the {options.cache} cache of {options.context:,} tokens {megabytes(needs.cache)}, all "
-        f"else {megabytes(needs.total - needs.cache)}; what would: {' or '.join(ways)}"
+        f"else {megabytes(needs.total - needs.cache)}; what would fit: {' or '.join(ways)}"
     )
 
 
 def _longest(spec: ModelSpec, room: int, cache: str) -> int:
-    """Return the longest context that fits the room with a cache, in whole pages."""
+    """Return the longest context that fits `room` bytes, in whole pages."""
     low, high = 0, spec.max_positions // PAGE_TOKENS
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,18 +1,60 @@
-"""What a conversion will do and need, told before it starts."""
+"""The plan of a conversion: what it does, what it needs, and what is left of it on a resume."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Self
 
-from exl2flow.quant.forecast.gpu import Card, GpuNeed
-from exl2flow.quant.forecast.main_memory import Need
+from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.stage import Pipeline
+from exl2flow.core.store import StageFolder
+from exl2flow.model import Composition, ModelSpec
+from exl2flow.quant.forecast.needs import Card, Need
+from exl2flow.quant.tokenize.stage import judging_rows
 
 MOST_NAMES = 8  # of files that are left out
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What the unfinished stages still need; output_bytes: still to be written to `--out`."""
+
+    needs: Mapping[str, Need]
+    output_bytes: int
+    finished: tuple[str, ...] = ()
+
+    @classmethod
+    def after(cls, pipeline: Pipeline, needs: Mapping[str, Need], output_bytes: int) -> Self:
+        """Subtract what the valid files in the pipeline's own folders already take."""
+        finished = tuple(name for name in pipeline.stages if pipeline.is_complete(name))
+        found = {n: _valid_bytes(pipeline, n) for n in pipeline.stages if n not in finished}
+        left = {name: _less(needs[name], size) for name, size in found.items() if name in needs}
+        output = max(0, output_bytes - found["compile"]) if "compile" in found else 0
+        return cls(needs=left, output_bytes=output, finished=finished)
+
+
+def _valid_bytes(pipeline: Pipeline, name: str) -> int:
+    """Return the bytes of a stage's files that a resume keeps, those in `--out` included."""
+    folder = StageFolder.load(pipeline.path(name), pipeline.refs[name].fingerprint)
+    if folder is None or folder.manifest.device != pipeline.device:
+        return 0
+    records = [r for file, r in folder.manifest.files.items() if folder.valid(file)]
+    states = folder.manifest.states
+    if states is not None and states.record.matches(folder.path / states.file):
+        records.append(states.record)
+    return sum(record.size for record in records)
+
+
+def _less(need: Need, found: int) -> Need:
+    """Subtract bytes that are already on disk, first from those that stay."""
+    kept = max(0, need.kept_bytes - found)
+    passing = max(0, need.kept_bytes + need.passing_bytes - found) - kept
+    return replace(need, kept_bytes=kept, passing_bytes=passing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a conversion will do and need, before it starts; sizes in bytes."""
+    """What a conversion does and needs as a whole, and what is left of it; sizes in bytes."""
 
     model: str
     architecture: str
@@ -26,8 +68,8 @@ class Plan:
     work_bytes: int
     memory_bytes: int
     needs: Mapping[str, Need]
+    left: Left
     card: Card | None
-    gpu_needs: Mapping[str, GpuNeed]
     work_dir: str
     out: str
     carried: tuple[str, ...]
@@ -35,16 +77,15 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
-        return {name: getattr(self, name) for name in self.__slots__} | {
-            "needs": {name: need.to_json() for name, need in self.needs.items()},
-            "card": self.card and asdict(self.card),
-            "gpu_needs": {name: need.to_json() for name, need in self.gpu_needs.items()},
-        }
+        return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) for people."""
         low, high = self.reachable_bpw
-        return [
+        needs = {name: need for name, need in self.needs.items() if name != "tokenize"}
+        memory = {n: BASE_MEMORY + need.memory_bytes for n, need in needs.items()}
+        sizes = [f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size > BASE_MEMORY]
+        rows = [
             ("model", f"{self.model} ({self.architecture}, {self.layers} layers)"),
             ("weights", f"{self.weights / 1e6:.1f} M"),
             ("device", self.device),
@@ -52,27 +93,17 @@ class Plan:
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
             ("output", f"{self.out}, about {megabytes(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {megabytes(self.work_bytes)}"),
-            ("memory", f"about {megabytes(self.memory_bytes)}"),
-            ("by stage", _by_stage(self.needs)),
+            ("memory", f"up to {megabytes(self.memory_bytes)}"),
+            ("by stage", f"{', '.join(sizes)} GB"),
             ("carried", ", ".join(self.carried)),
-            *([("left out", _some(self.left_out))] if self.left_out else []),
-            *(_of_card(self.card, self.gpu_needs) if self.card else []),
         ]
-
-
-def _of_card(card: Card, needs: Mapping[str, GpuNeed]) -> list[tuple[str, str]]:
-    """Return what stages need of a GPU, for people."""
-    memory = [
-        f"{name} {need.memory / 1e9:.1f}{'' if need.states_stay else ' (states in main memory)'}"
-        for name, need in needs.items()
-        if need.memory
-    ]
-    times = [f"{name} {need.seconds:.0f}" for name, need in needs.items() if need.seconds >= 1]
-    minutes = sum(need.seconds for need in needs.values()) / 60
-    return [
-        ("GPU memory", f"{', '.join(memory)} of {card.memory / 1e9:.1f} GB of the {card.name}"),
-        ("GPU time", f"about {minutes:.1f} min before validation: {', '.join(times)} s"),
-    ]
+        if self.left_out:
+            rows.append(("left out", _some(self.left_out)))
+        if self.card:
+            rows.append(("GPU memory", _on_card(self.card, needs)))
+        if self.left.finished:
+            rows.append(("finished", ", ".join(self.left.finished)))
+        return rows
 
 
 def _some(names: Sequence[str]) -> str:
@@ -82,16 +113,34 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _by_stage(needs: Mapping[str, Need]) -> str:
-    """Return the memory of each stage in short, all in one unit."""
+def _on_card(card: Card, needs: Mapping[str, Need]) -> str:
+    """Return the GPU memory of each stage, and whose states do not fit."""
     sizes = [
-        f"{name} {(BASE_MEMORY + need.memory) / 1e9:.2f}"
+        f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
+        + " (states in main memory)" * bool(need.pinned_bytes)
         for name, need in needs.items()
-        if name != "tokenize"  # too little to tell
+        if need.gpu_memory_bytes
     ]
-    return f"{', '.join(sizes)} GB"
+    return f"{', '.join(sizes)} of {card.memory / 1e9:.1f} GB of the {card.name}"
+
+
+def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
+    """Describe the calibration rows."""
+    options = config.calibration
+    text = f"{options.rows} rows x {options.row_tokens} tokens, "
+    if isinstance(config, RefinementConfig):
+        judging = judging_rows(config.held_out_rows, options.rows)
+        text += f"of which {judging} are set aside to judge"
+    else:
+        text += f"measured on {options.measure_rows} x {options.measure_row_tokens}"
+    if options.text == "chat":
+        text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
+    if options.text == "self":
+        plan = Composition.of(spec, options)
+        text += f"; the model first writes {plan.rows} of the rows itself, {plan.at_once} at a time"
+    return text
 
 
 def megabytes(size: int) -> str:
-    """Return a size in words."""
+    """Format a size."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

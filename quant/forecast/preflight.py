@@ -1,61 +1,45 @@
-"""Everything that can be known to be wrong before the first stage, in one list; and the plan."""
+"""Find all problems that can be known before the first stage, and return the plan."""
 
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import (
-    BudgetUnreachable,
-    Exl2FlowError,
-    NotEnoughRows,
-    PreflightFailed,
-    SourceModelError,
-    StoreError,
-    TensorShapeError,
-)
+from exl2flow.core.errors import Exl2FlowError, NotEnoughRows, PreflightFailed, StoreError
+from exl2flow.core.files import read_json
 from exl2flow.core.memory import available_memory
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
+from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.kernels import resolve_device
-from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
-from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
-from exl2flow.model.linear import is_packed
-from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
-from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.model import ChatTemplate, ModelSpec, Tokenizer, expected_tensors, resolve
+from exl2flow.model.source_tensors import check_storable, check_tensors
+from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
-from exl2flow.quant.forecast.calibration import calibration_in_words, check_calibration
-from exl2flow.quant.forecast.gpu import Card, gpu_needs
-from exl2flow.quant.forecast.main_memory import memory_bytes, stage_needs, work_bytes
-from exl2flow.quant.forecast.plan import BASE_MEMORY, Plan, megabytes
-from exl2flow.quant.measure.candidates import (
-    HEAD_OPTIONS,
-    HEAD_PARAMS,
-    PROJECTION_OPTIONS,
-    candidates_for,
-)
-from exl2flow.quant.measure.measurement import (
-    candidate_bits,
-    projection_bits,
-    read_measurement,
-    slot_projections,
-)
+from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
+from exl2flow.quant.forecast.plan import BASE_MEMORY, Left, Plan, calibration_in_words, megabytes
+from exl2flow.quant.tokenize.dialogues import check_template
 from exl2flow.quant.tokenize.parquet import check_parquet
-from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SHARED = ("compose", "tokenize", "sensitivity", "measure")  # do not depend on the target
 
-def preflight(config: ConversionConfig) -> Plan:
+
+def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     """Check a conversion without doing any of it.
+
+    Args:
+        config: the conversion.
+        stages: the stages of the run. Disk and memory must suffice for what is left of them, or
+            for a whole conversion if none are given.
 
     Raises:
         PreflightFailed: all problems, one per line.
@@ -81,38 +65,36 @@ def preflight(config: ConversionConfig) -> Plan:
     attempt(lambda: _check_text(config))
     attempt(lambda: carried_files(config.source))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
-    plan = None
     if spec is not None:
-        attempt(lambda: _check_tokenizer(spec))
-        attempt(lambda: check_calibration(config, spec, device))
-        attempt(lambda: _check_shapes(spec))
-        attempt(lambda: _check_tensors(spec))
+        attempt(lambda: _check_tokenizer(config, spec))
+        attempt(lambda: check_storable(spec))
+        attempt(lambda: check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
-        attempt(lambda: _check_measurement(config, spec))
-        attempt(lambda: _check_tuning(config, spec, card))
-        plan = attempt(lambda: _plan(config, spec, device, card))
-    if plan is not None:
-        attempt(lambda: check_disk([plan]))
-        attempt(lambda: _check_memory(plan))
-        _warn_of_card(plan, spec)
-    if problems or plan is None:
-        raise PreflightFailed("\n".join(problems))
-    return plan
+        attempt(lambda: check_measurement(config, spec))
+        begun = () if problems else stages
+        plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
+        if plan is not None:
+            attempt(lambda: check_disk([plan]))
+            attempt(lambda: _check_memory(plan, spec))
+            if not problems:
+                return plan
+    raise PreflightFailed("\n".join(problems))
 
 
 def _check_writable(folder: Path) -> None:
-    """Find the nearest existing parent and ask whether it can be written."""
-    existing = folder.expanduser().resolve()
-    while not existing.exists():
-        existing = existing.parent
+    existing = _existing(folder.expanduser().resolve())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise StoreError(
             f"`{existing}` is not a folder that can be written; choose another one for `{folder}`"
         )
 
 
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def _check_text(config: ConversionConfig) -> None:
-    """Ask that the files a user names exist, before hours are spent."""
+    """Check that the files named by the user exist."""
     named = (config.calibration.file, config.measurement, config.validate_options.text)
     missing = [str(path) for path in named if path is not None and not path.is_file()]
     if missing:
@@ -121,138 +103,59 @@ def _check_text(config: ConversionConfig) -> None:
         check_parquet(config.calibration.file)
 
 
-def _check_tokenizer(spec: ModelSpec) -> None:
+def _check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Encode a sentence and, for `--calibration chat`, render the shortest conversation."""
     tokenizer = Tokenizer.load(spec.source_dir)
     if len(tokenizer.encode("The quick brown fox.")) == 0:
-        raise NotEnoughRows(f"the tokenizer of `{spec.source_dir}` makes no tokens of plain text")
-
-
-def _check_shapes(spec: ModelSpec) -> None:
-    """Ask that every matrix can be packed."""
-    projections = [p for s in spec.sublayers for p in s.projections] + [spec.head]
-    bad = [p for p in projections if p.in_features % ROW_MULTIPLE or p.in_features > MAX_ROWS]
-    if bad:
-        names = ", ".join(f"`{p.key}` ({p.in_features})" for p in bad[:4])
-        raise TensorShapeError(
-            f"in-features must be a multiple of {ROW_MULTIPLE} and at most {MAX_ROWS}: {names}"
-            f"{' …' if len(bad) > 4 else ''}; EXL2 cannot store this model"
+        raise NotEnoughRows(
+            f"the tokenizer of `{spec.source_dir}` returns no tokens for plain text"
         )
-
-
-def _check_tensors(spec: ModelSpec) -> None:
-    """Compare names and shapes in the files with the config; list everything that differs."""
-    tensors = TensorFiles(spec.source_dir)
-    projections = [p.key for s in spec.sublayers for p in s.projections]
-    stored = [key for key in projections if is_packed(key, tensors)]
-    if stored:
-        raise SourceModelError(
-            f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
-            "all); convert the model that it was made from"
-        )
-    lines = []
-    for name, shape in expected_tensors(spec).items():
-        if name not in tensors:
-            lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")
-        elif not _fits(tensors.shape(name), shape, spec):
-            lines.append(f"`{name}` has shape {tensors.shape(name)}, the config implies {shape}")
-    if lines:
-        shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
-        raise TensorShapeError("\n".join(shown) + "; get the model's files again, complete")
-
-
-def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
-    """Embedding and head may have more rows than the vocabulary."""
-    if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
-        return found[0] >= expected[0] and found[1] == expected[1]
-    return tuple(found) == expected
-
-
-def _check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Ask that what is to be allotted will have been measured."""
-    in_nats = with_head = config.sensitivity.kind == "fisher"
-    if config.measurement is not None:
-        given = read_measurement(config.measurement, spec)
-        costs = [result.nats for results in given.decoder.values() for result in results]
-        in_nats, with_head = in_nats and None not in costs, bool(given.head)
-    check_measured(config, in_nats=in_nats, with_head=with_head)
+    if config.calibration.text == "chat":
+        check_template(ChatTemplate.load(spec.source_dir, tokenizer))
 
 
 def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Warn of rows that are too long for the model.
-
-    Raises:
-        NotEnoughRows: no row can be set aside to judge.
-    """
+    """Warn about rows too long for the model; refuse a single row where some are set aside."""
     calibration = config.calibration
-    judging = [
-        name
-        for name, needed in (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
-        if needed
-    ]
+    users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
+    judging = [name for name, needed in users if needed]
     if judging and calibration.rows < 2:
         raise NotEnoughRows(
-            f"{' and '.join(judging)} set rows of text aside to judge by, and there is one row; "
-            "ask for more with `--rows`, or for another `--quality`"
+            f"{' and '.join(judging)} set rows of text aside to judge by, but there is only "
+            "one row; raise `--rows`, or choose another `--quality`"
         )
     longest = max(calibration.row_tokens, calibration.measure_row_tokens)
     if longest > spec.max_positions:
         log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
 
 
-def _check_tuning(config: ConversionConfig, spec: ModelSpec, card: Card | None) -> None:
-    """Ask that a GPU can hold what tuning needs: the whole source, and the quantized model."""
-    if card is None or not config.tune.steps:
-        return
-    if (need := tune_memory(spec, config.tune)) > card.memory:
-        raise StoreError(
-            f"the stage `tune` may need {megabytes(need)} of the GPU's memory, "
-            f"{megabytes(card.memory)} may be used; choose another `--quality`, or `--device cpu`"
-        )
-
-
 def _plan(
-    config: ConversionConfig, spec: ModelSpec, device: torch.device | None, card: Card | None
+    config: ConversionConfig,
+    spec: ModelSpec,
+    card: Card | None,
+    stages: Sequence[Stage],
+    *,
+    device: str,
 ) -> Plan:
-    """Forecast sizes; refuse a target that the candidates cannot reach.
-
-    Raises:
-        BudgetUnreachable: naming the reachable range.
-    """
-    numel = decoder_numel(spec)
-    decoder, head = reachable_bits(config, spec)
-    plain = sum(2 * torch.Size(shape).numel() for shape in plain_tensors(spec).values())
-    low, high = decoder[0] / numel, decoder[1] / numel
-    if config.bpw is not None:
-        if config.bpw < low:
-            raise BudgetUnreachable(
-                f"{config.bpw:g} bits per weight are out of reach: this model's candidates span "
-                f"{low:.3f} to {high:.3f}; ask for more with `--bpw`"
-            )
-        packed = int((numel * min(config.bpw, high) + head[0]) / 8)
-    else:
-        target, least = total_target(config, spec), plain + (decoder[0] + head[0]) // 8
-        if target < least:
-            raise BudgetUnreachable(
-                f"a total of {target:,} bytes is out of reach: the smallest output has about "
-                f"{least:,}; raise the target"
-            )
-        packed = min(target - plain, (decoder[1] + head[1]) // 8)
-    needs = stage_needs(config, spec, device, packed=packed)
+    """Forecast sizes; refuse an unreachable target."""
+    reach = Reach.of(config, spec)
+    packed = reach.packed_bytes(config, spec)
+    needs = Forecast(config, spec, card).needs(packed)
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
         layers=spec.num_layers,
-        weights=sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values()),
-        device=str(device),
+        weights=sum(map(prod, expected_tensors(spec).values())),
+        device=device,
         calibration=calibration_in_words(config, spec),
         target=config.target,
-        reachable_bpw=(low, high),
-        output_bytes=plain + packed,
-        work_bytes=work_bytes(needs),
-        memory_bytes=BASE_MEMORY + memory_bytes(needs),
+        reachable_bpw=reach.bpw,
+        output_bytes=reach.plain + packed,
+        work_bytes=work_bytes(needs.values()),
+        memory_bytes=BASE_MEMORY + memory_bytes(needs.values()),
         needs=needs,
+        left=_left(config, stages, needs, reach.plain + packed),
         card=card,
-        gpu_needs=gpu_needs(config, spec, card, output=plain + packed) if card else {},
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
@@ -260,74 +163,74 @@ def _plan(
     )
 
 
-def reachable_bits(
-    config: ConversionConfig, spec: ModelSpec
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the least and the most bits that the candidates allow: of the decoder, of the head."""
-    slots = slot_projections(spec)
-    if config.measurement is not None:
-        measured = read_measurement(config.measurement, spec).decoder
-        bits = [[result.total_bits for result in results] for results in measured.values()]
-    elif config.sensitivity.kind == "fisher":
-        decoder = [p for s in spec.sublayers for p in s.projections]
-        bits = [[projection_bits(p, params) for params in PROJECTION_OPTIONS] for p in decoder]
-    else:
-        bits = [
-            [candidate_bits(slots[s.name], c) for c in candidates_for(s)] for s in spec.sublayers
-        ]
-    fixed = config.fixed_head_bits
-    options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
-    head = [projection_bits(spec.head, params) for params in options]
-    return (sum(map(min, bits)), sum(map(max, bits))), (min(head), max(head))
+def _left(
+    config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need], output: int
+) -> Left:
+    """Return what is left to do; digest the source only if an earlier run has done so."""
+    try:
+        remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
+    except (StoreError, TypeError):
+        remembered = []
+    source = f"{config.source.expanduser().resolve()}/"
+    if any(str(path).startswith(source) for path in remembered):
+        pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
+        return Left.after(pipeline, needs, output)
+    names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
+    needs = {name: need for name, need in needs.items() if name in names}
+    return Left(needs=needs, output_bytes=output if "compile" in names else 0)
 
 
 def check_disk(plans: Sequence[Plan]) -> None:
-    """Ask that the disks hold what conversions of one model leave behind.
+    """Check that the disks have room for what is left of conversions of one model.
 
     Raises:
-        StoreError: saying how much there is, and how much it takes.
+        StoreError: naming what they need and what is free.
     """
+    work: dict[Hashable, Need] = {}
+    for plan in plans:
+        for name, stage_need in plan.left.needs.items():
+            work[name if name in SHARED else (plan.out, name)] = stage_need
+    sizes = [(plan.out, plan.left.output_bytes) for plan in plans]
     need: dict[int, int] = {}
     free: dict[int, int] = {}
-    work = max(plans, key=lambda plan: plan.work_bytes)
-    sizes = [(plan.out, plan.output_bytes) for plan in plans]
-    # what stages keep is about their output; all else of the checkpoints is shared
-    kept = work.work_bytes + sum(plan.output_bytes for plan in plans) - work.output_bytes
-    for folder, size in (*sizes, (work.work_dir, kept)):
-        existing = Path(folder)
-        while not existing.exists():
-            existing = existing.parent
+    for folder, size in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
+        existing = _existing(Path(folder))
         disk = existing.stat().st_dev
         need[disk] = need.get(disk, 0) + size
         free[disk] = shutil.disk_usage(existing).free
     for disk, size in need.items():
         if size > free[disk]:
             raise StoreError(
-                f"the conversion may need {megabytes(size)} of disk, {megabytes(free[disk])} are "
-                "free; free some, or put `--out` and `--work-root` on other disks"
+                f"the conversion may need {megabytes(size)} of disk space, {megabytes(free[disk])} "
+                "is free; free some, or put `--out` and `--work-root` on other disks"
             )
 
 
-def _check_memory(plan: Plan) -> None:
-    available = available_memory()
-    if available is not None and plan.memory_bytes > available:
-        most = max(plan.needs, key=lambda name: plan.needs[name].memory)
+def _check_memory(plan: Plan, spec: ModelSpec) -> None:
+    """Check that main memory and the GPU's suffice for every stage that is left."""
+    needs, available = plan.left.needs, available_memory()
+    most = memory_bytes(needs.values())
+    if most and available is not None and BASE_MEMORY + most > available:
+        name = next(name for name, need in needs.items() if need.memory_bytes == most)
         raise StoreError(
-            f"the stage `{most}` may need {megabytes(plan.memory_bytes)} of memory, "
-            f"{megabytes(available)} are available; reduce `--rows` or `--row-tokens`, or choose "
+            f"the stage `{name}` may need {megabytes(BASE_MEMORY + most)} of memory, "
+            f"{megabytes(available)} is available; reduce `--rows` or `--row-tokens`, or choose "
             "another `--quality`"
         )
-
-
-def _warn_of_card(plan: Plan, spec: ModelSpec | None) -> None:
-    """Warn of a model whose sublayers may not fit a GPU even if worked on piece by piece."""
-    if not (plan.card and spec):
+    if plan.card is None or not needs:
         return
-    least = working_bytes(spec, plan.card.memory)
-    if least > plan.card.memory:
+    usable = plan.card.memory
+    for name, need in needs.items():
+        if need.gpu_memory_bytes > usable:
+            other = "calibration than `self`" if name == "compose" else "`--quality`"
+            raise StoreError(
+                f"the stage `{name}` may need {megabytes(need.gpu_memory_bytes)} of the GPU's "
+                f"memory, {megabytes(usable)} may be used; choose another {other}, or "
+                "`--device cpu`"
+            )
+    if (least := working_bytes(spec, usable)) > usable:
         log.warning(
-            "the largest sublayer may need %s of the GPU's memory, %s may be used; if it ends for "
-            "lack of memory, raise `--max-memory` or use `--device cpu`: it goes on where it was",
-            megabytes(least),
-            megabytes(plan.card.memory),
+            "the largest sublayer may need %s of the GPU's memory, %s may be used; if memory runs "
+            "out, raise `--max-memory` or use `--device cpu`: the same command goes on from there",
+            *map(megabytes, (least, usable)),
         )

@@ -1,4 +1,4 @@
-"""What a plan says of the GPU, beside what a conversion takes of it."""
+"""The GPU memory that a plan names is never exceeded by the conversion."""
 
 from pathlib import Path
 
@@ -24,12 +24,13 @@ def test_no_stage_takes_more_memory_than_the_plan_says(tmp_path: Path) -> None:
     assert plan.card.name == torch.cuda.get_device_name()
     pipeline = open_pipeline(config, STAGES)
 
-    for name, need in plan.gpu_needs.items():
+    for name, need in plan.needs.items():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         pipeline.run(name, progress=silent)
-        if need.memory:
-            assert torch.cuda.max_memory_allocated() - before <= need.memory, name
+        if need.gpu_memory_bytes:
+            peak = torch.cuda.max_memory_allocated() - before
+            assert peak <= need.gpu_memory_bytes, name
 
 
 def test_a_conversion_in_little_memory_ends_well(tmp_path: Path) -> None:

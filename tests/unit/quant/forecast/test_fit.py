@@ -1,4 +1,4 @@
-"""What fits a GPU: the sum, the largest target, and what would fit if nothing does."""
+"""What fits a GPU: the total, the largest target, and what would fit if nothing does."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_cache_is_counted_as_it_is_reserved(source: Path, name: str) -> None:
     assert cache_bytes(spec, context=300, cache_format=name) == cache.nbytes
 
 
-def test_weights_and_all_else_fill_the_memory(source: Path, tmp_path: Path) -> None:
+def test_weights_and_everything_else_fill_the_memory(source: Path, tmp_path: Path) -> None:
     roomy = find_fit(small_config(source, tmp_path, fit={"memory": "24GB", "context": 256}))
     assert roomy is not None
     memory = roomy.needs.total + roomy.weights - 20_000

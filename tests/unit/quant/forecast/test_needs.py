@@ -1,8 +1,8 @@
-"""What the plan says of single stages, against what they leave and hold."""
+"""The forecast for single stages, compared with what they write and hold."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,12 @@ from exl2flow.core.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.forecast import preflight as preflight_module
-from exl2flow.quant.forecast.gpu import Card
-from exl2flow.quant.forecast.main_memory import (
+from exl2flow.quant.forecast.needs import (
     STATE_FILES,
+    Card,
+    Forecast,
     Need,
     memory_bytes,
-    stage_needs,
     work_bytes,
 )
 from exl2flow.quant.forecast.plan import BASE_MEMORY
@@ -34,7 +34,6 @@ from exl2flow.quant.quantize.correction import paired_rows
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.tasks.stages import STAGES
 
-CPU = torch.device("cpu")
 ROWS, TOKENS, HIDDEN = 64, 64, 64
 STATES = 4 * ROWS * TOKENS * HIDDEN
 EVERYTHING: dict[str, object] = {
@@ -73,14 +72,14 @@ def needs_of(source: Path, **values: object) -> dict[str, Need]:
         ({"quality": "best"}, ["sensitivity", "measure", "allocate", "quantize", "tune"]),
     ],
 )
-def test_stages_that_will_run_are_forecast_in_their_order(
+def test_stages_that_will_run_are_forecast_in_order(
     values: dict[str, object], names: list[str], source: Path
 ) -> None:
     config = config_of(source, **values)
 
     plan = preflight(config)
 
-    assert list(plan.needs) == ["tokenize", *names]
+    assert list(plan.needs) == ["tokenize", *names, "compile"]
     ran = Pipeline(config, STAGES, device="cpu").stages
     assert [name for name in ran if name in plan.needs] == list(plan.needs)
     (said,) = (value for what, value in plan.rows() if what == "by stage")
@@ -94,7 +93,7 @@ def test_what_the_model_writes_itself_is_forecast(source: Path) -> None:
     needs = preflight(config.model_copy(update={"calibration": calibration})).needs
 
     assert next(iter(needs)) == "compose"
-    assert needs["compose"].memory > (source / "model.safetensors").stat().st_size
+    assert needs["compose"].memory_bytes > (source / "model.safetensors").stat().st_size
 
 
 def test_a_given_measurement_needs_no_measuring(source: Path, tmp_path: Path) -> None:
@@ -103,27 +102,29 @@ def test_a_given_measurement_needs_no_measuring(source: Path, tmp_path: Path) ->
     assert "measure" not in needs_of(source, measurement=path)
 
 
-def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
+def test_refining_neither_measures_nor_allocates_nor_tunes(source: Path) -> None:
     given = config_of(source, quality="best").model_dump() | {"model": source}
 
     config = RefinementConfig.model_validate(given)
 
-    assert list(stage_needs(config, resolve(source), CPU, packed=0)) == [
+    assert list(Forecast(config, resolve(source), None).needs(0)) == [
         "tokenize",
         "sensitivity",
-        "quantize",
+        "refine",
+        "compile",
     ]
 
 
-def test_the_plan_is_that_of_the_greediest_stage(source: Path) -> None:
+def test_the_plan_names_the_need_of_the_greediest_stage(source: Path) -> None:
     plan = preflight(config_of(source, **EVERYTHING))
 
     needs = plan.needs.values()
-    assert plan.memory_bytes == BASE_MEMORY + max(need.memory for need in needs)
-    assert plan.work_bytes == sum(n.kept for n in needs) + max(n.passing for n in needs)
+    assert plan.memory_bytes == BASE_MEMORY + max(need.memory_bytes for need in needs)
+    kept = sum(need.kept_bytes for need in needs)
+    assert plan.work_bytes == kept + max(need.passing_bytes for need in needs)
     said = json.loads(json.dumps(plan.to_json()))["needs"]
-    assert said["quantize"] == plan.needs["quantize"].to_json()
-    assert set(said["quantize"]) == {"memory_bytes", "kept_bytes", "passing_bytes"}
+    assert said["quantize"] == asdict(plan.needs["quantize"])
+    assert {"memory_bytes", "kept_bytes", "passing_bytes"} < set(said["quantize"])
 
 
 def test_too_little_memory_names_the_stage(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +142,11 @@ def test_a_gpu_too_small_to_tune_on_is_refused(
     cuda = torch.device("cuda")
     config = config_of(source, tune={"steps": 1})
     need = tune_memory(resolve(source), config.tune)
-    card = Card(name="small", flops=1e13, processors=20, memory=need)
+    card = Card(name="small", memory=need)
     monkeypatch.setattr(Card, "of", lambda device, limit: card)
     monkeypatch.setattr(preflight_module, "resolve_device", lambda device: cuda)
 
-    in_main = preflight(config).needs["tune"].memory
+    in_main = preflight(config).needs["tune"].memory_bytes
     card = replace(card, memory=need - 1)
     preflight(config_of(source))
     with pytest.raises(PreflightFailed, match=r"^the stage `tune` .* GPU's memory, .* `--device"):
@@ -160,9 +161,12 @@ def test_correction_needs_some_states_twice(source: Path) -> None:
 
     paired = len(paired_rows(ROWS)) * STATES // ROWS
     assert 0 < paired < STATES
-    assert corrected["quantize"].passing - plain["quantize"].passing == STATE_FILES * paired
-    assert plain["quantize"].passing == STATE_FILES * STATES
-    assert corrected["quantize"].memory - plain["quantize"].memory >= paired
+    assert (
+        corrected["quantize"].passing_bytes - plain["quantize"].passing_bytes
+        == STATE_FILES * paired
+    )
+    assert plain["quantize"].passing_bytes == STATE_FILES * STATES
+    assert corrected["quantize"].memory_bytes - plain["quantize"].memory_bytes >= paired
     assert corrected["measure"] == plain["measure"]
 
 
@@ -173,9 +177,9 @@ def test_trials_need_states_for_every_sublayer(source: Path, tmp_path: Path) -> 
     shallow, more = (needs_of(path, **values)["allocate"] for path in (source, deep))
 
     row = 4 * TOKENS * HIDDEN
-    assert more.memory - shallow.memory == 2 * (12 - 2) * 4 * row  # four rows judge
+    assert more.memory_bytes - shallow.memory_bytes == 2 * (12 - 2) * 4 * row  # four rows judge
     # 60 rows are left; every third is rounded on, entering and leaving; and 3 + 4 copies
-    assert shallow.memory > (2 * 20 + 4 * (3 + 4)) * row
+    assert shallow.memory_bytes > (2 * 20 + 4 * (3 + 4)) * row
     assert "allocate" not in needs_of(source)
 
 
@@ -186,7 +190,7 @@ def test_few_rows_are_not_forecast_as_many(source: Path) -> None:
         update={"calibration": config.calibration.model_copy(update=few)}
     )
 
-    many, two = (preflight(c).needs["allocate"].memory for c in (config, fewer))
+    many, two = (preflight(c).needs["allocate"].memory_bytes for c in (config, fewer))
 
     row = 4 * TOKENS * HIDDEN
     assert many - two == (2 * 20 + 7 * 4 - 2 * 1 - 7 * 1) * row
@@ -200,19 +204,19 @@ def test_tuning_needs_its_state_on_disk_and_the_matrices_again(source: Path) -> 
     spec = resolve(source)
     weights = decoder_numel(spec) + spec.head.in_features * spec.head.out_features
     plain = 2 * HIDDEN * spec.vocab_size
-    assert narrow.kept == wide.kept
-    assert narrow.kept > needs_of(source)["quantize"].kept + plain
-    assert wide.passing - narrow.passing == STATE_FILES * 4 * 4 * weights
-    assert wide.memory - narrow.memory > 4 * 4 * weights
+    assert narrow.kept_bytes == wide.kept_bytes
+    assert narrow.kept_bytes > needs_of(source)["quantize"].kept_bytes + plain
+    assert wide.passing_bytes - narrow.passing_bytes == STATE_FILES * 4 * 4 * weights
+    assert wide.memory_bytes - narrow.memory_bytes > 4 * 4 * weights
 
 
-def test_totals_are_of_what_stays_and_of_one_stage_at_a_time() -> None:
+def test_totals_add_what_stays_and_one_stage_at_a_time() -> None:
     needs = {
-        "a": Need(memory=5, kept=10, passing=100),
-        "b": Need(memory=7, kept=20, passing=30),
+        "a": Need(memory_bytes=5, kept_bytes=10, passing_bytes=100),
+        "b": Need(memory_bytes=7, kept_bytes=20, passing_bytes=30),
     }
 
-    assert (memory_bytes(needs), work_bytes(needs)) == (7, 130)
+    assert (memory_bytes(needs.values()), work_bytes(needs.values())) == (7, 130)
 
 
 def size_of(folder: Path) -> int:
@@ -243,7 +247,7 @@ def test_disk_is_forecast_stage_by_stage(tmp_path: Path, monkeypatch: pytest.Mon
     slack = 60_000  # manifests, headers, the allocation
     for name, need in plan.needs.items():
         kept = size_of(pipeline.path(name))
-        assert kept - slack < need.kept, name
-        assert most[name] - slack < need.kept + need.passing, name
+        assert kept - slack < need.kept_bytes, name
+        assert most[name] - slack < need.kept_bytes + need.passing_bytes, name
     # of the states' three files two are there between any two commits
     assert total < plan.work_bytes < 1.5 * total + slack

@@ -1,0 +1,56 @@
+"""Whether a source has the tensors that its config implies, and whether EXL2 can store them."""
+
+from exl2flow.core.errors import SourceModelError, TensorShapeError
+from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
+from exl2flow.model.linear import is_packed
+from exl2flow.model.spec import ModelSpec, expected_tensors
+from exl2flow.model.weights import TensorFiles
+
+
+def check_storable(spec: ModelSpec) -> None:
+    """Refuse matrices that cannot be packed.
+
+    Raises:
+        TensorShapeError: naming them.
+    """
+    projections = [p for s in spec.sublayers for p in s.projections] + [spec.head]
+    bad = [p for p in projections if p.in_features % ROW_MULTIPLE or p.in_features > MAX_ROWS]
+    if bad:
+        names = ", ".join(f"`{p.key}` ({p.in_features})" for p in bad[:4])
+        raise TensorShapeError(
+            f"in-features must be a multiple of {ROW_MULTIPLE} and at most {MAX_ROWS}: {names}"
+            f"{' …' if len(bad) > 4 else ''}; EXL2 cannot store this model"
+        )
+
+
+def check_tensors(spec: ModelSpec) -> None:
+    """Compare names and shapes in the files with the config.
+
+    Raises:
+        SourceModelError: the model is quantized already.
+        TensorShapeError: a line for each difference.
+    """
+    tensors = TensorFiles(spec.source_dir)
+    projections = [p.key for s in spec.sublayers for p in s.projections]
+    stored = [key for key in projections if is_packed(key, tensors)]
+    if stored:
+        raise SourceModelError(
+            f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
+            "all); convert the model that it was made from"
+        )
+    lines = []
+    for name, shape in expected_tensors(spec).items():
+        if name not in tensors:
+            lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")
+        elif not _fits(tensors.shape(name), shape, spec):
+            lines.append(f"`{name}` has shape {tensors.shape(name)}, the config implies {shape}")
+    if lines:
+        shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
+        raise TensorShapeError("\n".join(shown) + "; get the model's files again, complete")
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
+    """Embedding and head may have more rows than the vocabulary."""
+    if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
+        return found[0] >= expected[0] and found[1] == expected[1]
+    return tuple(found) == expected

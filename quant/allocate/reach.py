@@ -1,0 +1,108 @@
+"""The range of targets that the candidates can reach, in bits and in bytes of the output."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import BudgetUnreachable
+from exl2flow.model import ModelSpec
+from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
+from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.quant.measure.candidates import (
+    HEAD_OPTIONS,
+    HEAD_PARAMS,
+    PROJECTION_OPTIONS,
+    candidates_for,
+)
+from exl2flow.quant.measure.measurement import (
+    candidate_bits,
+    projection_bits,
+    read_measurement,
+    slot_projections,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Least and most bits of decoder and head; numel: the decoder's weights.
+
+    plain: bytes of the tensors that are stored as fp16.
+    """
+
+    numel: int
+    decoder: tuple[int, int]
+    head: tuple[int, int]
+    plain: int
+
+    @classmethod
+    def of(cls, config: ConversionConfig, spec: ModelSpec) -> Self:
+        """Sum over all slots; a given measurement decides which candidates there are."""
+        slots = slot_projections(spec)
+        if config.measurement is not None:
+            measured = read_measurement(config.measurement, spec).decoder
+            bits = [[result.total_bits for result in results] for results in measured.values()]
+        elif config.sensitivity.kind == "fisher":
+            decoder = [p for s in spec.sublayers for p in s.projections]
+            bits = [[projection_bits(p, params) for params in PROJECTION_OPTIONS] for p in decoder]
+        else:
+            bits = [
+                [candidate_bits(slots[s.name], c) for c in candidates_for(s)]
+                for s in spec.sublayers
+            ]
+        fixed = config.fixed_head_bits
+        options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
+        head = [projection_bits(spec.head, params) for params in options]
+        return cls(
+            numel=decoder_numel(spec),
+            decoder=(sum(map(min, bits)), sum(map(max, bits))),
+            head=(min(head), max(head)),
+            plain=2 * sum(map(prod, plain_tensors(spec).values())),
+        )
+
+    @property
+    def bpw(self) -> tuple[float, float]:
+        """Least and most bits per weight of the decoder."""
+        return self.decoder[0] / self.numel, self.decoder[1] / self.numel
+
+    @property
+    def output_bytes(self) -> tuple[int, int]:
+        """Bytes of the smallest and of the largest output, without headers."""
+        low, high = ((d + h) // 8 for d, h in zip(self.decoder, self.head, strict=True))
+        return self.plain + low, self.plain + high
+
+    def packed_bytes(self, config: ConversionConfig, spec: ModelSpec) -> int:
+        """Return about how many bytes all quantized matrices will take.
+
+        Raises:
+            BudgetUnreachable: the target is below what can be reached.
+        """
+        low, high = self.bpw
+        if config.bpw is not None:
+            if config.bpw < low:
+                raise BudgetUnreachable(
+                    f"{config.bpw:g} bits per weight are out of reach: this model's candidates "
+                    f"span {low:.3f} to {high:.3f}; raise `--bpw`"
+                )
+            return int((self.numel * min(config.bpw, high) + self.head[0]) / 8)
+        target, (least, most) = total_target(config, spec), self.output_bytes
+        if target < least:
+            raise BudgetUnreachable(
+                f"a total of {target:,} bytes is out of reach: the smallest output has about "
+                f"{least:,}; raise the target"
+            )
+        return min(target, most) - self.plain
+
+
+def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Check that the measurement, given or still to be made, has what the allocation reads.
+
+    Raises:
+        ConfigError: it lacks costs in nats or the head, or belongs to another model.
+    """
+    in_nats = with_head = config.sensitivity.kind == "fisher"
+    if config.measurement is not None:
+        given = read_measurement(config.measurement, spec)
+        costs = [result.nats for results in given.decoder.values() for result in results]
+        in_nats, with_head = in_nats and None not in costs, bool(given.head)
+    check_measured(config, in_nats=in_nats, with_head=with_head)
