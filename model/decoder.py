@@ -104,7 +104,7 @@ def build_embedding(
         TensorShapeError: its rows are not of the hidden size.
     """
     name = f"{EMBEDDING_KEY}.weight"
-    weight = tensors.read(name)
+    weight = tensors.read_floating(name)
     if weight.dim() != 2 or weight.shape[1] != spec.hidden_size:
         raise TensorShapeError(
             f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies rows of "

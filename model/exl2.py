@@ -7,7 +7,6 @@ rows in act-order: packed row `r` holds in-feature `argsort(inverse_perm)[r]`.
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Self
 
 import torch
@@ -19,9 +18,8 @@ from exl2flow.kernels import (
     PackedMatrix,
     get_ops,
 )
+from exl2flow.model.group_table import BIT_WIDTHS, ROW_MULTIPLE, divides, first_words, groups_of
 
-BIT_WIDTHS = (8, 6, 5, 4, 3, 2)
-ROW_MULTIPLE = 32  # k: packed words and kernels step 32 rows
 COLUMN_MULTIPLE = 32  # n is padded to this with zero columns
 SCALE_BITS = 4
 MAX_ROWS = 65535  # permutations are narrowed to unsigned 16 bits by readers
@@ -221,7 +219,7 @@ class QuantizedMatrix:
             TensorShapeError: more rows, groups or words than readers can index.
         """
         k, _ = codes.shape
-        starts = _first_words(groups)
+        starts = first_words(groups)
         if k > MAX_ROWS or len(groups) > MAX_INT16 or starts[-1] > MAX_INT16:
             raise TensorShapeError(
                 f"a matrix with {k} rows in {len(groups)} groups exceeds the format's 16-bit "
@@ -248,7 +246,7 @@ class QuantizedMatrix:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups, recovered from the group table."""
-        return _groups_of(tuple(self.group_table.tolist()), self.packed.shape[0])
+        return groups_of(tuple(self.group_table.tolist()), self.packed.shape[0])
 
     @property
     def order(self) -> torch.Tensor:
@@ -352,47 +350,33 @@ def quantized_layout(
     return layout
 
 
-@lru_cache(maxsize=256)
-def _groups_of(table: tuple[int, ...], words: int) -> tuple[Group, ...]:
-    """Return the groups of a group table; matrices of a model have few different ones."""
-    starts = table[1::2]
-    groups, row = [], 0
-    for bits, start, end in zip(table[::2], starts, (*starts[1:], words), strict=True):
-        rows = (end - start) * 32 // bits
-        groups.append(Group(bits=bits, start=row, rows=rows))
-        row += rows
-    return tuple(groups)
-
-
-def _first_words(groups: Sequence[Group]) -> list[int]:
-    """Return the first row of each group inside the packed words."""
-    starts, word = [], 0
-    for group in groups:
-        starts.append(word)
-        word += group.rows * group.bits // 32
-    return starts
-
-
 def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
     """Compare the tensors of a matrix read from a file with each other."""
-    count = matrix.max_scales.numel()
+    count, rows = matrix.max_scales.numel(), matrix.inverse_perm.numel()
     agree = (
-        count > 0
-        and matrix.packed.dim() == 2
-        and matrix.inverse_perm.dim() == 1
+        matrix.packed.dim() == 2
+        and matrix.max_scales.shape == (count,)
+        and matrix.inverse_perm.shape == (rows,)
         and matrix.group_table.shape == (2 * count,)
         and matrix.scale_codes.shape == (count, matrix.packed.shape[1] / 8)
-        and set(matrix.group_table[::2].tolist()) <= set(BIT_WIDTHS)
-        and _covers(matrix)
+        and divides(tuple(matrix.group_table.tolist()), matrix.packed.shape[0], rows)
+        and (matrix.bias is None or _is_bias(matrix.bias, matrix.packed.shape[1]))
     )
     if not agree:
         raise TensorShapeError(
-            f"the EXL2 tensors of `{key}` contradict one another; is it damaged?"
+            f"the EXL2 tensors of `{key}` contradict one another; fetch the model again"
+        )
+    if not (matrix.inverse_perm.is_meta or _is_permutation(matrix.inverse_perm)):
+        raise TensorShapeError(
+            f"`{key}.{_NAMES['inverse_perm']}` does not name each of {rows} rows once; fetch the "
+            "model again"
         )
 
 
-def _covers(matrix: QuantizedMatrix) -> bool:
-    """Tell whether the group table divides all words and all rows, in order and by whole steps."""
-    rows = [group.rows for group in matrix.groups]
-    are_whole = min(rows) > 0 and not any(count % ROW_MULTIPLE for count in rows)
-    return int(matrix.group_table[1]) == 0 and are_whole and sum(rows) == len(matrix.inverse_perm)
+def _is_bias(bias: torch.Tensor, columns: int) -> bool:
+    """Tell whether a tensor is a bias of so many columns; it may lack their padding."""
+    return bias.dim() == 1 and bias.is_floating_point() and padded_columns(len(bias)) == columns
+
+
+def _is_permutation(places: torch.Tensor) -> bool:
+    return torch.equal(places.sort().values, torch.arange(len(places), dtype=places.dtype))

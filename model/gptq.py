@@ -75,15 +75,17 @@ class GptqMatrix:
             if f"{key}.{suffix}" not in tensors:
                 raise MissingTensor(f"`{key}.{suffix}` is missing although `{key}` is quantized")
         packed, zeros, scales = (tensors[f"{key}.{suffix}"] for suffix in SUFFIXES)
-        k, n = packed.shape[0] * PER_WORD, packed.shape[-1]
-        groups = scales.shape[0]
-        are_words = packed.dtype == zeros.dtype == torch.int32
-        of_one = scales.shape == (groups, n) and zeros.shape == (groups, n // PER_WORD)
-        if n % PER_WORD or not are_words or not of_one:
-            shapes = ", ".join(str(tuple(x.shape)) for x in (packed, zeros, scales))
+        if not _is_matrix(packed, zeros, scales):
+            shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (packed, zeros, scales))
             raise TensorShapeError(
                 f"`{key}` has qweight, qzeros and scales of {shapes}, which are no GPTQ matrix of "
                 f"{BITS} bits; other widths, AWQ and Marlin cannot run"
+            )
+        k, groups, bias = len(packed) * PER_WORD, len(scales), tensors.get(f"{key}.bias")
+        if bias is not None and not (bias.is_floating_point() and bias.shape == scales.shape[1:]):
+            raise TensorShapeError(
+                f"`{key}.bias` is {bias.dtype} of shape {tuple(bias.shape)}, not a number for each "
+                f"of {scales.shape[1]} columns; fetch the model again"
             )
         return cls(
             packed=packed,
@@ -91,7 +93,7 @@ class GptqMatrix:
             scales=scales.half(),
             group_of=_group_of(key, k, groups, tensors.get(f"{key}.g_idx")),
             zero_offset=zero_offset,
-            bias=tensors.get(f"{key}.bias"),
+            bias=bias,
         )
 
     @property
@@ -139,6 +141,15 @@ class GptqMatrix:
         )
 
 
+def _is_matrix(packed: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Tell whether three tensors have the dtypes and the shapes of one matrix."""
+    are_words = packed.dtype == zeros.dtype == torch.int32 and scales.is_floating_point()
+    if not are_words or packed.dim() != 2 or scales.dim() != 2 or not scales.numel():
+        return False
+    (groups, n), (words, columns) = scales.shape, packed.shape
+    return words > 0 and n == columns and zeros.shape == (groups, n / PER_WORD)
+
+
 def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torch.Tensor:
     """Return the group of each in-feature, int64 (k,); without act-order rows follow each other."""
     size = 1 << max(0, -(-k // groups) - 1).bit_length()  # the least power of two that suffices
@@ -151,13 +162,10 @@ def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torc
     if index is None or not index.any():
         return in_order
     found = index.long()
-    if found.shape != (k,) or found.min() < 0 or not _same_sizes(found, in_order):
+    is_inside = found.shape == (k,) and found.min() >= 0 and found.max() < groups
+    if not (is_inside and torch.equal(torch.bincount(found), torch.bincount(in_order))):
         raise TensorShapeError(
             f"`{key}.g_idx` does not divide {k} in-features into {groups} groups of {size}; fetch "
             "the model again"
         )
     return found
-
-
-def _same_sizes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(torch.bincount(found), torch.bincount(expected))

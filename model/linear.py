@@ -95,8 +95,8 @@ class QuantizedLinear:
     ) -> None:
         """Dequantize to `dtype`; of the padded columns the first `out_features` are used."""
         self.matrix = matrix
-        k, _ = matrix.shape
-        self.weight = torch.empty(out_features, k, dtype=dtype, device=device)
+        k, n = matrix.shape
+        self.weight = torch.empty(min(out_features, n), k, dtype=dtype, device=device)
         for columns, part in matrix.parts():
             rows = self.weight[columns]
             rows.copy_(part.T[: len(rows)])
@@ -213,9 +213,9 @@ def load_linear(
         return QuantizedLinear(
             matrix, out_features=projection.out_features, dtype=dtype, device=device
         )
-    weight = tensors.read(f"{key}.weight")
+    weight = tensors.read_floating(f"{key}.weight")
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
-    bias = tensors.read(f"{key}.bias") if projection.has_bias else None
+    bias = _read_bias(tensors, projection) if projection.has_bias else None
     return DenseLinear(
         moved(weight, device, dtype),
         None if bias is None else moved(bias, device, dtype),
@@ -263,6 +263,16 @@ def _read_matrix(
         )
     found = read(gptq_names(key), gptq_host_names(key))
     return GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
+
+
+def _read_bias(tensors: TensorFiles, projection: ProjectionSpec) -> torch.Tensor:
+    bias = tensors.read_floating(f"{projection.key}.bias")
+    if bias.shape != (projection.out_features,):
+        raise TensorShapeError(
+            f"`{projection.key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
+            f"{(projection.out_features,)}; check that both belong to one model"
+        )
+    return bias
 
 
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:

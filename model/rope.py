@@ -5,9 +5,8 @@ model computes the same positions here and there.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -46,11 +45,10 @@ def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> 
 
 def step_table(rope: RopeSpec, count: int, device: torch.device) -> RopeTable:
     """Return the table of `count` positions, each as the last one of its call would have it."""
-    last = inverse_frequencies(rope, count)
-    switch = bisect_left(
-        range(1, count + 1), True, key=lambda n: torch.equal(inverse_frequencies(rope, n), last)
-    )
+    switch = min(rope.original_max_positions, count)  # no kind changes its frequencies before
     parts = [(0, switch), (switch, count)]
+    if rope.kind is RopeKind.DYNAMIC:  # ... and this one at every position from there on
+        parts = [(0, switch), *((place, place + 1) for place in range(switch, count))]
     tables = [rope_table(rope, start, end - start, device) for start, end in parts if start < end]
     return RopeTable(
         cos=torch.cat([table.cos for table in tables]),
@@ -63,7 +61,8 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 
     Args:
         rope: kind and parameters.
-        num_positions: one more than the highest position of the call; LongRoPE switches on it.
+        num_positions: one more than the highest position of the call; LongRoPE switches on it,
+            dynamic NTK grows with it.
     """
     return _RULES[rope.kind](rope, num_positions)
 
@@ -103,6 +102,17 @@ def _default(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 def _linear(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """theta^(-2i/d) / factor."""
     return _default(rope, num_positions) / rope.factor
+
+
+def _dynamic(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """(theta · growth^(d / (d - 2)))^(-2i/d), growth = factor · n / original - (factor - 1).
+
+    n counts positions, and is at least the original ones.
+    """
+    n = max(num_positions, rope.original_max_positions)
+    growth = rope.factor * n / rope.original_max_positions - (rope.factor - 1)
+    theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return _default(replace(rope, theta=theta), num_positions)
 
 
 def _llama3(rope: RopeSpec, num_positions: int) -> torch.Tensor:
@@ -151,6 +161,7 @@ def _longrope(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 _RULES: dict[RopeKind, Callable[[RopeSpec, int], torch.Tensor]] = {
     RopeKind.DEFAULT: _default,
     RopeKind.LINEAR: _linear,
+    RopeKind.DYNAMIC: _dynamic,
     RopeKind.LLAMA3: _llama3,
     RopeKind.YARN: _yarn,
     RopeKind.LONGROPE: _longrope,

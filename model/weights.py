@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from exl2flow.core.background import helpers, on_its_way
 from exl2flow.core.errors import MissingTensor, SourceModelError
+from exl2flow.model.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 
 DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
+    "F64": torch.float64,
     "I16": torch.int16,
     "I32": torch.int32,
 }
@@ -55,7 +57,8 @@ class TensorFiles:
         self.files = tuple(sorted(folder.glob("*.safetensors")))
         if not self.files:
             raise SourceModelError(
-                f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
+                advice(folder)
+                or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
                 "this format"
             )
         self._entries: dict[str, _Entry] = {}
@@ -114,6 +117,15 @@ class TensorFiles:
         ahead = self._ahead.pop(name, None)
         return self._read(name, device) if ahead is None else on_its_way(ahead.result(), device)
 
+    def read_floating(self, name: str) -> torch.Tensor:
+        """Return a tensor as `read` does, if its elements are floating-point numbers.
+
+        Raises:
+            SourceModelError: they are integers.
+        """
+        check_floating(self, [name])
+        return self.read(name)
+
     def _read(
         self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> torch.Tensor:
@@ -145,6 +157,20 @@ class TensorFiles:
         return entry
 
 
+def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
+    """Check from headers alone that weights can be read as floating-point numbers.
+
+    Raises:
+        SourceModelError: a dtype is unknown or an integer; it names one such tensor.
+    """
+    integers = [name for name in names if not tensors.dtype(name).is_floating_point]
+    if integers:
+        raise SourceModelError(
+            f"{len(integers)} weights of `{tensors.folder}` are integers, such as `{integers[0]}` "
+            f"({tensors.dtype(integers[0])}); give the model that it was quantized from"
+        )
+
+
 def _read_header(path: Path) -> dict[str, _Entry]:
     """Return name → entry of one file, its consistency judged by the safetensors library."""
     try:
@@ -155,7 +181,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            if is_lfs_pointer(file.read(len(LFS_START))):
+                raise SourceModelError(pointer_advice(path)) from error
         raise SourceModelError(
             f"`{path}` is not a whole safetensors file ({error}); fetch it again"
         ) from error
