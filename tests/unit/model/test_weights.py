@@ -124,7 +124,7 @@ def test_a_git_lfs_pointer_says_how_to_get_the_file(tmp_path: Path) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 99\n"
     (tmp_path / "model.safetensors").write_text(text)
 
-    with pytest.raises(SourceModelError, match="is a Git LFS pointer.*git lfs pull"):
+    with pytest.raises(SourceModelError, match=r"is a Git LFS pointer.*git lfs pull"):
         TensorFiles(tmp_path)
 
 
