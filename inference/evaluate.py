@@ -8,16 +8,25 @@ the share of positions where both rank the same token first.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.load import StreamedSublayers
-from exl2flow.model import Head, ModelSpec, TensorFiles, build_embedding, build_head, resolve
+from exl2flow.model import (
+    Head,
+    ModelSpec,
+    TensorFiles,
+    build_embedding,
+    build_head,
+    check_ids,
+    resolve,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,27 @@ class Score:
     top1_agreement: float | None
     tokens: int
     bytes: int
+
+    @classmethod
+    def of(cls, model: str, values: Mapping[str, object]) -> Self | None:
+        """Return a score from a file that any version wrote; None if it has no perplexity or sizes.
+
+        Unknown fields are ignored; missing divergences are None.
+        """
+        found = {name: _number(values.get(name)) for name in cls.__slots__ if name != "model"}
+        whole = [found.pop(name) for name in ("tokens", "bytes")]
+        perplexity = found.pop("perplexity")
+        if perplexity is None or not all(isinstance(value, int) for value in whole):
+            return None
+        tokens, size = (int(value or 0) for value in whole)
+        return cls(model=model, perplexity=perplexity, tokens=tokens, bytes=size, **found)
+
+
+def _number(value: object) -> float | None:
+    """Return a number of a JSON file, infinity among them; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, float) or abs(value) < 2**63 else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,12 +129,14 @@ def evaluate(
 
     Raises:
         ConfigError: a model's vocabulary differs from the reference's.
+        SourceModelError: a token is not in the vocabulary.
     """
     place = torch.device(device)
     runners = [_Streamed(Path(folder), place) for folder in models]
     base = _Streamed(Path(reference), place) if reference is not None else None
     everyone = [*runners, base] if base else runners
     _check_vocabularies(everyone)
+    check_ids(ids, everyone[-1].spec)
     row_bytes = ids.shape[1] * max(r.spec.hidden_size for r in everyone) * DTYPE.itemsize
     block = max(1, STATE_BYTES // (row_bytes * len(everyone)))
     for begin in range(0, len(ids), block):
