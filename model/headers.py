@@ -7,7 +7,7 @@ from exl2flow.core.errors import MissingTensor
 from exl2flow.model.exl2 import tensor_names
 from exl2flow.model.gptq import gptq_names
 from exl2flow.model.spec import ModelSpec, expected_tensors
-from exl2flow.model.weights import TensorFiles
+from exl2flow.model.weights import TensorFiles, check_floating
 
 DERIVED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")  # once stored
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -26,6 +26,15 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
             f"`num_hidden_layers` in `{spec.source_dir / 'config.json'}` is {spec.num_layers}, the "
             f"files hold {count} layers; fetch what is missing, or correct the config"
         )
+
+
+def check_dtypes(spec: ModelSpec, tensors: TensorFiles) -> None:
+    """Check that a dense model's weights can be read as floating-point numbers.
+
+    Raises:
+        SourceModelError: a dtype is unknown or an integer.
+    """
+    check_floating(tensors, [name for name in expected_tensors(spec) if name in tensors])
 
 
 def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:

@@ -166,8 +166,9 @@ def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
     integers = [name for name in names if not tensors.dtype(name).is_floating_point]
     if integers:
         raise SourceModelError(
-            f"{len(integers)} weights of `{tensors.folder}` are integers, such as `{integers[0]}` "
-            f"({tensors.dtype(integers[0])}); give the model that it was quantized from"
+            f"weights of `{tensors.folder}` are integers: `{integers[0]}` is "
+            f"{tensors.dtype(integers[0])}, {len(integers)} in all; give the model that it was "
+            "quantized from"
         )
 
 

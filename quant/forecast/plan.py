@@ -6,12 +6,16 @@ from dataclasses import asdict, dataclass
 from exl2flow.quant.forecast.gpu import Card, GpuNeed
 from exl2flow.quant.forecast.main_memory import Need
 
+NAMED = 3  # tensors that a plan lists
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a conversion will do and need, before it starts; sizes in bytes."""
+    """What a conversion will do and need, before it starts; sizes in bytes.
+
+    unused: names of tensors that no part of the model reads.
+    """
 
     model: str
     architecture: str
@@ -27,6 +31,7 @@ class Plan:
     needs: Mapping[str, Need]
     card: Card | None
     gpu_needs: Mapping[str, GpuNeed]
+    unused: tuple[str, ...]
     work_dir: str
     out: str
 
@@ -52,7 +57,14 @@ class Plan:
             ("memory", f"about {megabytes(self.memory_bytes)}"),
             ("by stage", _by_stage(self.needs)),
             *(_of_card(self.card, self.gpu_needs) if self.card else []),
+            *([("not used", _named(self.unused))] if self.unused else []),
         ]
+
+
+def _named(tensors: tuple[str, ...]) -> str:
+    """Return how many tensors of the source stay out of the output, and the first of them."""
+    names = ", ".join(tensors[:NAMED]) + (", …" if len(tensors) > NAMED else "")
+    return f"warning: {len(tensors)} of the source's tensors stay out of the output: {names}"
 
 
 def _of_card(card: Card, needs: Mapping[str, GpuNeed]) -> list[tuple[str, str]]:

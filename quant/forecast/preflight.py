@@ -22,7 +22,16 @@ from exl2flow.core.errors import (
 from exl2flow.core.memory import available_memory
 from exl2flow.core.source import WANTED
 from exl2flow.kernels import resolve_device
-from exl2flow.model import ModelSpec, TensorFiles, Tokenizer, expected_tensors, resolve
+from exl2flow.model import (
+    ModelSpec,
+    TensorFiles,
+    Tokenizer,
+    check_dtypes,
+    check_layers,
+    expected_tensors,
+    resolve,
+    unclaimed,
+)
 from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
 from exl2flow.model.linear import is_packed
 from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
@@ -81,6 +90,7 @@ def preflight(config: ConversionConfig) -> Plan:
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
     plan = None
     if spec is not None:
+        has_layers = attempt(lambda: _has_layers(spec))  # else loops over them may take for ever
         attempt(lambda: _check_tokenizer(spec))
         attempt(lambda: check_calibration(config, spec, device))
         attempt(lambda: _check_shapes(spec))
@@ -88,7 +98,8 @@ def preflight(config: ConversionConfig) -> Plan:
         attempt(lambda: _check_rows(config, spec))
         attempt(lambda: _check_measurement(config, spec))
         attempt(lambda: _check_tuning(config, spec, card))
-        plan = attempt(lambda: _plan(config, spec, device, card))
+        if has_layers:
+            plan = attempt(lambda: _plan(config, spec, device, card))
     if plan is not None:
         attempt(lambda: check_disk([plan]))
         attempt(lambda: _check_memory(plan))
@@ -137,6 +148,11 @@ def _check_shapes(spec: ModelSpec) -> None:
         )
 
 
+def _has_layers(spec: ModelSpec) -> bool:
+    check_layers(spec, TensorFiles(spec.source_dir))
+    return True
+
+
 def _check_tensors(spec: ModelSpec) -> None:
     """Compare names and shapes in the files with the config; list everything that differs."""
     tensors = TensorFiles(spec.source_dir)
@@ -147,6 +163,7 @@ def _check_tensors(spec: ModelSpec) -> None:
             f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
             "all); convert the model that it was made from"
         )
+    check_dtypes(spec, tensors)
     lines = []
     for name, shape in expected_tensors(spec).items():
         if name not in tensors:
@@ -251,6 +268,7 @@ def _plan(
         needs=needs,
         card=card,
         gpu_needs=gpu_needs(config, spec, card, output=plain + packed) if card else {},
+        unused=unclaimed(spec, TensorFiles(spec.source_dir)),
         work_dir=str(config.work_dir_root),
         out=str(config.out.expanduser().resolve()),
     )

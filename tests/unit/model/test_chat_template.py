@@ -201,7 +201,7 @@ FAN_MACRO = """\
 )
 def test_a_template_that_takes_all_memory_is_refused(folder: Path, text: str) -> None:
     with pytest.raises(
-        ChatTemplateError, match="(cannot render turns|does not compile).*memory|rec"
+        ChatTemplateError, match=r"(cannot render turns|does not compile).*memory|rec"
     ):
         with_template(folder, text).render(TALK)
 
