@@ -1,7 +1,7 @@
 """Time and GPU memory of each stage on layers of a large model's shape, or on a model.
 
     python benchmarks/layers.py [--shape 7b | --model DIR] [--layers 2] [--quality standard]
-        [--device cuda] [--until compile] [--profile measure] [--rows N] [--max-memory 24GB]
+        [--device cuda] [--until validate] [--profile measure] [--rows N] [--max-memory 24GB]
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
 Prefect, and prints seconds of the stage, of a layer (the median, from the end of the one before to
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--bpw", type=float, default=4.0)
     parser.add_argument("--quality", nargs="+", default=["standard"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--until", default="compile", help="the last stage")
+    parser.add_argument("--until", default="validate", help="the last stage")
     parser.add_argument("--profile", nargs="+", default=[], metavar="STAGE")
     parser.add_argument("--max-memory", help="of the GPU, as 24GB")
     parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")

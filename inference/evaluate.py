@@ -1,38 +1,30 @@
-"""Perplexity and divergence of models from a reference, one sublayer and one row at a time.
+"""Perplexity and divergence of models from a reference, on rows of text.
 
-All models of a comparison share the reference's forward pass; logits exist for a few hundred
-positions at a time and are never stored. Definitions, over the positions 1..t-1 of every row:
-perplexity `exp(-mean ln p(next))`, KL divergence `Σ p_ref ln(p_ref / p)` in nats, top-1 agreement
-the share of positions where both rank the same token first.
+All models of a comparison share the reference's forward pass; logits exist for some positions at a
+time and are never stored. Definitions, over the positions 1..t-1 of every row: perplexity
+`exp(-mean ln p(next))`, KL divergence `Σ p_ref ln(p_ref / p)` in nats, top-1 agreement the share of
+positions where both rank the same token first.
 """
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.load import StreamedSublayers
-from exl2flow.model import (
-    Head,
-    ModelSpec,
-    TensorFiles,
-    build_embedding,
-    build_head,
-    check_ids,
-    resolve,
-)
+from exl2flow.core.memory import free_memory
+from exl2flow.inference.streamed import Look, StreamedModel
+from exl2flow.model import SublayerSpec, check_ids
 
-log = logging.getLogger(__name__)
-
-DTYPE = torch.float32
-STATE_BYTES = 1 << 27  # hidden states held at a time, all models together
-LOGIT_BYTES = 1 << 26  # logits held at a time, per model
+STATE_BYTES = 1 << 27  # hidden states held at a time on a CPU, all models together ...
+LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all matrices
+STATE_SHARE = 0.5  # of a GPU's free memory goes to hidden states
+LOGIT_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # logits held at a time, per model
 Advance = Callable[[int, int, str], None]
 
 
@@ -72,44 +64,32 @@ def _number(value: object) -> float | None:
     return value if isinstance(value, float) or abs(value) < 2**63 else None
 
 
-@dataclass(slots=True, kw_only=True)
-class _Tally:
-    """Per-position results of one model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """Results of one row, for each of m models, in main memory.
 
-    losses: list[np.ndarray] = field(default_factory=list)
-    divergences: list[np.ndarray] = field(default_factory=list)
-    agreements: int = 0
+    losses: -ln p(next), fp32 (m, t - 1), with a reference (m + 1, t - 1), its own last;
+    divergences: nats, fp32 (m, t - 1); agreements: uint8 (m, t - 1). The last two are empty without
+    a reference.
+    """
 
-    def perplexity(self) -> float:
-        mean = float(np.concatenate(self.losses).mean(dtype=np.float64))
-        return math.exp(mean) if mean < 700 else math.inf
-
-
-class _Streamed:
-    """A model folder of which only embedding and head stay in memory."""
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder = folder
-        self.spec: ModelSpec = resolve(folder)
-        tensors = TensorFiles(folder)
-        self.bytes = sum(path.stat().st_size for path in tensors.files)
-        self.embedding = build_embedding(self.spec, tensors, dtype=DTYPE, device=device)
-        self.sublayers = StreamedSublayers(self.spec, tensors, dtype=DTYPE, device=device)
-        self.head: Head = build_head(
-            self.spec, tensors, dtype=DTYPE, device=device, embedding=self.embedding
-        )
-        self.tally = _Tally()
-
-    def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the states after the last sublayer, fp32 (rows, t, hidden) on the device."""
-        states = torch.stack([self.embedding(row[None])[0] for row in ids])
-        for sublayer in self.sublayers:
-            for row in range(len(states)):
-                states[row] = sublayer(states[row : row + 1])[0]
-        return states
+    losses: torch.Tensor
+    divergences: torch.Tensor
+    agreements: torch.Tensor
 
 
-@torch.inference_mode()
+class Kept(Protocol):
+    """Scores of rows that outlast an interruption."""
+
+    def load(self, text: int, row: int) -> RowScores | None:
+        """Return the scores of a row if they are there."""
+        ...
+
+    def save(self, text: int, row: int, scores: RowScores) -> None:
+        """Keep the scores of a row."""
+        ...
+
+
 def evaluate(
     models: Sequence[Path],
     ids: torch.Tensor,
@@ -118,38 +98,77 @@ def evaluate(
     device: torch.device | str = "cpu",
     advance: Advance | None = None,
 ) -> list[Score]:
-    """Score models on token rows.
+    """Score models on the rows of one text; see `evaluate_texts`.
 
     Args:
         models: model folders, EXL2 or plain.
         ids: int64 (rows, t), t at least 2.
         reference: folder of the model to diverge from.
         device: where to compute.
-        advance: called with (rows done, rows, detail).
+        advance: called with (sublayers passed, of how many, which) and may raise to leave.
+    """
+    scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
+    return [score for (score,) in scores]
+
+
+@torch.inference_mode()
+def evaluate_texts(
+    models: Sequence[Path],
+    texts: Sequence[torch.Tensor],
+    *,
+    reference: Path | None = None,
+    device: torch.device | str = "cpu",
+    advance: Advance | None = None,
+    kept: Kept | None = None,
+) -> list[list[Score]]:
+    """Score models on several texts in one pass over their files, where memory allows.
+
+    Args:
+        models: model folders, EXL2 or plain.
+        texts: int64 (rows, t) each, t at least 2.
+        reference: folder of the model to diverge from.
+        device: where to compute.
+        advance: called with (sublayers passed, of how many, which) and may raise to leave.
+        kept: scores of an earlier, interrupted call; receives those of each finished block of rows.
+
+    Returns:
+        The scores of each model, one per text.
 
     Raises:
         ConfigError: a model's vocabulary differs from the reference's.
         SourceModelError: a token is not in the vocabulary.
     """
     place = torch.device(device)
-    runners = [_Streamed(Path(folder), place) for folder in models]
-    base = _Streamed(Path(reference), place) if reference is not None else None
+    runners = [StreamedModel(Path(folder), place) for folder in models]
+    base = StreamedModel(Path(reference), place, is_reference=True) if reference else None
     everyone = [*runners, base] if base else runners
     _check_vocabularies(everyone)
-    check_ids(ids, everyone[-1].spec)
-    row_bytes = ids.shape[1] * max(r.spec.hidden_size for r in everyone) * DTYPE.itemsize
-    block = max(1, STATE_BYTES // (row_bytes * len(everyone)))
-    for begin in range(0, len(ids), block):
-        rows = ids[begin : begin + block].to(place)
-        states = [runner.states(rows) for runner in everyone]
-        for index, row in enumerate(rows):
-            _score_row(runners, base, row, [s[index] for s in states])
-        if advance is not None:
-            advance(min(begin + block, len(ids)), len(ids), "rows")
-    return [_score(runner, base, ids) for runner in runners]
+    for ids in texts:
+        check_ids(ids, everyone[-1].spec)
+    found = {
+        (text, row): scores
+        for text, ids in enumerate(texts)
+        for row in range(len(ids))
+        if kept is not None and (scores := kept.load(text, row)) is not None
+    }
+    blocks = list(_blocks(everyone, texts, [key for key in _rows(texts) if key not in found]))
+    passes = sum(len(runner.spec.sublayers) for runner in everyone)
+    for number, block in enumerate(blocks):
+        looks = _looks(everyone, advance, done=number * passes, total=len(blocks) * passes)
+        for key, scores in _scored(everyone, texts, block, base is not None, looks):
+            found[key] = scores
+            if kept is not None:
+                kept.save(*key, scores)
+    return [
+        [
+            _score(everyone, index, [found[text, row] for row in range(len(ids))], base is not None)
+            for text, ids in enumerate(texts)
+        ]
+        for index in range(len(runners))
+    ]
 
 
-def _check_vocabularies(runners: Sequence[_Streamed]) -> None:
+def _check_vocabularies(runners: Sequence[StreamedModel]) -> None:
     for runner in runners[:-1]:
         if runner.spec.vocab_size != runners[-1].spec.vocab_size:
             raise ConfigError(
@@ -158,54 +177,119 @@ def _check_vocabularies(runners: Sequence[_Streamed]) -> None:
             )
 
 
-def _score_row(
-    runners: Sequence[_Streamed],
-    base: _Streamed | None,
-    row: torch.Tensor,
+def _looks(
+    everyone: Sequence[StreamedModel], advance: Advance | None, *, done: int, total: int
+) -> list[Look]:
+    """Return what reports the progress of each model through a block of rows."""
+    looks: list[Look] = []
+    for runner in everyone:
+        looks.append(partial(_report, advance, done, total))
+        done += len(runner.spec.sublayers)
+    return looks
+
+
+def _report(advance: Advance | None, done: int, total: int, sublayer: SublayerSpec) -> None:
+    if advance is not None:
+        advance(done + sublayer.index, total, sublayer.name)
+
+
+def _rows(texts: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield (text, row) of all rows."""
+    return ((text, row) for text, ids in enumerate(texts) for row in range(len(ids)))
+
+
+def _blocks(
+    everyone: Sequence[StreamedModel],
+    texts: Sequence[torch.Tensor],
+    rows: Sequence[tuple[int, int]],
+) -> Iterator[list[tuple[int, int]]]:
+    """Split rows, (text, row) each, into blocks whose hidden states fit in memory together."""
+    device = everyone[0].device
+    on_gpu = device.type == "cuda"
+    room = int(STATE_SHARE * free_memory(device)) if on_gpu else STATE_BYTES
+    tokens = max((texts[text].shape[1] for text, _ in rows), default=1)
+    each = sum(runner.row_bytes(tokens) for runner in everyone)
+    together = max(1 if on_gpu else LEAST_ROWS, room // each)
+    for begin in range(0, len(rows), together):
+        yield list(rows[begin : begin + together])
+
+
+def _scored(
+    everyone: Sequence[StreamedModel],
+    texts: Sequence[torch.Tensor],
+    block: Sequence[tuple[int, int]],
+    has_base: bool,
+    looks: Sequence[Look],
+) -> Iterator[tuple[tuple[int, int], RowScores]]:
+    """Yield the scores of a block of rows."""
+    keys = [[key for key in block if key[0] == text] for text in range(len(texts))]
+    parts = [part for part in keys if part]
+    place = everyone[0].device
+    ids = [texts[part[0][0]][[row for _, row in part]].to(place) for part in parts]
+    states = [runner.states(ids, look) for runner, look in zip(everyone, looks, strict=True)]
+    for number, part in enumerate(parts):
+        for index, key in enumerate(part):
+            hidden = [found[number][index] for found in states]
+            yield key, _row_scores(everyone, ids[number][index], hidden, has_base=has_base)
+
+
+def _row_scores(
+    everyone: Sequence[StreamedModel],
+    ids: torch.Tensor,
     states: Sequence[torch.Tensor],
-) -> None:
-    """Add the positions of one row to the tallies; states are (t, hidden) per model."""
-    width = runners[0].spec.vocab_size * DTYPE.itemsize
-    step = max(1, LOGIT_BYTES // width)
-    for begin in range(0, len(row) - 1, step):
-        span = slice(begin, min(begin + step, len(row) - 1))
-        targets = row[span.start + 1 : span.stop + 1]
-        expected = None
-        if base is not None:
-            expected = _log_probabilities(base, states[-1][span])
-            base.tally.losses.append(_losses(expected, targets))
-        for runner, hidden in zip(runners, states, strict=False):
-            found = _log_probabilities(runner, hidden[span])
-            runner.tally.losses.append(_losses(found, targets))
-            if expected is not None:
-                divergence = (expected.exp() * (expected - found)).sum(dim=1)
-                runner.tally.divergences.append(divergence.cpu().numpy())
-                agree = expected.argmax(dim=1) == found.argmax(dim=1)
-                runner.tally.agreements += int(agree.sum())
+    *,
+    has_base: bool,
+) -> RowScores:
+    """Return the scores of one row of ids (t,) with the states (t, hidden) of each model."""
+    width = everyone[0].spec.vocab_size * torch.float32.itemsize
+    step = max(1, LOGIT_BYTES[ids.device.type] // width)
+    models = len(everyone) - has_base
+    losses = torch.empty(len(everyone), len(ids) - 1, device=ids.device)
+    divergences = torch.empty(models if has_base else 0, len(ids) - 1, device=ids.device)
+    agreements = torch.empty_like(divergences, dtype=torch.uint8)
+    for span in (slice(i, min(i + step, len(ids) - 1)) for i in range(0, len(ids) - 1, step)):
+        targets = ids[span.start + 1 : span.stop + 1, None]
+        base = _log_probabilities(everyone[-1], states[-1][span]) if has_base else None
+        for index, (model, hidden) in enumerate(zip(everyone, states, strict=True)):
+            is_base = index == models
+            found = (
+                base if is_base and base is not None else _log_probabilities(model, hidden[span])
+            )
+            losses[index, span] = -found.gather(1, targets)[:, 0]
+            if base is not None and not is_base:
+                divergences[index, span] = (base.exp() * (base - found)).sum(dim=1)
+                agreements[index, span] = base.argmax(dim=1) == found.argmax(dim=1)
+    return RowScores(
+        losses=losses.cpu(), divergences=divergences.cpu(), agreements=agreements.cpu()
+    )
 
 
-def _log_probabilities(runner: _Streamed, hidden: torch.Tensor) -> torch.Tensor:
+def _log_probabilities(model: StreamedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Return fp32 (positions, v)."""
-    return torch.log_softmax(runner.head(hidden[None])[0].float(), dim=-1)
+    return torch.log_softmax(model.head(hidden[None])[0].float(), dim=-1)
 
 
-def _losses(log_probabilities: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
-    chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
-    return np.asarray(-chosen.cpu().numpy())
-
-
-def _score(runner: _Streamed, base: _Streamed | None, ids: torch.Tensor) -> Score:
-    tally = runner.tally
-    tokens = ids.shape[0] * (ids.shape[1] - 1)
-    kl = np.concatenate(tally.divergences).astype(np.float64) if base else None
+def _score(
+    everyone: Sequence[StreamedModel], index: int, rows: Sequence[RowScores], has_base: bool
+) -> Score:
+    """Return the score of one model, from the results of all rows of a text."""
+    kl = None
+    if has_base:
+        kl = np.concatenate([row.divergences[index].double().numpy() for row in rows])
+        agreements = sum(int(row.agreements[index].sum()) for row in rows)
     return Score(
-        model=str(runner.folder),
-        perplexity=tally.perplexity(),
-        reference_perplexity=base.tally.perplexity() if base else None,
+        model=str(everyone[index].folder),
+        perplexity=_perplexity(rows, index),
+        reference_perplexity=_perplexity(rows, -1) if has_base else None,
         kl_divergence=None if kl is None else float(kl.mean()),
         kl_median=None if kl is None else float(np.median(kl)),
         kl_p99=None if kl is None else float(np.quantile(kl, 0.99)),
-        top1_agreement=None if kl is None else tally.agreements / tokens,
-        tokens=tokens,
-        bytes=runner.bytes,
+        top1_agreement=None if kl is None else agreements / len(kl),
+        tokens=sum(row.losses.shape[1] for row in rows),
+        bytes=everyone[index].bytes,
     )
+
+
+def _perplexity(rows: Sequence[RowScores], index: int) -> float:
+    mean = float(torch.cat([row.losses[index] for row in rows]).double().mean())
+    return math.exp(mean) if mean < 700 else math.inf

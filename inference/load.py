@@ -3,6 +3,7 @@
 For a GPU several threads read files and send what they hold.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import overload
 
 import torch
 
+from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.kernels import Threads, resolve_device
 from exl2flow.model import (
     Decoder,
@@ -27,6 +29,8 @@ from exl2flow.model import (
     check_layers,
     resolve,
 )
+from exl2flow.model.footprint import Footprint
+from exl2flow.model.spec import expected_tensors
 
 THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU takes all of its cores anyway
 
@@ -110,6 +114,22 @@ def load_model(
         tokenizer = threads.begin(partial(Tokenizer.load, folder))
         decoder = _decoder(threads, sublayers, streamed=streamed, progress=progress)
         return LoadedModel(spec=spec, decoder=decoder, tokenizer=tokenizer.result())
+
+
+def fits_in_memory(model_dir: Path | str, *, device: str, tokens: int) -> bool:
+    """Tell whether a device has room for a whole model and a sequence of some tokens.
+
+    A GPU holds packed matrices as its kernels read them, a CPU all matrices decoded, as fp32.
+    """
+    place, spec = resolve_device(device), resolve(Path(model_dir))
+    needs = Footprint.of(spec, context=tokens, cache_format="fp16")
+    if place.type == "cuda":
+        tensors = TensorFiles(Path(model_dir))
+        stored = sum(tensors.nbytes(name) for name in tensors.names)
+        return stored + needs.total - needs.device <= free_memory(place)
+    room = available_memory()
+    numel = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+    return room is None or (numel * torch.float32.itemsize + 2 * needs.cache) <= room
 
 
 def _decoder(

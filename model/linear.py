@@ -204,7 +204,7 @@ def load_linear(
             f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
         )
     packed = packed and projection.in_features % PANEL_ROWS == 0
-    matrix = _read_matrix(tensors, projection, zero_offset, device if packed else "cpu")
+    matrix = _read_matrix(tensors, projection, zero_offset, device)
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
         if packed:

@@ -24,9 +24,9 @@ def text_parquet(path: Path) -> Path:
     return path
 
 
-def run_until(config: ConversionConfig, last: str) -> Pipeline:
+def run_until(config: ConversionConfig, last: str, *, device: str = "cpu") -> Pipeline:
     """Run the stages of a conversion up to one of them."""
-    pipeline = Pipeline(config, STAGES, device="cpu")
+    pipeline = Pipeline(config, STAGES, device=device)
     names = [stage.name for stage in STAGES]
     for name in names[: names.index(last) + 1]:
         if name in pipeline.stages:

@@ -8,7 +8,7 @@ score on held-out rows goes into the output, too, where `exl2flow inspect` finds
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -16,11 +16,19 @@ import torch
 from exl2flow import calibration_data
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.files import digest, read_json, read_tensors, write_json, write_text
+from exl2flow.core.files import (
+    digest,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
-from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.core.store import StageFolder
+from exl2flow.inference.evaluate import RowScores, Score, evaluate_texts
 from exl2flow.inference.generate import BaseGenerator
-from exl2flow.inference.load import load_model
+from exl2flow.inference.load import fits_in_memory, load_model
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
 from exl2flow.inference.sampling import SamplingSettings
@@ -30,6 +38,8 @@ from exl2flow.model import Tokenizer, resolve
 log = logging.getLogger(__name__)
 
 REPORT_FILE, MARKDOWN_FILE, PLOT_FILE = "report.json", "report.md", "report.svg"
+ROWS_FOLDER = "rows/"  # scores of single rows, until the report is written
+SAMPLE_CONTEXT = 512  # tokens of a prompt, for which memory is asked
 CALIBRATION_WARN, CALIBRATION_FAIL = 30.0, 1000.0  # perplexities on the calibration rows
 CALIBRATION_RATIO = 1.5  # ... that count only above this times the source's
 
@@ -84,11 +94,16 @@ def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tens
 
 
 def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
-    """Return prompt and greedy-ish continuation by the model, one sublayer in memory at a time."""
-    model = load_model(folder, device=device, streamed=True)
+    """Return the prompt and its seeded continuation by the model.
+
+    The whole model is loaded where it fits; else each token reads all of it anew.
+    """
+    tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
+    streamed = not fits_in_memory(folder, device=device, tokens=SAMPLE_CONTEXT + tokens)
+    model = load_model(folder, device=device, streamed=streamed)
     made = BaseGenerator(model).generate(
         options.sample_prompt,
-        max_new_tokens=min(options.sample_tokens, model.spec.max_positions // 2),
+        max_new_tokens=tokens,
         settings=SamplingSettings(),
         seed=options.sample_seed,
     )
@@ -106,9 +121,8 @@ def validate(run: StageRun) -> None:
         row_tokens=min(options.row_tokens, resolve(config.source).max_positions),
     )
     calibration = _calibration_rows(run.inputs["tokenize"])
-    run.folder.manifest.total = len(held_out) + len(calibration) + 1
-    score = _scored(run, held_out, done=0)
-    cross_check = _scored(run, calibration, done=len(held_out)) if len(calibration) else None
+    score, cross_check = _scores(run, held_out, calibration)
+    run.stop_if_asked()
     sample = generate_sample(out, options, run.device) if options.sample_tokens else ""
     warnings, failures = verdict(score, cross_check, options)
     for text in (*warnings, *failures):
@@ -132,6 +146,7 @@ def validate(run: StageRun) -> None:
     }
     _write(run, report)
     _write_scores(run, record["fingerprint"], {"score": score, "calibration": cross_check})
+    _KeptRows(run.folder).remove()
     total = run.folder.manifest.total
     run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
 
@@ -142,18 +157,56 @@ def _calibration_rows(folder: Path) -> torch.Tensor:
     return calibration_text_rows(read_tensors(folder / ROWS_FILE)["measure"], kinds)
 
 
-def _scored(run: StageRun, rows: torch.Tensor, *, done: int) -> Score:
-    """Score the output on rows, of which `done` others came before."""
-    config, total = run.config, run.folder.manifest.total
-    (score,) = evaluate(
-        [config.out.expanduser().resolve()],
-        rows,
-        reference=config.source,
+def _scores(
+    run: StageRun, held_out: torch.Tensor, calibration: torch.Tensor
+) -> tuple[Score, Score | None]:
+    """Score the output on both texts in one pass over it and its source."""
+    manifest = run.folder.manifest
+
+    def advance(done: int, total: int, detail: str) -> None:
+        manifest.cursor, manifest.total = done, total + 1  # the sample is the last part
+        run.stop_if_asked()
+        run.tick(done, manifest.total, detail)
+
+    texts = [held_out, calibration] if len(calibration) else [held_out]
+    [(score, *others)] = evaluate_texts(
+        [run.config.out.expanduser().resolve()],
+        texts,
+        reference=run.config.source,
         device=run.device,
-        advance=lambda rows_done, _, detail: run.tick(done + rows_done, total, detail),
+        advance=advance,
+        kept=_KeptRows(run.folder),
     )
-    run.stop_if_asked()
-    return score
+    return score, others[0] if others else None
+
+
+class _KeptRows:
+    """Scores of rows as files of the stage, which an interrupted validation goes on from."""
+
+    def __init__(self, folder: StageFolder) -> None:
+        self._folder = folder
+
+    def load(self, text: int, row: int) -> RowScores | None:
+        """See `Kept.load`."""
+        name = _row_file(text, row)
+        if not self._folder.valid(name):
+            return None
+        return RowScores(**read_tensors(self._folder.path / name))
+
+    def save(self, text: int, row: int, scores: RowScores) -> None:
+        """See `Kept.save`."""
+        name = _row_file(text, row)
+        tensors = {field.name: getattr(scores, field.name) for field in fields(scores)}
+        self._folder.commit(name, write_tensors(self._folder.path / name, tensors))
+
+    def remove(self) -> None:
+        """Drop the files: the report is there."""
+        files = self._folder.manifest.files
+        self._folder.remove([name for name in files if name.startswith(ROWS_FOLDER)])
+
+
+def _row_file(text: int, row: int) -> str:
+    return f"{ROWS_FOLDER}{text}-{row:05d}.safetensors"
 
 
 def _write(run: StageRun, report: dict[str, object]) -> None:
@@ -184,5 +237,5 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 VALIDATE = Stage(
-    name="validate", schema=2, inputs=("tokenize", "compile"), options=_options, run=validate
+    name="validate", schema=3, inputs=("tokenize", "compile"), options=_options, run=validate
 )

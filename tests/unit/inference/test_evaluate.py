@@ -1,5 +1,6 @@
 """Scores against a direct computation in fp64, shared passes, and refusals."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError, SourceModelError
 from exl2flow.inference import evaluate as evaluate_module
-from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.inference.evaluate import RowScores, Score, evaluate, evaluate_texts
 from exl2flow.inference.load import load_model
+from exl2flow.inference.streamed import StreamedModel
+from exl2flow.model import Sublayer
 
-ROWS, TOKENS = 3, 40
+ROWS, TOKENS, SUBLAYERS = 3, 40, 4
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,18 @@ def assert_same(found: Score, expected: Score) -> None:
         if isinstance(value, float):
             value = pytest.approx(value, rel=1e-5, abs=1e-7)
         assert getattr(found, name) == value, name
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a list that grows by a model's folder whenever all its sublayers are read."""
+    read, passes = StreamedModel._read, list[Path]()
+
+    def counted(model: StreamedModel) -> Iterator[Sublayer]:
+        passes.append(model.folder)
+        return read(model)
+
+    monkeypatch.setattr(StreamedModel, "_read", counted)
+    return passes
 
 
 def test_model_does_not_diverge_from_itself(models: list[Path], ids: torch.Tensor) -> None:
@@ -95,14 +110,7 @@ def test_several_models_share_one_pass_of_the_reference(
     models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     separate = [evaluate([model], ids, reference=models[2])[0] for model in models[:2]]
-    passes: list[Path] = []
-    states = evaluate_module._Streamed.states
-
-    def counted(runner: evaluate_module._Streamed, rows: torch.Tensor) -> torch.Tensor:
-        passes.append(runner.folder)
-        return states(runner, rows)
-
-    monkeypatch.setattr(evaluate_module._Streamed, "states", counted)
+    passes = counted_reads(monkeypatch)
 
     together = evaluate(models[:2], ids, reference=models[2])
 
@@ -111,13 +119,17 @@ def test_several_models_share_one_pass_of_the_reference(
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize(("name", "size"), [("LOGIT_BYTES", 4), ("STATE_BYTES", 4)])
+@pytest.mark.parametrize("name", ["LOGIT_BYTES", "STATE_BYTES"])
 def test_scores_do_not_depend_on_the_size_of_the_pieces(
-    name: str, size: int, models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    name: str, models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = evaluate(models[:2], ids, reference=models[2])
     steps: list[tuple[int, int]] = []
-    monkeypatch.setattr(evaluate_module, name, size * VOCAB_SIZE * 3)
+    if name == "STATE_BYTES":
+        monkeypatch.setattr(evaluate_module, name, 1)
+        monkeypatch.setattr(evaluate_module, "LEAST_ROWS", 1)
+    else:
+        monkeypatch.setitem(evaluate_module.LOGIT_BYTES, "cpu", 4 * VOCAB_SIZE * 3)
 
     found = evaluate(
         models[:2],
@@ -128,8 +140,9 @@ def test_scores_do_not_depend_on_the_size_of_the_pieces(
 
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-    assert steps[-1] == (ROWS, ROWS)
-    assert len(steps) == (ROWS if name == "STATE_BYTES" else 1)
+    passes = 3 * SUBLAYERS * (ROWS if name == "STATE_BYTES" else 1)
+    assert {total for _, total in steps} == {passes}
+    assert sorted({done for done, _ in steps}) == list(range(passes))
 
 
 def test_other_vocabulary_is_refused(models: list[Path], ids: torch.Tensor, tmp_path: Path) -> None:
@@ -144,6 +157,61 @@ def test_scores_keep_the_order_of_the_models(models: list[Path], ids: torch.Tens
 
     assert [score.model for score in scores] == [str(models[i]) for i in (1, 0, 1)]
     assert_same(scores[0], scores[2])
+
+
+def test_texts_of_different_lengths_share_one_pass(
+    models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [ids, torch.randint(VOCAB_SIZE, (2, 24))]
+    separate = [evaluate([models[0]], text, reference=models[1])[0] for text in texts]
+    passes = counted_reads(monkeypatch)
+
+    [together] = evaluate_texts([models[0]], texts, reference=models[1])
+
+    assert passes == models[:2]
+    for found, expected in zip(together, separate, strict=True):
+        assert_same(found, expected)
+
+
+class Memory:
+    """Keeps the scores of rows as the validate stage does, but not on disk."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], RowScores] = {}
+
+    def load(self, text: int, row: int) -> RowScores | None:
+        return self.rows.get((text, row))
+
+    def save(self, text: int, row: int, scores: RowScores) -> None:
+        self.rows[text, row] = scores
+
+
+def test_rows_that_are_scored_are_not_scored_again(
+    models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = evaluate([models[0]], ids, reference=models[1])
+    monkeypatch.setattr(evaluate_module, "STATE_BYTES", 1)
+    monkeypatch.setattr(evaluate_module, "LEAST_ROWS", 1)
+    memory, passes = Memory(), 2 * SUBLAYERS
+
+    def stop(done: int, total: int, detail: str) -> None:
+        if done == passes + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_texts([models[0]], [ids], reference=models[1], advance=stop, kept=memory)
+    assert list(memory.rows) == [(0, 0)]
+    totals: set[int] = set()
+    [[found]] = evaluate_texts(
+        [models[0]],
+        [ids],
+        reference=models[1],
+        advance=lambda done, total, detail: totals.add(total),
+        kept=memory,
+    )
+
+    assert totals == {(ROWS - 1) * passes}
+    assert_same(found, expected)
 
 
 def test_tokens_of_another_model_are_refused(models: list[Path], ids: torch.Tensor) -> None:

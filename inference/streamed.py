@@ -1,0 +1,102 @@
+"""A model that passes many rows of text with one sublayer in memory at a time.
+
+On a GPU a model computes as it does when it runs: packed matrices, fp16 states, the kernels of
+inference. A reference keeps fp32 states over fp16 weights there. On a CPU everything is fp32.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.memory import free_memory
+from exl2flow.inference.load import THREADS, StreamedSublayers
+from exl2flow.kernels import Threads
+from exl2flow.model import Sublayer, SublayerSpec, TensorFiles, build_embedding, build_head, resolve
+
+FP32 = torch.float32
+TOKENS_TOGETHER = 8192  # pass a sublayer together on a GPU ...
+WIDE_TENSORS = 12  # ... as far as so many fp32 tensors of the widest activation fit
+SUBLAYERS_AHEAD = 2  # are read while a GPU computes another one
+Look = Callable[[SublayerSpec], None]
+
+
+class StreamedModel:
+    """A model folder of which only embedding and head stay in memory."""
+
+    def __init__(self, folder: Path, device: torch.device, *, is_reference: bool = False) -> None:
+        """Open a folder and load embedding and head.
+
+        Raises:
+            SourceModelError: the folder is not a model that can run.
+        """
+        self.folder = folder
+        self.device = device
+        self.spec = resolve(folder)
+        tensors = TensorFiles(folder)
+        self.bytes = sum(path.stat().st_size for path in tensors.files)
+        on_gpu = device.type == "cuda"
+        weights = torch.float16 if on_gpu else FP32
+        packed = on_gpu and not is_reference
+        self.dtype = FP32 if is_reference else weights  # of hidden states
+        self.embedding = build_embedding(self.spec, tensors, dtype=self.dtype, device=device)
+        self._sublayers = StreamedSublayers(
+            self.spec, tensors, dtype=weights, device=device, packed=packed
+        )
+        self.head = build_head(
+            self.spec,
+            tensors,
+            dtype=weights,
+            device=device,
+            embedding=self.embedding if self.dtype == weights else None,
+            packed=packed,
+        )
+
+    def states(
+        self, texts: Sequence[torch.Tensor], look: Look = lambda spec: None
+    ) -> list[torch.Tensor]:
+        """Return the states of several texts after the last sublayer, (rows, t, hidden) each.
+
+        Args:
+            texts: int64 (rows, t) each, on the device; rows of different texts differ in length.
+            look: called with each sublayer before rows pass it; may raise to leave.
+        """
+        found = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
+        for sublayer in self._read():
+            for states in found:
+                for rows in torch.split(states, self._rows_together(states.shape[1])):
+                    look(sublayer.spec)
+                    rows.copy_(sublayer(rows))
+        return found
+
+    def row_bytes(self, tokens: int) -> int:
+        """Return the bytes of a row's hidden states."""
+        return tokens * self.spec.hidden_size * self.dtype.itemsize
+
+    def _rows_together(self, tokens: int) -> int:
+        """Return how many rows of some tokens pass a sublayer together; a CPU has one."""
+        if self.device.type == "cpu":
+            return 1
+        spec = self.spec
+        attention = spec.attention.num_heads * spec.attention.head_dim
+        widest = max(spec.hidden_size, spec.mlp.intermediate_size, attention)
+        room = free_memory(self.device) // (WIDE_TENSORS * widest * FP32.itemsize)
+        return max(1, min(TOKENS_TOGETHER, room) // tokens)
+
+    def _read(self) -> Iterator[Sublayer]:
+        """Yield the sublayers in order; for a GPU, threads read the next ones meanwhile."""
+        count = len(self._sublayers)
+        if self.device.type == "cpu":
+            yield from (self._sublayers[index] for index in range(count))
+            return
+        works = (partial(self._sublayers.__getitem__, index) for index in range(count))
+        with Threads(THREADS["cuda"], self.device) as threads:
+            waiting = deque[Future[Sublayer]](map(threads.begin, islice(works, SUBLAYERS_AHEAD)))
+            while waiting:
+                sublayer = waiting.popleft().result()
+                waiting.extend(map(threads.begin, islice(works, 1)))
+                yield sublayer

@@ -1,0 +1,81 @@
+"""Validation on a GPU: through the kernels of inference, as near to the CPU's scores as fp16 is."""
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import run_until
+from tiny import VOCAB_SIZE, make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.files import read_json
+from exl2flow.inference.evaluate import evaluate, evaluate_texts
+from exl2flow.inference.streamed import StreamedModel
+from exl2flow.inference.validate.stage import REPORT_FILE
+from exl2flow.model import PackedLinear, TensorFiles, resolve
+from exl2flow.model.linear import QuantizedLinear, load_linear
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
+    root = tmp_path_factory.mktemp("model")
+    config = small_config(make_tiny("qwen2", root / "source"), root / "out", bpw=3.0)
+    run_until(config, "compile")
+    return config
+
+
+def test_scores_are_those_of_the_cpu_but_for_fp16(config: ConversionConfig) -> None:
+    ids = torch.randint(VOCAB_SIZE, (5, 100))
+
+    (found,) = evaluate([config.out], ids, reference=config.source, device="cuda")
+
+    (expected,) = evaluate([config.out], ids, reference=config.source)
+    assert found.perplexity == pytest.approx(expected.perplexity, rel=2e-3)
+    assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-3)
+    assert found.kl_divergence == pytest.approx(expected.kl_divergence, rel=0.02)
+    assert found.top1_agreement == pytest.approx(expected.top1_agreement, abs=0.02)
+
+
+def test_texts_of_different_lengths_pass_together(config: ConversionConfig) -> None:
+    texts = [torch.randint(VOCAB_SIZE, (3, 64)), torch.randint(VOCAB_SIZE, (2, 100))]
+
+    [together] = evaluate_texts([config.out], texts, reference=config.source, device="cuda")
+
+    for found, ids in zip(together, texts, strict=True):
+        (expected,) = evaluate([config.out], ids, reference=config.source, device="cuda")
+        assert found.kl_divergence == pytest.approx(expected.kl_divergence, rel=1e-3)
+
+
+def test_the_result_is_scored_through_packed_matrices(config: ConversionConfig) -> None:
+    model = StreamedModel(config.out, DEVICE)
+    reference = StreamedModel(config.source, DEVICE, is_reference=True)
+
+    (states,) = model.states([torch.zeros(1, 64, dtype=torch.int64, device=DEVICE)])
+    (exact,) = reference.states([torch.zeros(1, 64, dtype=torch.int64, device=DEVICE)])
+
+    assert (states.dtype, exact.dtype) == (torch.float16, torch.float32)
+    assert isinstance(model.head.linear, PackedLinear)
+
+
+def test_a_matrix_decodes_on_the_device_to_what_the_cpu_decodes(config: ConversionConfig) -> None:
+    tensors = TensorFiles(config.out)
+    for projection in resolve(config.out).sublayers[0].projections:
+        found, expected = (
+            load_linear(tensors, projection, dtype=torch.float32, device=device)
+            for device in (DEVICE, torch.device("cpu"))
+        )
+
+        assert isinstance(found, QuantizedLinear)
+        assert torch.equal(found.weight.cpu(), expected.weight)
+
+
+def test_stage_reports_scores_and_a_sample(config: ConversionConfig) -> None:
+    pipeline = run_until(config, "validate", device="cuda")
+
+    report = read_json(pipeline.path("validate") / REPORT_FILE)
+    assert report["score"]["kl_divergence"] > 0
+    assert report["failures"] == []
+    assert len(report["sample"]) > len(config.validate_options.sample_prompt)
