@@ -360,7 +360,8 @@ def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
         and matrix.group_table.shape == (2 * count,)
         and matrix.scale_codes.shape == (count, matrix.packed.shape[1] / 8)
         and divides(tuple(matrix.group_table.tolist()), matrix.packed.shape[0], rows)
-        and (matrix.bias is None or _is_bias(matrix.bias, matrix.packed.shape[1]))
+        and (matrix.bias is None or matrix.bias.shape == matrix.packed.shape[1:])
+        and (matrix.bias is None or matrix.bias.is_floating_point())
     )
     if not agree:
         raise TensorShapeError(
@@ -371,11 +372,6 @@ def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
             f"`{key}.{_NAMES['inverse_perm']}` does not name each of {rows} rows once; fetch the "
             "model again"
         )
-
-
-def _is_bias(bias: torch.Tensor, columns: int) -> bool:
-    """Tell whether a tensor is a bias of so many columns; it may lack their padding."""
-    return bias.dim() == 1 and bias.is_floating_point() and padded_columns(len(bias)) == columns
 
 
 def _is_permutation(places: torch.Tensor) -> bool:
