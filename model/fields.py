@@ -12,21 +12,25 @@ MOST = 1 << 31  # an integer that can be: counts of positions and token ids have
 LARGEST = 1e15  # a number that can be
 
 
-def json_object(data: bytes) -> dict[str, object]:
+def json_object(data: bytes, *, errors: str = "strict") -> dict[str, object]:
     """Return the object that a JSON file holds.
 
+    Args:
+        data: the file.
+        errors: what happens to text that is not Unicode (half of a surrogate pair), as of
+            `str.encode`: it is refused, or "replace".
+
     Raises:
-        ValueError: it is not JSON, not an object, nested too deeply, or holds text that is not
-            Unicode (half of a surrogate pair).
+        ValueError: it is not JSON, not an object, nested too deeply, or holds such text.
     """
     try:
         values = json.loads(data)
-        json.dumps(values, ensure_ascii=False).encode()
+        text = json.dumps(values, ensure_ascii=False).encode(errors=errors)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
-    return values
+    return values if errors == "strict" else json.loads(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

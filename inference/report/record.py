@@ -39,7 +39,7 @@ class Record:
 def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object; of an absent or foreign file nothing."""
     try:
-        return json_object(path.read_bytes())
+        return json_object(path.read_bytes(), errors="replace")
     except (OSError, ValueError):
         return {}
 
