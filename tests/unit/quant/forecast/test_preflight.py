@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,14 @@ def test_tensors_that_nothing_reads_are_named_in_the_plan(source: Path) -> None:
         "1 of the source's tensors stay out of the output: model.layers.0"
         in dict(plan.rows())["not used"]
     )
+
+
+def test_names_that_are_not_utf8_are_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / os.fsdecode(b"out-\xff")
+
+    problems = problems_of(small_config(source, out))
+
+    assert any(r"out-\xff` is not UTF-8; rename it" in line for line in problems)
 
 
 def test_matrix_that_no_word_fits_is_refused(tmp_path: Path) -> None:
