@@ -1,4 +1,4 @@
-"""What it takes to let a model write calibration rows: asked before the run, and by the stage."""
+"""Sizes of the calibration rows that a model writes itself, for pre-flight and for the stage."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,9 +12,9 @@ CACHE_BYTES = 2 * 2**30  # keys and values of the rows written at once, counted 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """`rows` rows of `tokens` tokens, `at_once` side by side, in texts of at most `span` tokens.
+    """`rows` rows of `tokens` tokens, `at_once` in a batch, in texts of at most `span` tokens.
 
-    `elements` are the numbers in memory: all weights, and the keys and values of the rows.
+    `elements` counts the numbers in memory: all weights, and the keys and values of a batch.
     """
 
     rows: int

@@ -73,12 +73,12 @@ class Head:
 
 
 class Decoder:
-    """A model that runs."""
+    """A model ready to run."""
 
     def __init__(
         self, spec: ModelSpec, *, embedding: Embedding, sublayers: Sequence[Sublayer], head: Head
     ) -> None:
-        """Put together; `sublayers` are taken in order, one at a time, in every pass."""
+        """Assemble a model; every pass takes `sublayers` in order, one at a time."""
         self.spec = spec
         self.embedding = embedding
         self.sublayers = sublayers
@@ -96,8 +96,8 @@ class Decoder:
 
         Args:
             ids: token ids (b, t) that follow what the cache holds.
-            cache: takes the keys and values of these tokens.
-            table: their rotation, if it is not to be found by what the cache holds.
+            cache: receives the keys and values of these tokens.
+            table: their rotation; by default that of the positions after the cache.
         """
         start = table or (0 if cache is None else cache.length)
         hidden = self.embed(ids)

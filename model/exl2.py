@@ -47,7 +47,7 @@ def padded_columns(n: int) -> int:
 
 
 def column_parts(k: int, n: int) -> Iterator[slice]:
-    """Yield columns of a wide matrix that are decoded together, a multiple of 32 each."""
+    """Yield the slices of columns in which a wide matrix is decoded, multiples of 32 columns."""
     step = max(1, CHUNK_ELEMENTS // k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     for begin in range(0, n, step):
         yield slice(begin, min(begin + step, n))
@@ -59,12 +59,12 @@ def is_quantized(key: str, names: Container[str]) -> bool:
 
 
 def host_names(key: str) -> tuple[str, ...]:
-    """Return the names of what main memory keeps: how rows are divided and ordered."""
+    """Return the names of the tensors that stay in main memory: group table and permutation."""
     return tuple(f"{key}.{_NAMES[field]}" for field in ("group_table", "inverse_perm"))
 
 
 def tensor_names(key: str) -> tuple[str, ...]:
-    """Return the names that a quantized linear always has (a bias comes on top)."""
+    """Return the names that every quantized linear has, its optional bias not among them."""
     return tuple(f"{key}.{suffix}" for suffix in _NAMES.values())
 
 
@@ -85,7 +85,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantParams:
-    """How one matrix is divided: falling bit widths, their shares of the rows, group sizes."""
+    """Division of one matrix: falling bit widths, their shares of the rows, group sizes."""
 
     bit_widths: tuple[int, ...]
     proportions: tuple[float, ...]
@@ -124,7 +124,7 @@ class QuantParams:
         return tuple(counts)
 
     def bands(self, k: int) -> tuple[Band, ...]:
-        """Return the bands of a matrix with `k` rows, those without a row left out."""
+        """Return the bands of a matrix with `k` rows, without empty ones."""
         bands: list[Band] = []
         row = 0
         counts = self.group_counts(k)
@@ -259,7 +259,7 @@ class QuantizedMatrix:
         return 8 * sum(t.numel() * t.element_size() for t in self.to_tensors("").values())
 
     def dequantize(self, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        """Return the matrix a decoder sees: (k, n) in the order of the in-features.
+        """Return the decoded matrix, (k, n) in the order of the in-features.
 
         Values are exact fp16 numbers in any dtype that holds them.
         """
@@ -269,7 +269,7 @@ class QuantizedMatrix:
         return matrix
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield columns, and what a decoder sees there, fp16 (k, c)."""
+        """Yield slices of columns and their decoded values, fp16 (k, c)."""
         ops, groups = get_ops(self.packed.device), self.groups
         scales = ops.decode_scales(ops.unpack_scales(self.scale_codes), self.max_scales)
         place = self.inverse_perm.long()
@@ -278,7 +278,7 @@ class QuantizedMatrix:
             yield columns, ops.decode(codes, scales[:, columns], groups)[place]
 
     def laid_out(self, order: torch.Tensor) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
+        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
         ops, groups = get_ops(self.packed.device), self.groups
         return PackedMatrix(
             codes=ops.lay_out(self.packed, groups),
@@ -332,7 +332,7 @@ class QuantizedMatrix:
 def quantized_layout(
     key: str, params: QuantParams, k: int, n: int, *, has_bias: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return name → (dtype, shape) of a quantized linear before it exists; `n` is padded."""
+    """Return name → (dtype, shape) of a quantized linear to be made; `n` is padded."""
     groups = params.groups(k)
     words = sum(group.rows * group.bits for group in groups) // 32
     shapes = {

@@ -1,6 +1,6 @@
-"""What a model takes of a GPU's memory when it runs: weights, cache, what is laid out, workspace.
+"""GPU memory of a running model: weights, cache, layout, workspace.
 
-All is counted from shapes; only `DEVICE_BYTES` is declared. Weights are the bytes of the model's
+Everything is computed from shapes except `DEVICE_BYTES`. Weights are the bytes of the model's
 files: embedding, norms, packed codes, scales and permutations, head.
 """
 
@@ -16,7 +16,7 @@ from exl2flow.model.spec import ModelSpec
 # What a process takes besides its tensors: the CUDA context, compiled kernels, cuBLAS's workspace
 # and recorded steps (0.80 GB on an H200, docs/benchmarks.md), splinters of the allocator.
 DEVICE_BYTES = 2**30
-PROMPT_TOKENS = 2048  # of a prompt that are worked on at a time
+PROMPT_TOKENS = 2048  # of a prompt are processed at a time
 SCALE_BYTES = 1  # of a column and group, laid out; files have half of it
 ORDER_BYTES = 8  # of an in-feature, laid out; files have four
 HALF = 2  # bytes
@@ -26,9 +26,9 @@ HALF = 2  # bytes
 class Footprint:
     """What a model needs besides the bytes of its files; all in bytes.
 
-    cache: keys and values of the context; layout: by how much scales and permutations grow when
-    they are laid out, at most; work: activations of a prompt, one layer's cache and one matrix as
-    fp16; device: declared.
+    cache: keys and values of the context; layout: how much scales and permutations grow in the
+    layout of the kernels, at most; work: activations of a prompt, one layer's cache and one matrix
+    as fp16; device: a constant.
     """
 
     context: int
@@ -40,12 +40,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.cache + self.layout + self.work + self.device
 
     @classmethod
     def of(cls, spec: ModelSpec, *, context: int, cache_format: str) -> "Footprint":
-        """Return what a model needs, whatever its bits, for one sequence of `context` tokens."""
+        """Return the footprint, whatever the bits, for one sequence of `context` tokens."""
         attention, mlp = spec.attention, spec.mlp
         matrices = [p for s in spec.sublayers for p in s.projections] + [spec.head]
         largest = max(p.in_features * p.out_features for p in matrices[:-1])
@@ -63,12 +63,12 @@ class Footprint:
 
 
 def pages(tokens: int) -> int:
-    """Return how many pages of a cache so many tokens take."""
+    """Return the number of cache pages for so many tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
-    """Return the bytes of a cache's pages, as they are reserved."""
+    """Return the bytes that a cache reserves for its pages."""
     store = LayerStore.empty(
         CACHE_FORMATS[cache_format],
         pages=pages(context),
@@ -80,7 +80,7 @@ def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
 
 
 def _layout_bytes(rows: int, columns: int) -> int:
-    """Return by how much a matrix may grow when it is laid out: with the smallest groups."""
+    """Return how much a matrix grows at most when it is laid out, with the smallest groups."""
     padded = -(-columns // PANEL_ROWS) * PANEL_ROWS  # tiles are as wide as panels are high
     groups = rows // PANEL_ROWS
     spare = (padded - columns) * rows  # codes of columns that pad it, at most a byte each

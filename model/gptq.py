@@ -1,4 +1,4 @@
-"""GPTQ checkpoints, which run as they are: 4-bit codes, a zero and a scale by group and column.
+"""GPTQ checkpoints, which run unconverted: 4-bit codes, a zero and a scale per group and column.
 
 The only file that spells their tensor names (`docs/format.md` section 9).
 """
@@ -32,12 +32,12 @@ def is_gptq(key: str, names: Container[str]) -> bool:
 
 
 def gptq_names(key: str) -> tuple[str, ...]:
-    """Return the names that a linear in GPTQ form may have (a bias comes on top)."""
+    """Return the names that a linear in GPTQ form may have, its optional bias not among them."""
     return tuple(f"{key}.{suffix}" for suffix in (*SUFFIXES, "g_idx"))
 
 
 def gptq_host_names(key: str) -> tuple[str, ...]:
-    """Return the names of what main memory keeps: how rows are divided."""
+    """Return the names of the tensors that stay in main memory: the group of each row."""
     return (f"{key}.g_idx",)
 
 
@@ -45,7 +45,7 @@ def gptq_host_names(key: str) -> tuple[str, ...]:
 class GptqMatrix:
     """The tensors of one linear.
 
-    packed: int32 (k / 8, n); zeros: int32 (g, n / 8), less `zero_offset`; scales: fp16 (g, n);
+    packed: int32 (k / 8, n); zeros: int32 (g, n / 8), `zero_offset` too small; scales: fp16 (g, n);
     group_of: int64 (k,), each in-feature's group; bias: (n,) or None.
     """
 
@@ -65,7 +65,7 @@ class GptqMatrix:
         Args:
             key: of the linear.
             tensors: by name.
-            zero_offset: what stored zeros lack: 1, or 0 with `checkpoint_format` `gptq_v2`.
+            zero_offset: added to stored zeros: 1, or 0 with `checkpoint_format` `gptq_v2`.
 
         Raises:
             MissingTensor: one of its tensors is absent.
@@ -113,7 +113,7 @@ class GptqMatrix:
         return get_ops(self.packed.device).unpack(self.packed[:, columns].contiguous(), whole)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield columns, and their matrix fp16 (k, c): codes less zero, times scale."""
+        """Yield slices of columns and their values fp16 (k, c): (code - zero) · scale."""
         zeros = self.whole_zeros
         for columns in column_parts(*self.shape):
             codes = self.codes(columns).half()
@@ -122,11 +122,11 @@ class GptqMatrix:
 
     @property
     def order(self) -> torch.Tensor:
-        """The in-features, those of a group together, int64 (k,)."""
+        """The in-features sorted by group, int64 (k,)."""
         return torch.argsort(self.group_of, stable=True)
 
     def laid_out(self, order: torch.Tensor) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
+        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
         rows = torch.bincount(self.group_of).tolist()
         groups = tuple(
             Group(bits=BITS, start=stop - count, rows=count)
@@ -151,7 +151,7 @@ def _is_matrix(packed: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) 
 
 
 def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torch.Tensor:
-    """Return the group of each in-feature, int64 (k,); without act-order rows follow each other."""
+    """Return the group of each in-feature, int64 (k,); consecutive rows without act-order."""
     size = 1 << max(0, -(-k // groups) - 1).bit_length()  # the least power of two that suffices
     in_order = torch.arange(k) // size
     if size % PANEL_ROWS or int(in_order[-1]) != groups - 1:

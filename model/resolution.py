@@ -102,7 +102,7 @@ def _attention(config: Fields, family: Family, num_layers: int) -> AttentionSpec
 
 
 def _divided_head_dim(config: Fields) -> int | None:
-    """Return hidden size / heads, or None (so that `head_dim` is asked for) when that is odd."""
+    """Return hidden size / heads; None if that is no integer, so that `head_dim` is required."""
     hidden_size = config.integer("hidden_size", most=WIDEST)
     num_heads = config.integer("num_attention_heads", most=MOST_HEADS)
     return None if hidden_size % num_heads else hidden_size // num_heads

@@ -32,10 +32,10 @@ class RopeTable:
         return get_ops(x.device).rotate(x, self.cos, self.sin)
 
 
-@lru_cache(maxsize=4)  # the layers of one forward pass ask for the same table
-@torch.inference_mode(False)  # gradients too may pass a table, whoever asked for it first
+@lru_cache(maxsize=4)  # all layers of a forward pass use the same table
+@torch.inference_mode(False)  # a table made in inference mode must serve gradients, too
 def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> RopeTable:
-    """Return the table of positions `start` to `start + count`; not to be written to."""
+    """Return the table of positions `start` to `start + count`; shared, so do not write to it."""
     frequencies = inverse_frequencies(rope, start + count)
     positions = torch.arange(start, start + count, dtype=torch.float32)
     angles = torch.outer(positions / rope.position_scale, frequencies)  # (t, d/2)
@@ -44,7 +44,7 @@ def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> 
 
 
 def step_table(rope: RopeSpec, count: int, device: torch.device) -> RopeTable:
-    """Return the table of `count` positions, each as the last one of its call would have it."""
+    """Return the table of `count` positions, each rotated as the last position of a call."""
     switch = min(rope.original_max_positions, count)  # no kind changes its frequencies before
     parts = [(0, switch), (switch, count)]
     if rope.kind is RopeKind.DYNAMIC:  # ... and this one at every position from there on
@@ -68,7 +68,7 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """Return what multiplies cosines and sines.
+    """Return the factor of cosines and sines.
 
     YaRN: 0.1 · ln(factor) + 1, or the ratio of that with each `mscale` before the logarithm.
     LongRoPE: sqrt(1 + ln(factor) / ln(original positions)).

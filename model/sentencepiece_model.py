@@ -1,7 +1,7 @@
 """A SentencePiece model file as plain data.
 
-The few fields that matter are read from the protobuf wire format here: the generated module that
-`sentencepiece` ships accepts only a narrow range of protobuf versions.
+Reads the few fields that matter from the protobuf wire format, because the generated module in
+`sentencepiece` accepts only a narrow range of protobuf versions.
 """
 
 import struct
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieceModel:
-    """What a `tokenizer.model` holds; `charsmap` is a compiled normalization, possibly empty."""
+    """The content of a `tokenizer.model`; `charsmap` is a compiled normalization or empty."""
 
     serialized: bytes
     type: ModelType
@@ -66,7 +66,7 @@ class SentencePieceModel:
         """Read the file.
 
         Raises:
-            SourceModelError: it cannot be read or is no SentencePiece model.
+            SourceModelError: it cannot be read or is not a SentencePiece model.
         """
         try:
             data = path.read_bytes()
@@ -165,13 +165,13 @@ def _fields(data: bytes) -> Iterator[tuple[int, Value]]:
         else:
             size = {_FIXED64: 8, _FIXED32: 4}[wire_type]
         if position + size > len(data):
-            raise ValueError("a field ends behind the file")
+            raise ValueError("a field ends after the file")
         yield tag >> 3, data[position : position + size]
         position += size
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a base-128 integer and the position behind it."""
+    """Return a base-128 integer and the position after it."""
     value = 0
     for count in range(LONGEST_VARINT):
         byte = data[position + count]

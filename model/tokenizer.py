@@ -1,7 +1,7 @@
 """Text to token ids and back, from `tokenizer.json` or a SentencePiece `tokenizer.model`.
 
-A SentencePiece model is converted when loaded, and the conversion is checked against the
-`sentencepiece` library on probe texts, so that a difference is an error and not bad calibration.
+A SentencePiece model is converted on load. The conversion is compared with the `sentencepiece`
+library on probe texts, so that a difference is an error and not bad calibration.
 """
 
 import re
@@ -28,7 +28,7 @@ from exl2flow.model.sentencepiece_model import (
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)"')  # in tokenizer.json
-UNREACHABLE = 1000.0  # how far below all others a piece scores that text must not produce
+UNREACHABLE = 1000.0  # how far below all others pieces score that text must not produce
 PROBES = (
     "",
     " ",
@@ -63,7 +63,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.source = source
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._lock = Lock()  # parsing of special tokens is a state of the backend
+        self._lock = Lock()  # the backend holds whether it parses special tokens
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
@@ -138,7 +138,7 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_buffer(data)
     except SourceModelError:
         raise
-    except Exception as error:  # the library raises the base class itself
+    except Exception as error:  # the library raises `Exception` itself
         raise SourceModelError(f"cannot read `{path}`: {error}; fetch it again") from error
 
 
@@ -160,7 +160,7 @@ def _panics_are_errors(source: Path) -> Iterator[None]:
 
 
 def convert(model: SentencePieceModel, *, source: Path) -> tokenizers.Tokenizer:
-    """Return a tokenizer that does what a SentencePiece model does.
+    """Return a tokenizer that is equivalent to a SentencePiece model.
 
     Args:
         model: the model.
@@ -284,7 +284,7 @@ def _check_conversion(
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
-    """Add the tokens that stand beside a SentencePiece model.
+    """Add the tokens of the files beside a SentencePiece model.
 
     Raises:
         SourceModelError: their ids do not continue those of the model.

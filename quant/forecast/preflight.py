@@ -32,7 +32,8 @@ from exl2flow.model import (
     resolve,
     unclaimed,
 )
-from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
+from exl2flow.model.exl2 import MAX_ROWS
+from exl2flow.model.group_table import ROW_MULTIPLE
 from exl2flow.model.linear import is_packed
 from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
 from exl2flow.quant.allocate.layout import plain_tensors
