@@ -23,6 +23,7 @@ from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
 
 TEMPORARY_SUFFIX = ".partial"
 JSON_PIECES = 4096  # of a JSON text that are in memory at a time
+UNPRINTABLE = "backslashreplace"  # bytes of a path that are not UTF-8; JSON reads them back
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -73,7 +74,7 @@ def digest(path: Path) -> str:
 def digest_of(value: object) -> str:
     """Return the sha256 of a JSON-serializable value in canonical form."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors=UNPRINTABLE)).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
@@ -123,7 +124,7 @@ def write_json(path: Path, value: object) -> str:
     pieces = chain(json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(value), "\n")
     sha = hashlib.sha256()
     with replacing(path) as file:
-        while some := "".join(islice(pieces, JSON_PIECES)).encode():
+        while some := "".join(islice(pieces, JSON_PIECES)).encode(errors=UNPRINTABLE):
             sha.update(some)
             file.write(some)
     return sha.hexdigest()
@@ -132,7 +133,7 @@ def write_json(path: Path, value: object) -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors=UNPRINTABLE))
 
 
 def read_json(path: Path, *, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.memory import free_memory
 from exl2flow.inference.streamed import Look, StreamedModel
-from exl2flow.model import SublayerSpec
+from exl2flow.model import SublayerSpec, check_ids
 
 STATE_BYTES = 1 << 27  # hidden states held at a time on a CPU, all models together ...
 LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all matrices
@@ -42,6 +42,27 @@ class Score:
     top1_agreement: float | None
     tokens: int
     bytes: int
+
+    @classmethod
+    def of(cls, model: str, values: Mapping[str, object]) -> Self | None:
+        """Return a score from a file that any version wrote; None if it has no perplexity or sizes.
+
+        Unknown fields are ignored; missing divergences are None.
+        """
+        found = {name: _number(values.get(name)) for name in cls.__slots__ if name != "model"}
+        whole = [found.pop(name) for name in ("tokens", "bytes")]
+        perplexity = found.pop("perplexity")
+        if perplexity is None or not all(isinstance(value, int) for value in whole):
+            return None
+        tokens, size = (int(value or 0) for value in whole)
+        return cls(model=model, perplexity=perplexity, tokens=tokens, bytes=size, **found)
+
+
+def _number(value: object) -> float | None:
+    """Return a number of a JSON file, infinity among them; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, float) or abs(value) < 2**63 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +137,15 @@ def evaluate_texts(
 
     Raises:
         ConfigError: a model's vocabulary differs from the reference's.
+        SourceModelError: a token is not in the vocabulary.
     """
     place = torch.device(device)
     runners = [StreamedModel(Path(folder), place) for folder in models]
     base = StreamedModel(Path(reference), place, is_reference=True) if reference else None
     everyone = [*runners, base] if base else runners
     _check_vocabularies(everyone)
+    for ids in texts:
+        check_ids(ids, everyone[-1].spec)
     found = kept.load() if kept is not None else {}
     blocks = list(_blocks(everyone, texts, [key for key in _rows(texts) if key not in found]))
     passes = sum(len(runner.spec.sublayers) for runner in everyone)

@@ -26,6 +26,7 @@ from exl2flow.model import (
     build_embedding,
     build_head,
     build_sublayer,
+    check_layers,
     resolve,
 )
 from exl2flow.model.footprint import Footprint
@@ -106,6 +107,7 @@ def load_model(
     dtype = torch.float16 if place.type == "cuda" else torch.float32
     spec = resolve(folder)
     tensors = TensorFiles(folder)
+    check_layers(spec, tensors)
     packed = place.type == "cuda" and not streamed  # what is used once is not laid out
     sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
     with Threads(THREADS[place.type], place) as threads:

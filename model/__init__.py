@@ -16,9 +16,11 @@ from exl2flow.model.decoder import (
     build_decoder,
     build_embedding,
     build_head,
+    check_ids,
 )
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.families import FAMILIES, Family
+from exl2flow.model.headers import check_dtypes, check_layers, unclaimed
 from exl2flow.model.linear import (
     DenseLinear,
     Linear,
@@ -81,9 +83,13 @@ __all__ = [
     "build_embedding",
     "build_head",
     "build_sublayer",
+    "check_dtypes",
+    "check_ids",
+    "check_layers",
     "expected_tensors",
     "load_linear",
     "narrowed",
     "resolve",
     "step_table",
+    "unclaimed",
 ]

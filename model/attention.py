@@ -1,4 +1,4 @@
-"""Attention over grouped heads: the half-layer, and the cache that it asks for."""
+"""Attention over grouped heads: the half-layer, and the cache interface it needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ INPUTS = ("q_proj", "k_proj", "v_proj")  # what reads the normalized hidden stat
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer; those handed in follow those held."""
+    """Keys and values of one layer; new ones follow those it holds."""
 
     def attend(
         self,
@@ -31,7 +31,7 @@ class LayerCache(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Take keys and values, and attend to all that are held then; see `attend`.
+        """Add keys and values, then attend to all of them; see `attend`.
 
         Args:
             q: queries (b, heads, t, head_dim), before rotation.
@@ -76,7 +76,7 @@ class AttentionSublayer:
         head_norms: tuple[RmsNorm, ...],
         linears: dict[str, Linear],
     ) -> None:
-        """Put together; `head_norms` are those of queries and of keys, or none."""
+        """Assemble a sublayer; `head_norms` are those of queries and of keys, or none."""
         self.spec = spec
         self.attention = attention
         self.rope = rope

@@ -1,7 +1,7 @@
-"""What lies between the attentions of a model, as chains of products: how few tokens pass through.
+"""The work between two attentions of a packed model as one chain of products, for few tokens.
 
-From an attention's output to the next queries, keys and values each product reads what the one
-before it writes, so that a GPU has them in one launch (`Ops.multiply`).
+From an attention's output to the next queries, keys and values, each product reads what the one
+before it writes, so a GPU runs the chain in one launch (`Ops.multiply`).
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from exl2flow.model.sublayers import Sublayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Attentions, and the products before, between and after them: one chain more."""
+    """The attentions, and the chains of products before, between and after them (one more)."""
 
     attentions: Sequence[AttentionSublayer]
     products: Sequence[Sequence[Product]]
 
     @classmethod
     def of(cls, sublayers: Sequence[Sublayer]) -> Self | None:
-        """Return the chains of sublayers, or None unless all their maps are packed."""
+        """Return the chains of sublayers, or None unless all their linears are packed."""
         attentions: list[AttentionSublayer] = []
         chains: list[list[Product]] = [[]]
         for sublayer in sublayers:

@@ -1,21 +1,21 @@
 """A model's own chat template: messages to the text that the model was trained to read.
 
-Templates are Jinja programs of the model's authors. They run in a sandbox, with the names that
-transformers gives them, so that both render the same text.
+Templates are Jinja programs by the model's authors. They run in a sandbox and in a process whose
+time and memory are limited (`template_program`), with the names that transformers gives them, so
+that both render the same text.
 """
 
 import json
+import subprocess
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from threading import Lock
+from typing import Literal
 
 from exl2flow.core.errors import ChatTemplateError
 from exl2flow.model.fields import Fields
@@ -26,11 +26,7 @@ Role = Literal["system", "user", "assistant"]
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT_NAME = "default"  # of several templates in one file
-# what a template's own code can raise: its authors' refusals, and their mistakes
-FAILURES = (
-    *(jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError),
-    *(ArithmeticError, RecursionError),
-)
+PROGRAM = Path(__file__).with_name("template_program.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +41,7 @@ class ChatTemplate:
     """A model's compiled template; `special_tokens` maps `bos_token` and the like to their text."""
 
     def __init__(self, text: str, *, special_tokens: Mapping[str, str], origin: Path) -> None:
-        """Compile a template.
+        """Compile a template, in a process of its own that ends with this object.
 
         Args:
             text: the Jinja source.
@@ -58,12 +54,10 @@ class ChatTemplate:
         self.text = text
         self.special_tokens = dict(special_tokens)
         self.origin = origin
-        try:
-            self._template = _environment().from_string(text)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(
-                f"the chat template in `{origin}` is not valid Jinja ({error}); fetch it again"
-            ) from error
+        self._process: _Process | None = None
+        self._lock = Lock()
+        with self._lock:
+            self._started()
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -98,22 +92,85 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template refuses the messages, or fails.
         """
-        moment = now or datetime.now()
+        request = {
+            "now": (now or datetime.now()).isoformat(),
+            "variables": {
+                "messages": [asdict(message) for message in messages],
+                "add_generation_prompt": add_generation_prompt,
+                "tools": None,
+                "documents": None,
+                **self.special_tokens,
+                **(variables or {}),
+            },
+        }
+        with self._lock:
+            answer = self._started().answer(request)
+        if "text" in answer:
+            return answer["text"]
+        roles = ", ".join(message.role for message in messages)
+        raise ChatTemplateError(
+            f"the chat template in `{self.origin}` cannot render turns of {roles}: "
+            f"{answer['error']}; give it the roles and the order of turns that it is made for"
+        )
+
+    def _started(self) -> "_Process":
+        """Return the process that has compiled the template, a new one if the last one ended.
+
+        Raises:
+            ChatTemplateError: it is not Jinja.
+        """
+        if self._process is None or self._process.has_ended:
+            self._process = _Process()
+            answer = self._process.answer({"template": self.text})
+            if "error" in answer:
+                raise ChatTemplateError(
+                    f"the chat template in `{self.origin}` does not compile "
+                    f"({answer['error']}); fetch it again"
+                )
+        return self._process
+
+
+class _Process:
+    """A running `template_program`; it ends when this object does, or after too much work."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", str(PROGRAM)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
+        self._child = child
+        self._end = weakref.finalize(self, _end, child)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether a request has ended the process."""
+        return not self._end.alive
+
+    def answer(self, request: Mapping[str, object]) -> dict[str, str]:
+        """Return `text` or nothing, or `error`: why there is no text."""
+        stdin, stdout = self._child.stdin, self._child.stdout
+        assert stdin is not None
+        assert stdout is not None
+        line = json.dumps(request).encode() + b"\n"
         try:
-            return self._template.render(
-                messages=[asdict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                strftime_now=moment.strftime,
-                **{**self.special_tokens, **(variables or {})},
-            )
-        except FAILURES as error:
-            roles = ", ".join(message.role for message in messages)
-            raise ChatTemplateError(
-                f"the chat template in `{self.origin}` cannot render turns of {roles}: {error}; "
-                "give it the roles and the order of turns that it is made for"
-            ) from error
+            with suppress(BrokenPipeError):
+                stdin.write(line)
+                stdin.flush()
+            answer = stdout.readline()
+        except BaseException:  # also Ctrl-C: the answer would be taken for that of the next request
+            self._end()
+            raise
+        if not answer.endswith(b"\n"):
+            self._end()
+            return {"error": "it takes more time or memory than a chat template may have"}
+        found: dict[str, str] = json.loads(answer)
+        return found
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a process and close its pipes."""
+    child.kill()
+    with suppress(BrokenPipeError), child:
+        pass
 
 
 def _find(model_dir: Path) -> tuple[Path, str]:
@@ -142,10 +199,11 @@ def _default(fields: Fields) -> str | None:
     """Return the template in `tokenizer_config.json`; of several, the one named `default`."""
     value: object = fields.values.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        items = [item for item in value if isinstance(item, dict)]
+        named = {str(item.get("name")): item.get("template") for item in items}
         if DEFAULT_NAME not in named:
             raise ChatTemplateError(
-                f"`{fields.path}` has chat templates named {', '.join(map(str, named))}, but no "
+                f"`{fields.path}` has chat templates named {', '.join(named)}, but no "
                 f"`{DEFAULT_NAME}`; put the one to use beside it as `{TEMPLATE_FILE}`"
             )
         value = named[DEFAULT_NAME]
@@ -172,32 +230,3 @@ def _special_tokens(model_dir: Path, tokenizer: Tokenizer) -> dict[str, str]:
             if name.endswith("_token") and isinstance(text, str):
                 found[name] = text
     return found
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant says; it changes nothing in the text."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the block's body."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment
-
-
-def _to_json(value: object, **options: Any) -> str:
-    """Return JSON without the escapes for HTML that Jinja's own filter makes."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

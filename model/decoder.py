@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from exl2flow.core.errors import TensorShapeError
+from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.kernels import FEW_ROWS, get_ops
 from exl2flow.model.attention import KvCache
 from exl2flow.model.chains import Chains
@@ -17,6 +17,27 @@ from exl2flow.model.sublayers import Sublayer, build_sublayer
 from exl2flow.model.weights import TensorFiles
 
 
+def check_ids(ids: torch.Tensor | Sequence[int], spec: ModelSpec, *, noise: bool = False) -> None:
+    """Check token ids where they enter, in main memory; `Embedding` does not look at them.
+
+    Args:
+        ids: any shape.
+        spec: the model that is to read them.
+        noise: allow -1, which stands for noise.
+
+    Raises:
+        SourceModelError: an id is not in the model's vocabulary.
+    """
+    found = torch.as_tensor(ids)
+    outside = found[(found >= spec.vocab_size) | (found < (-1 if noise else 0))]
+    if outside.numel():
+        raise SourceModelError(
+            f"{outside.numel()} of {found.numel()} tokens are not in the vocabulary of "
+            f"`{spec.source_dir}`, such as id {int(outside[0])} of {spec.vocab_size}; the "
+            "tokenizer belongs to another model: fetch both from one repository"
+        )
+
+
 class Embedding:
     """Rows by token id; `weight` (rows, hidden) may have more rows than the vocabulary."""
 
@@ -24,7 +45,7 @@ class Embedding:
         self.weight = weight
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return hidden states (b, t, hidden) of ids (b, t); ids without a row count as 0."""
+        """Return hidden states (b, t, hidden) of ids (b, t); an id without a row counts as 0."""
         ids = ids.to(self.weight.device)
         is_known = (ids >= 0) & (ids < self.weight.shape[0])
         return self.weight[torch.where(is_known, ids, 0)]
@@ -52,12 +73,12 @@ class Head:
 
 
 class Decoder:
-    """A model that runs."""
+    """A model ready to run."""
 
     def __init__(
         self, spec: ModelSpec, *, embedding: Embedding, sublayers: Sequence[Sublayer], head: Head
     ) -> None:
-        """Put together; `sublayers` are taken in order, one at a time, in every pass."""
+        """Assemble a model; every pass takes `sublayers` in order, one at a time."""
         self.spec = spec
         self.embedding = embedding
         self.sublayers = sublayers
@@ -75,8 +96,8 @@ class Decoder:
 
         Args:
             ids: token ids (b, t) that follow what the cache holds.
-            cache: takes the keys and values of these tokens.
-            table: their rotation, if it is not to be found by what the cache holds.
+            cache: receives the keys and values of these tokens.
+            table: their rotation; by default that of the positions after the cache.
         """
         start = table or (0 if cache is None else cache.length)
         hidden = self.embed(ids)
@@ -104,7 +125,7 @@ def build_embedding(
         TensorShapeError: its rows are not of the hidden size.
     """
     name = f"{EMBEDDING_KEY}.weight"
-    weight = tensors.read(name)
+    weight = tensors.read_floating(name)
     if weight.dim() != 2 or weight.shape[1] != spec.hidden_size:
         raise TensorShapeError(
             f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies rows of "

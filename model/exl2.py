@@ -7,7 +7,6 @@ rows in act-order: packed row `r` holds in-feature `argsort(inverse_perm)[r]`.
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Self
 
 import torch
@@ -19,9 +18,8 @@ from exl2flow.kernels import (
     PackedMatrix,
     get_ops,
 )
+from exl2flow.model.group_table import BIT_WIDTHS, ROW_MULTIPLE, divides, first_words, groups_of
 
-BIT_WIDTHS = (8, 6, 5, 4, 3, 2)
-ROW_MULTIPLE = 32  # k: packed words and kernels step 32 rows
 COLUMN_MULTIPLE = 32  # n is padded to this with zero columns
 SCALE_BITS = 4
 MAX_ROWS = 65535  # permutations are narrowed to unsigned 16 bits by readers
@@ -49,7 +47,7 @@ def padded_columns(n: int) -> int:
 
 
 def column_parts(k: int, n: int) -> Iterator[slice]:
-    """Yield columns of a wide matrix that are decoded together, a multiple of 32 each."""
+    """Yield the slices of columns in which a wide matrix is decoded, multiples of 32 columns."""
     step = max(1, CHUNK_ELEMENTS // k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     for begin in range(0, n, step):
         yield slice(begin, min(begin + step, n))
@@ -61,12 +59,12 @@ def is_quantized(key: str, names: Container[str]) -> bool:
 
 
 def host_names(key: str) -> tuple[str, ...]:
-    """Return the names of what main memory keeps: how rows are divided and ordered."""
+    """Return the names of the tensors that stay in main memory: group table and permutation."""
     return tuple(f"{key}.{_NAMES[field]}" for field in ("group_table", "inverse_perm"))
 
 
 def tensor_names(key: str) -> tuple[str, ...]:
-    """Return the names that a quantized linear always has (a bias comes on top)."""
+    """Return the names that every quantized linear has, its optional bias not among them."""
     return tuple(f"{key}.{suffix}" for suffix in _NAMES.values())
 
 
@@ -87,7 +85,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantParams:
-    """How one matrix is divided: falling bit widths, their shares of the rows, group sizes."""
+    """Division of one matrix: falling bit widths, their shares of the rows, group sizes."""
 
     bit_widths: tuple[int, ...]
     proportions: tuple[float, ...]
@@ -126,7 +124,7 @@ class QuantParams:
         return tuple(counts)
 
     def bands(self, k: int) -> tuple[Band, ...]:
-        """Return the bands of a matrix with `k` rows, those without a row left out."""
+        """Return the bands of a matrix with `k` rows, without empty ones."""
         bands: list[Band] = []
         row = 0
         counts = self.group_counts(k)
@@ -221,7 +219,7 @@ class QuantizedMatrix:
             TensorShapeError: more rows, groups or words than readers can index.
         """
         k, _ = codes.shape
-        starts = _first_words(groups)
+        starts = first_words(groups)
         if k > MAX_ROWS or len(groups) > MAX_INT16 or starts[-1] > MAX_INT16:
             raise TensorShapeError(
                 f"a matrix with {k} rows in {len(groups)} groups exceeds the format's 16-bit "
@@ -248,7 +246,7 @@ class QuantizedMatrix:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups, recovered from the group table."""
-        return _groups_of(tuple(self.group_table.tolist()), self.packed.shape[0])
+        return groups_of(tuple(self.group_table.tolist()), self.packed.shape[0])
 
     @property
     def order(self) -> torch.Tensor:
@@ -261,7 +259,7 @@ class QuantizedMatrix:
         return 8 * sum(t.numel() * t.element_size() for t in self.to_tensors("").values())
 
     def dequantize(self, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        """Return the matrix a decoder sees: (k, n) in the order of the in-features.
+        """Return the decoded matrix, (k, n) in the order of the in-features.
 
         Values are exact fp16 numbers in any dtype that holds them.
         """
@@ -271,7 +269,7 @@ class QuantizedMatrix:
         return matrix
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield columns, and what a decoder sees there, fp16 (k, c)."""
+        """Yield slices of columns and their decoded values, fp16 (k, c)."""
         ops, groups = get_ops(self.packed.device), self.groups
         scales = ops.decode_scales(ops.unpack_scales(self.scale_codes), self.max_scales)
         place = self.inverse_perm.long()
@@ -280,7 +278,7 @@ class QuantizedMatrix:
             yield columns, ops.decode(codes, scales[:, columns], groups)[place]
 
     def laid_out(self, order: torch.Tensor) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
+        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
         ops, groups = get_ops(self.packed.device), self.groups
         return PackedMatrix(
             codes=ops.lay_out(self.packed, groups),
@@ -334,7 +332,7 @@ class QuantizedMatrix:
 def quantized_layout(
     key: str, params: QuantParams, k: int, n: int, *, has_bias: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return name → (dtype, shape) of a quantized linear before it exists; `n` is padded."""
+    """Return name → (dtype, shape) of a quantized linear to be made; `n` is padded."""
     groups = params.groups(k)
     words = sum(group.rows * group.bits for group in groups) // 32
     shapes = {
@@ -352,47 +350,29 @@ def quantized_layout(
     return layout
 
 
-@lru_cache(maxsize=256)
-def _groups_of(table: tuple[int, ...], words: int) -> tuple[Group, ...]:
-    """Return the groups of a group table; matrices of a model have few different ones."""
-    starts = table[1::2]
-    groups, row = [], 0
-    for bits, start, end in zip(table[::2], starts, (*starts[1:], words), strict=True):
-        rows = (end - start) * 32 // bits
-        groups.append(Group(bits=bits, start=row, rows=rows))
-        row += rows
-    return tuple(groups)
-
-
-def _first_words(groups: Sequence[Group]) -> list[int]:
-    """Return the first row of each group inside the packed words."""
-    starts, word = [], 0
-    for group in groups:
-        starts.append(word)
-        word += group.rows * group.bits // 32
-    return starts
-
-
 def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
     """Compare the tensors of a matrix read from a file with each other."""
-    count = matrix.max_scales.numel()
+    count, rows = matrix.max_scales.numel(), matrix.inverse_perm.numel()
     agree = (
-        count > 0
-        and matrix.packed.dim() == 2
-        and matrix.inverse_perm.dim() == 1
+        matrix.packed.dim() == 2
+        and matrix.max_scales.shape == (count,)
+        and matrix.inverse_perm.shape == (rows,)
         and matrix.group_table.shape == (2 * count,)
         and matrix.scale_codes.shape == (count, matrix.packed.shape[1] / 8)
-        and set(matrix.group_table[::2].tolist()) <= set(BIT_WIDTHS)
-        and _covers(matrix)
+        and divides(tuple(matrix.group_table.tolist()), matrix.packed.shape[0], rows)
+        and (matrix.bias is None or matrix.bias.shape == matrix.packed.shape[1:])
+        and (matrix.bias is None or matrix.bias.is_floating_point())
     )
     if not agree:
         raise TensorShapeError(
-            f"the EXL2 tensors of `{key}` contradict one another; is it damaged?"
+            f"the EXL2 tensors of `{key}` contradict one another; fetch the model again"
+        )
+    if not (matrix.inverse_perm.is_meta or _is_permutation(matrix.inverse_perm)):
+        raise TensorShapeError(
+            f"`{key}.{_NAMES['inverse_perm']}` does not name each of {rows} rows once; fetch the "
+            "model again"
         )
 
 
-def _covers(matrix: QuantizedMatrix) -> bool:
-    """Tell whether the group table divides all words and all rows, in order and by whole steps."""
-    rows = [group.rows for group in matrix.groups]
-    are_whole = min(rows) > 0 and not any(count % ROW_MULTIPLE for count in rows)
-    return int(matrix.group_table[1]) == 0 and are_whole and sum(rows) == len(matrix.inverse_perm)
+def _is_permutation(places: torch.Tensor) -> bool:
+    return torch.equal(places.sort().values, torch.arange(len(places), dtype=places.dtype))

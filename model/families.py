@@ -1,6 +1,6 @@
-"""The table of families: what distinguishes one architecture from Llama, as data.
+"""The table of families: how each architecture differs from Llama, as data.
 
-A row is written as the difference from a parent row and found by the `architectures` string of
+A row is written as a difference from a parent row and looked up by the `architectures` string of
 `config.json`. Defaults are those that transformers applies when a config omits the key.
 """
 

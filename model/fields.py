@@ -1,12 +1,36 @@
 """Typed access to a JSON object of a model folder; every refusal names key and file."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from exl2flow.core.errors import SourceModelError
+from exl2flow.model.foreign import advice, is_lfs_pointer, pointer_advice
+
+MOST = 1 << 31  # an integer that can be: counts of positions and token ids have 32 bits
+LARGEST = 1e15  # a number that can be
+
+
+def json_object(data: bytes, *, errors: str = "strict") -> dict[str, object]:
+    """Return the object that a JSON file holds.
+
+    Args:
+        data: the file.
+        errors: what happens to text that is not Unicode (half of a surrogate pair), as of
+            `str.encode`: it is refused, or "replace".
+
+    Raises:
+        ValueError: it is not JSON, not an object, nested too deeply, or holds such text.
+    """
+    try:
+        values = json.loads(data)
+        text = json.dumps(values, ensure_ascii=False).encode(errors=errors)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError("it holds no JSON object")
+    return values if errors == "strict" else json.loads(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,42 +52,49 @@ class Fields:
         Raises:
             SourceModelError: the file is missing, unreadable or not a JSON object.
         """
+        data = b""
         try:
-            values = json.loads(path.read_bytes())
+            data = path.read_bytes()
+            values = json_object(data)
         except (FileNotFoundError, NotADirectoryError) as error:
             is_here = path.parent.is_dir()
             lacking = f"`{path}` does not exist" if is_here else f"`{path.parent}` is no folder"
-            raise SourceModelError(f"{lacking}; give the folder of {wanted}") from error
+            raise SourceModelError(
+                advice(path.parent) or f"{lacking}; give the folder of {wanted}"
+            ) from error
         except OSError as error:
             raise SourceModelError(f"cannot read `{path}`: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise SourceModelError(
-                f"`{path}` is not JSON ({error}); fetch the file again"
+                pointer_advice(path)
+                if is_lfs_pointer(data)
+                else f"`{path}` cannot be used as JSON ({error}); fetch the file again"
             ) from error
-        if not isinstance(values, dict):
-            raise SourceModelError(f"`{path}` holds no JSON object; fetch the file again")
         return cls(path=path, values=values)
 
     def has(self, key: str) -> bool:
         """Tell whether the key is present and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer of at least `least`."""
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST
+    ) -> int:
+        """Return an integer from `least` to `most`."""
         value = self._get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._refusal(key, value, f"an integer of at least {least}")
+        is_bool = isinstance(value, bool)
+        if is_bool or not isinstance(value, int) or not least <= value <= most:
+            raise self._refusal(key, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """Return a finite number greater than `above`."""
+        """Return a number greater than `above`, up to `LARGEST`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._refusal(key, value, "a number")
-        if not math.isfinite(value) or value <= above:
-            raise self._refusal(key, value, f"a number above {above:g}")
+        if not above < value <= LARGEST:  # nor NaN
+            raise self._refusal(key, value, f"a number above {above:g}, at most {LARGEST:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -99,7 +130,7 @@ class Fields:
         value = self.values.get(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-        if len(ids) != len(items):
+        if len(ids) != len(items) or any(item >= MOST for item in ids):
             raise self._refusal(key, value, "a token id or a list of token ids")
         return tuple(item for item in ids if item >= 0)
 

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints, which run as they are: 4-bit codes, a zero and a scale by group and column.
+"""GPTQ checkpoints, which run unconverted: 4-bit codes, a zero and a scale per group and column.
 
 The only file that spells their tensor names (`docs/format.md` section 9).
 """
@@ -32,12 +32,12 @@ def is_gptq(key: str, names: Container[str]) -> bool:
 
 
 def gptq_names(key: str) -> tuple[str, ...]:
-    """Return the names that a linear in GPTQ form may have (a bias comes on top)."""
+    """Return the names that a linear in GPTQ form may have, its optional bias not among them."""
     return tuple(f"{key}.{suffix}" for suffix in (*SUFFIXES, "g_idx"))
 
 
 def gptq_host_names(key: str) -> tuple[str, ...]:
-    """Return the names of what main memory keeps: how rows are divided."""
+    """Return the names of the tensors that stay in main memory: the group of each row."""
     return (f"{key}.g_idx",)
 
 
@@ -45,7 +45,7 @@ def gptq_host_names(key: str) -> tuple[str, ...]:
 class GptqMatrix:
     """The tensors of one linear.
 
-    packed: int32 (k / 8, n); zeros: int32 (g, n / 8), less `zero_offset`; scales: fp16 (g, n);
+    packed: int32 (k / 8, n); zeros: int32 (g, n / 8), `zero_offset` too small; scales: fp16 (g, n);
     group_of: int64 (k,), each in-feature's group; bias: (n,) or None.
     """
 
@@ -65,7 +65,7 @@ class GptqMatrix:
         Args:
             key: of the linear.
             tensors: by name.
-            zero_offset: what stored zeros lack: 1, or 0 with `checkpoint_format` `gptq_v2`.
+            zero_offset: added to stored zeros: 1, or 0 with `checkpoint_format` `gptq_v2`.
 
         Raises:
             MissingTensor: one of its tensors is absent.
@@ -75,15 +75,17 @@ class GptqMatrix:
             if f"{key}.{suffix}" not in tensors:
                 raise MissingTensor(f"`{key}.{suffix}` is missing although `{key}` is quantized")
         packed, zeros, scales = (tensors[f"{key}.{suffix}"] for suffix in SUFFIXES)
-        k, n = packed.shape[0] * PER_WORD, packed.shape[-1]
-        groups = scales.shape[0]
-        are_words = packed.dtype == zeros.dtype == torch.int32
-        of_one = scales.shape == (groups, n) and zeros.shape == (groups, n // PER_WORD)
-        if n % PER_WORD or not are_words or not of_one:
-            shapes = ", ".join(str(tuple(x.shape)) for x in (packed, zeros, scales))
+        if not _is_matrix(packed, zeros, scales):
+            shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (packed, zeros, scales))
             raise TensorShapeError(
                 f"`{key}` has qweight, qzeros and scales of {shapes}, which are no GPTQ matrix of "
                 f"{BITS} bits; other widths, AWQ and Marlin cannot run"
+            )
+        k, groups, bias = len(packed) * PER_WORD, len(scales), tensors.get(f"{key}.bias")
+        if bias is not None and not (bias.is_floating_point() and bias.shape == scales.shape[1:]):
+            raise TensorShapeError(
+                f"`{key}.bias` is {bias.dtype} of shape {tuple(bias.shape)}, not a number for each "
+                f"of {scales.shape[1]} columns; fetch the model again"
             )
         return cls(
             packed=packed,
@@ -91,7 +93,7 @@ class GptqMatrix:
             scales=scales.half(),
             group_of=_group_of(key, k, groups, tensors.get(f"{key}.g_idx")),
             zero_offset=zero_offset,
-            bias=tensors.get(f"{key}.bias"),
+            bias=bias,
         )
 
     @property
@@ -111,7 +113,7 @@ class GptqMatrix:
         return get_ops(self.packed.device).unpack(self.packed[:, columns].contiguous(), whole)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield columns, and their matrix fp16 (k, c): codes less zero, times scale."""
+        """Yield slices of columns and their values fp16 (k, c): (code - zero) · scale."""
         zeros = self.whole_zeros
         for columns in column_parts(*self.shape):
             codes = self.codes(columns).half()
@@ -120,11 +122,11 @@ class GptqMatrix:
 
     @property
     def order(self) -> torch.Tensor:
-        """The in-features, those of a group together, int64 (k,)."""
+        """The in-features sorted by group, int64 (k,)."""
         return torch.argsort(self.group_of, stable=True)
 
     def laid_out(self, order: torch.Tensor) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
+        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
         rows = torch.bincount(self.group_of).tolist()
         groups = tuple(
             Group(bits=BITS, start=stop - count, rows=count)
@@ -139,8 +141,17 @@ class GptqMatrix:
         )
 
 
+def _is_matrix(packed: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Tell whether three tensors have the dtypes and the shapes of one matrix."""
+    are_words = packed.dtype == zeros.dtype == torch.int32 and scales.is_floating_point()
+    if not are_words or packed.dim() != 2 or scales.dim() != 2 or not scales.numel():
+        return False
+    (groups, n), (words, columns) = scales.shape, packed.shape
+    return words > 0 and n == columns and zeros.shape == (groups, n / PER_WORD)
+
+
 def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torch.Tensor:
-    """Return the group of each in-feature, int64 (k,); without act-order rows follow each other."""
+    """Return the group of each in-feature, int64 (k,); consecutive rows without act-order."""
     size = 1 << max(0, -(-k // groups) - 1).bit_length()  # the least power of two that suffices
     in_order = torch.arange(k) // size
     if size % PANEL_ROWS or int(in_order[-1]) != groups - 1:
@@ -151,13 +162,10 @@ def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torc
     if index is None or not index.any():
         return in_order
     found = index.long()
-    if found.shape != (k,) or found.min() < 0 or not _same_sizes(found, in_order):
+    is_inside = found.shape == (k,) and found.min() >= 0 and found.max() < groups
+    if not (is_inside and torch.equal(torch.bincount(found), torch.bincount(in_order))):
         raise TensorShapeError(
             f"`{key}.g_idx` does not divide {k} in-features into {groups} groups of {size}; fetch "
             "the model again"
         )
     return found
-
-
-def _same_sizes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(torch.bincount(found), torch.bincount(expected))

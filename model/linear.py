@@ -1,6 +1,6 @@
-"""Linear maps: dense, quantized and decoded once on load, or quantized as kernels read them.
+"""Linear maps: dense, quantized and decoded on load, or quantized in the layout of the kernels.
 
-Padding is cut from the weight when a map is built, so outputs have exactly `out_features` columns.
+Padding is cut off when a map is built, so outputs have exactly `out_features` columns.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -23,7 +23,7 @@ from exl2flow.model.gptq import GptqMatrix, gptq_host_names, gptq_names, is_gptq
 from exl2flow.model.spec import ProjectionSpec
 from exl2flow.model.weights import TensorFiles
 
-SENT_ELEMENTS = 8 << 20  # of a tensor that are sent together, and converted
+SENT_ELEMENTS = 8 << 20  # of a tensor are sent and converted at a time
 
 
 class Linear(Protocol):
@@ -60,7 +60,7 @@ class DenseLinear:
 
 
 class StoredMatrix(Protocol):
-    """What a file holds of a quantized matrix, in any format."""
+    """A quantized matrix as a file stores it, in any format."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -69,7 +69,7 @@ class StoredMatrix(Protocol):
     def bias(self) -> torch.Tensor | None: ...
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield columns, and what stands there, fp16 (k, c)."""
+        """Yield slices of columns and their decoded values, fp16 (k, c)."""
         ...
 
     @property
@@ -78,12 +78,12 @@ class StoredMatrix(Protocol):
         ...
 
     def laid_out(self, order: torch.Tensor) -> PackedMatrix:
-        """Return the matrix as kernels read it when a model runs, `order` as it lies there."""
+        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
         ...
 
 
 class QuantizedLinear:
-    """A map stored in a quantized form; `matrix` is what the file holds."""
+    """A map stored in quantized form and decoded on load; `matrix` is the stored form."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class QuantizedLinear:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Dequantize to `dtype`; of the padded columns the first `out_features` are used."""
+        """Dequantize the first `out_features` of the padded columns to `dtype`."""
         self.matrix = matrix
-        k, _ = matrix.shape
-        self.weight = torch.empty(out_features, k, dtype=dtype, device=device)
+        k, n = matrix.shape
+        self.weight = torch.empty(min(out_features, n), k, dtype=dtype, device=device)
         for columns, part in matrix.parts():
             rows = self.weight[columns]
             rows.copy_(part.T[: len(rows)])
@@ -109,22 +109,22 @@ class QuantizedLinear:
 
 
 class PackedLinear:
-    """A map that stays quantized in the memory of its device; it computes in fp16."""
+    """A map that stays quantized in device memory and computes in fp16."""
 
     def __init__(self, matrix: StoredMatrix, *, out_features: int, orders: "RowOrders") -> None:
-        """Lay out what a file holds; of the padded columns the first `out_features` are used."""
+        """Lay out the first `out_features` of the padded columns of a stored matrix."""
         bias = None if matrix.bias is None else matrix.bias[:out_features].half()
         self.matrix = matrix.laid_out(orders.sent(matrix.order)).cut(out_features, bias)
         self._product = Product(matrices=(self.matrix,))
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What is added, fp16 (n,)."""
+        """The bias, fp16 (n,)."""
         return self.matrix.bias
 
     @property
     def weight(self) -> torch.Tensor:
-        """The decoded matrix fp16 (n, k), made anew."""
+        """The decoded matrix fp16 (n, k), decoded on every access."""
         return get_ops(self.matrix.codes.device).decode_packed(self.matrix).T
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,14 +135,14 @@ class PackedLinear:
 
 
 class RowOrders:
-    """Orders of rows on a device, each once: maps that share one are multiplied together."""
+    """Row orders on a device, one copy of each: linears that share one are multiplied together."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
         self._sent: dict[bytes, torch.Tensor] = {}
 
     def sent(self, order: torch.Tensor) -> torch.Tensor:
-        """Return an order of main memory, int64 (k,), on the device."""
+        """Return the device's copy of an order in main memory, int64 (k,)."""
         key = order.numpy().tobytes()
         if key not in self._sent:
             self._sent[key] = on_its_way(order, self._device)
@@ -150,14 +150,14 @@ class RowOrders:
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:
-    """Return x as fp16, cut off at its range."""
+    """Return x as fp16, clamped to its range."""
     return x if x.dtype == torch.float16 else x.half().clamp_(-LARGEST_HALF, LARGEST_HALF)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x Wᵀ + bias, (…, n), in the dtype of x.
 
-    fp32 inputs meet an fp16 weight as fp16 numbers, whose products a GPU adds up in fp32.
+    An fp32 input is narrowed to fp16 for an fp16 weight; a GPU sums the products in fp32.
     """
     if x.dtype == weight.dtype:
         return functional.linear(x, weight, bias)
@@ -182,7 +182,7 @@ def load_linear(
     packed: bool = False,
     orders: RowOrders | None = None,
 ) -> Linear:
-    """Load a projection in the form in which the files hold it: EXL2, GPTQ or plain.
+    """Load a projection as the files store it: EXL2, GPTQ or plain.
 
     Args:
         tensors: the model's files.
@@ -213,9 +213,9 @@ def load_linear(
         return QuantizedLinear(
             matrix, out_features=projection.out_features, dtype=dtype, device=device
         )
-    weight = tensors.read(f"{key}.weight")
+    weight = tensors.read_floating(f"{key}.weight")
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
-    bias = tensors.read(f"{key}.bias") if projection.has_bias else None
+    bias = _read_bias(tensors, projection) if projection.has_bias else None
     return DenseLinear(
         moved(weight, device, dtype),
         None if bias is None else moved(bias, device, dtype),
@@ -224,7 +224,7 @@ def load_linear(
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a file on a device, which converts what travels in the file's dtype."""
+    """Return a tensor on a device, sent in its own dtype and converted there."""
     if torch.device(device).type == "cpu":
         return tensor.to(dtype)
     found = torch.empty(tensor.shape, dtype=dtype, device=device)
@@ -240,7 +240,7 @@ def _read_matrix(
     zero_offset: int,
     device: torch.device | str,
 ) -> StoredMatrix | None:
-    """Read a matrix that is stored in a quantized form, what is large on the device, else None."""
+    """Read a quantized matrix, its large tensors onto the device; None if it is not quantized."""
     key = projection.key
 
     def read(names: Iterable[str], on_host: Container[str]) -> dict[str, torch.Tensor]:
@@ -265,8 +265,18 @@ def _read_matrix(
     return GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
 
 
+def _read_bias(tensors: TensorFiles, projection: ProjectionSpec) -> torch.Tensor:
+    bias = tensors.read_floating(f"{projection.key}.bias")
+    if bias.shape != (projection.out_features,):
+        raise TensorShapeError(
+            f"`{projection.key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
+            f"{(projection.out_features,)}; check that both belong to one model"
+        )
+    return bias
+
+
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:
-    """Compare a stored (n, k) with the config; rows may be padded as the format pads them."""
+    """Compare a stored (n, k) with the config; rows may have the padding of the format."""
     n, k = projection.out_features, projection.in_features
     is_known = shape in ((n, k), (padded_columns(n), k))
     if not is_known and not (any_rows and shape[1:] == (k,)):

@@ -14,7 +14,7 @@ INPUTS = ("gate_proj", "up_proj")  # what reads the normalized hidden state
 
 
 class MlpSublayer:
-    """A `Sublayer`; positions and cache do not concern it."""
+    """A `Sublayer` that ignores positions and cache."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def load_norm(
         TensorShapeError: its weight has another size.
     """
     name = f"{key}.weight"
-    weight = tensors.read(name)
+    weight = tensors.read_floating(name)
     if weight.dim() == 2 and weight.shape[1] == size and bool((weight == weight[0]).all()):
         weight = weight[0]  # writers may expand a norm of heads, docs/format.md
     if weight.shape != (size,):

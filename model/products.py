@@ -1,4 +1,4 @@
-"""Maps of one input as a product, where they are packed alike."""
+"""Fuse linears that read the same input and share a row order."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def product_of(
     activation: str | None = None,
     adds: bool = False,
 ) -> Product | None:
-    """Return what maps make of one x as a `Product`; None unless they are packed alike."""
+    """Return linears of the same input as one `Product`; None unless they share a row order."""
     matrices = tuple(linear.matrix for linear in linears if isinstance(linear, PackedLinear))
     if len(matrices) < len(linears) or any(m.order is not matrices[0].order for m in matrices):
         return None

@@ -11,6 +11,14 @@ from exl2flow.model.fields import Fields
 from exl2flow.model.rope_spec import read_rope
 from exl2flow.model.spec import AttentionSpec, MlpSpec, ModelSpec
 
+# Far above every model that exists, and small enough that loops over them end at once.
+MOST_LAYERS = 2048
+MOST_HEADS = 1 << 14  # also dimensions of a head
+WIDEST = 1 << 20  # of hidden states and MLPs
+MOST_TOKENS = 1 << 24  # of a vocabulary
+SUFFIX = "ForCausalLM"  # that most architectures share
+NEAR = 0.75  # how alike names of architectures must be for advice, of 1
+
 
 def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") -> ModelSpec:
     """Read `config.json`, in the form of transformers 4 or 5, of a dense or an EXL2 model.
@@ -25,31 +33,32 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
     """
     config = Fields.load(source_dir / "config.json", wanted=wanted)
     family = _family(config)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     max_positions = config.integer("max_position_embeddings")
     attention = _attention(config, family, num_layers)
+    rope = read_rope(
+        config,
+        head_dim=attention.head_dim,
+        max_positions=max_positions,
+        default_theta=family.default_theta,
+    )
     bos_ids = config.token_ids("bos_token_id")
     return ModelSpec(
         family=family,
         source_dir=source_dir,
-        hidden_size=config.integer("hidden_size"),
+        hidden_size=config.integer("hidden_size", most=WIDEST),
         num_layers=num_layers,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=config.integer("vocab_size", most=MOST_TOKENS),
         norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
         tied_head=config.flag("tie_word_embeddings", False),
         attention=attention,
         mlp=MlpSpec(
-            intermediate_size=config.integer("intermediate_size"),
+            intermediate_size=config.integer("intermediate_size", most=WIDEST),
             activation=_activation(config, family),
             has_bias=_bias(config, family.mlp_bias),
         ),
-        rope=read_rope(
-            config,
-            head_dim=attention.head_dim,
-            max_positions=max_positions,
-            default_theta=family.default_theta,
-        ),
-        max_positions=max_positions,
+        rope=rope,
+        max_positions=rope.reach(max_positions),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=config.token_ids("eos_token_id"),
         config=config.values,
@@ -60,7 +69,9 @@ def _family(config: Fields) -> Family:
     (name,) = config.texts("architectures", 1)
     if name in FAMILIES:
         return FAMILIES[name]
-    close = difflib.get_close_matches(name, FAMILIES, n=2, cutoff=0.3)
+    stems = {row.removesuffix(SUFFIX).lower(): row for row in FAMILIES}
+    near = difflib.get_close_matches(name.removesuffix(SUFFIX).lower(), stems, n=2, cutoff=NEAR)
+    close = [stems[stem] for stem in near]
     nearest = f"; nearest are {_quoted(close)}" if close else ""
     raise UnsupportedArchitecture(
         f"architecture `{name}` in `{config.path}` is not supported{nearest}; supported are "
@@ -69,14 +80,15 @@ def _family(config: Fields) -> Family:
 
 
 def _attention(config: Fields, family: Family, num_layers: int) -> AttentionSpec:
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    num_heads = config.integer("num_attention_heads", most=MOST_HEADS)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads, most=MOST_HEADS)
     if num_heads % num_kv_heads:
         raise SourceModelError(
             f"`num_key_value_heads` in `{config.path}` is {num_kv_heads}; it must divide "
             f"`num_attention_heads`, {num_heads}"
         )
-    head_dim = config.integer("head_dim", family.default_head_dim or _divided_head_dim(config))
+    divided = family.default_head_dim or _divided_head_dim(config)
+    head_dim = config.integer("head_dim", divided, most=MOST_HEADS)
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -90,8 +102,9 @@ def _attention(config: Fields, family: Family, num_layers: int) -> AttentionSpec
 
 
 def _divided_head_dim(config: Fields) -> int | None:
-    """Return hidden size / heads, or None (so that `head_dim` is asked for) when that is odd."""
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    """Return hidden size / heads; None if that is no integer, so that `head_dim` is required."""
+    hidden_size = config.integer("hidden_size", most=WIDEST)
+    num_heads = config.integer("num_attention_heads", most=MOST_HEADS)
     return None if hidden_size % num_heads else hidden_size // num_heads
 
 

@@ -5,9 +5,8 @@ model computes the same positions here and there.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -33,10 +32,10 @@ class RopeTable:
         return get_ops(x.device).rotate(x, self.cos, self.sin)
 
 
-@lru_cache(maxsize=4)  # the layers of one forward pass ask for the same table
-@torch.inference_mode(False)  # gradients too may pass a table, whoever asked for it first
+@lru_cache(maxsize=4)  # all layers of a forward pass use the same table
+@torch.inference_mode(False)  # a table made in inference mode must serve gradients, too
 def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> RopeTable:
-    """Return the table of positions `start` to `start + count`; not to be written to."""
+    """Return the table of positions `start` to `start + count`; shared, so do not write to it."""
     frequencies = inverse_frequencies(rope, start + count)
     positions = torch.arange(start, start + count, dtype=torch.float32)
     angles = torch.outer(positions / rope.position_scale, frequencies)  # (t, d/2)
@@ -45,12 +44,11 @@ def rope_table(rope: RopeSpec, start: int, count: int, device: torch.device) -> 
 
 
 def step_table(rope: RopeSpec, count: int, device: torch.device) -> RopeTable:
-    """Return the table of `count` positions, each as the last one of its call would have it."""
-    last = inverse_frequencies(rope, count)
-    switch = bisect_left(
-        range(1, count + 1), True, key=lambda n: torch.equal(inverse_frequencies(rope, n), last)
-    )
+    """Return the table of `count` positions, each rotated as the last position of a call."""
+    switch = min(rope.original_max_positions, count)  # no kind changes its frequencies before
     parts = [(0, switch), (switch, count)]
+    if rope.kind is RopeKind.DYNAMIC:  # ... and this one at every position from there on
+        parts = [(0, switch), *((place, place + 1) for place in range(switch, count))]
     tables = [rope_table(rope, start, end - start, device) for start, end in parts if start < end]
     return RopeTable(
         cos=torch.cat([table.cos for table in tables]),
@@ -63,13 +61,14 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 
     Args:
         rope: kind and parameters.
-        num_positions: one more than the highest position of the call; LongRoPE switches on it.
+        num_positions: one more than the highest position of the call; LongRoPE switches on it,
+            dynamic NTK grows with it.
     """
     return _RULES[rope.kind](rope, num_positions)
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """Return what multiplies cosines and sines.
+    """Return the factor of cosines and sines.
 
     YaRN: 0.1 · ln(factor) + 1, or the ratio of that with each `mscale` before the logarithm.
     LongRoPE: sqrt(1 + ln(factor) / ln(original positions)).
@@ -103,6 +102,17 @@ def _default(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 def _linear(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """theta^(-2i/d) / factor."""
     return _default(rope, num_positions) / rope.factor
+
+
+def _dynamic(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+    """(theta · growth^(d / (d - 2)))^(-2i/d), growth = factor · n / original - (factor - 1).
+
+    n counts positions, and is at least the original ones.
+    """
+    n = max(num_positions, rope.original_max_positions)
+    growth = rope.factor * n / rope.original_max_positions - (rope.factor - 1)
+    theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return _default(replace(rope, theta=theta), num_positions)
 
 
 def _llama3(rope: RopeSpec, num_positions: int) -> torch.Tensor:
@@ -151,6 +161,7 @@ def _longrope(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 _RULES: dict[RopeKind, Callable[[RopeSpec, int], torch.Tensor]] = {
     RopeKind.DEFAULT: _default,
     RopeKind.LINEAR: _linear,
+    RopeKind.DYNAMIC: _dynamic,
     RopeKind.LLAMA3: _llama3,
     RopeKind.YARN: _yarn,
     RopeKind.LONGROPE: _longrope,

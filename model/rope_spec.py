@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model.fields import Fields
+from exl2flow.model.fields import MOST, Fields
 
 
 class RopeKind(StrEnum):
@@ -18,6 +18,7 @@ class RopeKind(StrEnum):
 
     DEFAULT = "default"
     LINEAR = "linear"
+    DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
@@ -30,7 +31,8 @@ _ALIASES = {"su": RopeKind.LONGROPE}
 class RopeSpec:
     """Parameters of all kinds; those that a kind does not use keep neutral values.
 
-    `factor` is the stretch of the context, `original_max_positions` the length before it,
+    `factor` is the stretch of the context, `original_max_positions` the length before it
+    (for dynamic NTK `max_position_embeddings`, as in transformers),
     `attention_factor` multiplies cosines and sines (None: derived from the stretch),
     `position_scale` divides positions on top of the kind's own rule.
     """
@@ -51,6 +53,15 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     position_scale: float = 1.0
+
+    def reach(self, max_positions: int) -> int:
+        """Return how many positions a model has whose config states `max_positions`.
+
+        Configs state the stretched length, except with dynamic NTK, which stretches as it goes.
+        """
+        is_dynamic = self.kind is RopeKind.DYNAMIC
+        stretched = min(int(max_positions * max(self.factor, 1.0)), MOST)
+        return stretched if is_dynamic else max_positions
 
     def scaled(self, *, scale: float | None, alpha: float | None) -> "RopeSpec":
         """Return this with positions divided by `scale` and the base stretched for NTK `alpha`.
@@ -90,9 +101,9 @@ def read_rope(
         kind=kind,
         theta=theta.number("rope_theta", default_theta, above=1.0),
         rotary_dim=rotary_dim,
-        original_max_positions=original.integer(
-            "original_max_position_embeddings", max_positions, least=2
-        ),
+        original_max_positions=max_positions
+        if kind is RopeKind.DYNAMIC
+        else original.integer("original_max_position_embeddings", max_positions, least=2),
     )
     stretch = max_positions / common.original_max_positions
     return replace(common, **_READERS[kind](rope, rotary_dim, stretch))
@@ -120,6 +131,15 @@ def _default(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
 
 
 def _linear(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    return {"factor": rope.number("factor")}
+
+
+def _dynamic(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    if rotary_dim <= 2:
+        raise SourceModelError(
+            f"`{rope.path}` asks to rotate {rotary_dim} dimensions of a head; rope type `dynamic` "
+            "needs more than 2"
+        )
     return {"factor": rope.number("factor")}
 
 
@@ -158,6 +178,7 @@ def _is_set(rope: Fields, key: str) -> bool:
 _READERS: dict[RopeKind, Callable[[Fields, int, float], dict[str, Any]]] = {
     RopeKind.DEFAULT: _default,
     RopeKind.LINEAR: _linear,
+    RopeKind.DYNAMIC: _dynamic,
     RopeKind.LLAMA3: _llama3,
     RopeKind.YARN: _yarn,
     RopeKind.LONGROPE: _longrope,

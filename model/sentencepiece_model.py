@@ -1,7 +1,7 @@
 """A SentencePiece model file as plain data.
 
-The few fields that matter are read from the protobuf wire format here: the generated module that
-`sentencepiece` ships accepts only a narrow range of protobuf versions.
+Reads the few fields that matter from the protobuf wire format, because the generated module in
+`sentencepiece` accepts only a narrow range of protobuf versions.
 """
 
 import struct
@@ -13,6 +13,8 @@ from pathlib import Path
 from exl2flow.core.errors import SourceModelError
 
 Value = int | bytes
+LONGEST_VARINT = 10  # bytes: 64 bits, seven to a byte
+LONGEST_PIECE = 4096  # bytes; trainers stop at 16 characters, and splitting is quadratic
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
@@ -47,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieceModel:
-    """What a `tokenizer.model` holds; `charsmap` is a compiled normalization, possibly empty."""
+    """The content of a `tokenizer.model`; `charsmap` is a compiled normalization or empty."""
 
     serialized: bytes
     type: ModelType
@@ -64,7 +66,7 @@ class SentencePieceModel:
         """Read the file.
 
         Raises:
-            SourceModelError: it cannot be read or is no SentencePiece model.
+            SourceModelError: it cannot be read or is not a SentencePiece model.
         """
         try:
             data = path.read_bytes()
@@ -94,22 +96,41 @@ class SentencePieceModel:
                     trainer = dict(_fields(value))
                 case 3, bytes():
                     normalizer = dict(_fields(value))
+        charsmap = _blob(normalizer, 2, b"")
+        if charsmap:
+            check_charsmap(charsmap)
         return cls(
             serialized=data,
             type=ModelType(_integer(trainer, 3, ModelType.UNIGRAM)),
             pieces=tuple(pieces),
             byte_fallback=bool(_integer(trainer, 35, 0)),
             whitespace_suffix=bool(_integer(trainer, 24, 0)),
-            charsmap=_blob(normalizer, 2, b""),
+            charsmap=charsmap,
             dummy_prefix=bool(_integer(normalizer, 3, 1)),
             remove_extra_whitespace=bool(_integer(normalizer, 4, 1)),
             escape_whitespace=bool(_integer(normalizer, 5, 1)),
         )
 
 
+def check_charsmap(charsmap: bytes) -> None:
+    """Compare the size that a compiled normalization states for its trie with its bytes.
+
+    The Rust library reserves what is stated, up to 4 GB, and ends the process if it gets less.
+
+    Raises:
+        ValueError: it states more than there is.
+    """
+    stated = int.from_bytes(charsmap[:4], "little")
+    if len(charsmap) < 4 or stated % 4 or stated > len(charsmap) - 4:
+        raise ValueError(f"a normalization of {len(charsmap)} bytes states a trie of {stated}")
+
+
 def _piece(fields: dict[int, Value]) -> Piece:
+    text = _blob(fields, 1, b"")
+    if len(text) > LONGEST_PIECE:
+        raise ValueError(f"a piece of {len(text)} bytes")
     return Piece(
-        text=_blob(fields, 1, b"").decode(),
+        text=text.decode(),
         score=struct.unpack("<f", _blob(fields, 2, bytes(4)))[0],
         type=PieceType(_integer(fields, 3, PieceType.NORMAL)),
     )
@@ -144,17 +165,17 @@ def _fields(data: bytes) -> Iterator[tuple[int, Value]]:
         else:
             size = {_FIXED64: 8, _FIXED32: 4}[wire_type]
         if position + size > len(data):
-            raise ValueError("a field ends behind the file")
+            raise ValueError("a field ends after the file")
         yield tag >> 3, data[position : position + size]
         position += size
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a base-128 integer and the position behind it."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
+    """Return a base-128 integer and the position after it."""
+    value = 0
+    for count in range(LONGEST_VARINT):
+        byte = data[position + count]
+        value |= (byte & 0x7F) << (7 * count)
         if byte < 0x80:
-            return value, position
+            return value, position + count + 1
+    raise ValueError(f"an integer of more than {LONGEST_VARINT} bytes")

@@ -1,7 +1,9 @@
 """Whether a source has the tensors that its config implies, and whether EXL2 can store them."""
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
-from exl2flow.model.exl2 import MAX_ROWS, ROW_MULTIPLE
+from exl2flow.model.exl2 import MAX_ROWS
+from exl2flow.model.group_table import ROW_MULTIPLE
+from exl2flow.model.headers import check_dtypes, check_layers
 from exl2flow.model.linear import is_packed
 from exl2flow.model.spec import ModelSpec, expected_tensors
 from exl2flow.model.weights import TensorFiles
@@ -23,6 +25,16 @@ def check_storable(spec: ModelSpec) -> None:
         )
 
 
+def has_all_layers(spec: ModelSpec) -> bool:
+    """Return True if the files hold as many layers as the config says.
+
+    Raises:
+        SourceModelError: they do not.
+    """
+    check_layers(spec, TensorFiles(spec.source_dir))
+    return True
+
+
 def check_tensors(spec: ModelSpec) -> None:
     """Compare names and shapes in the files with the config.
 
@@ -38,6 +50,7 @@ def check_tensors(spec: ModelSpec) -> None:
             f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
             "all); convert the model that it was made from"
         )
+    check_dtypes(spec, tensors)
     lines = []
     for name, shape in expected_tensors(spec).items():
         if name not in tensors:

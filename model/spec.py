@@ -1,7 +1,7 @@
-"""A family row resolved against one `config.json`: all that other code asks about a model.
+"""A family row resolved against one `config.json`: everything other code needs to know of a model.
 
-Sublayers state their projections and what each reads, so that nothing downstream branches on the
-kind of a sublayer or the name of a family.
+Sublayers state their projections and what each reads, so nothing downstream branches on the kind
+of a sublayer or the name of a family.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class ProjectionSpec:
 
     @property
     def reads(self) -> str:
-        """The name of the activation that it reads; the head's is its own."""
+        """The name of the activation that it reads; the head has one of its own."""
         sublayer = self.key.rpartition(".")[0]
         return f"{sublayer}.{self.capture}" if sublayer else self.key
 
@@ -133,7 +133,7 @@ class ModelSpec:
 
     @property
     def zero_offset(self) -> int:
-        """What the stored zeros of GPTQ matrices lack."""
+        """The amount by which stored zeros of GPTQ matrices are too small."""
         return 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
 
     @property

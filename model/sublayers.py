@@ -37,7 +37,7 @@ class Sublayer(Protocol):
         Args:
             normed: (b, t, hidden).
             start: position of the first token.
-            cache: takes this call's keys and values and gives back all of them.
+            cache: receives this call's keys and values and returns all of them.
         """
         ...
 
@@ -46,7 +46,7 @@ class Sublayer(Protocol):
         ...
 
     def products(self) -> tuple[Product | None, Product | None]:
-        """Return the products before and after `inner`'s work; None: not all maps are packed."""
+        """Return the products before and after `inner`; None where not all linears are packed."""
         ...
 
     def __call__(
@@ -65,7 +65,7 @@ def build_sublayer(
     device: torch.device | str,
     packed: bool = False,
 ) -> Sublayer:
-    """Load one sublayer; `packed` as of `load_linear`.
+    """Load one sublayer; `packed` as in `load_linear`.
 
     Raises:
         MissingTensor: one of its tensors is absent.

@@ -12,7 +12,7 @@ class TextStream:
     """Yields text as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        """Begin behind the token ids of a prompt."""
+        """Begin after the token ids of a prompt."""
         self._tokenizer = tokenizer
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._anchor = 0  # decoding begins here: a token's spacing depends on the one before

@@ -1,10 +1,13 @@
 """Text to token ids and back, from `tokenizer.json` or a SentencePiece `tokenizer.model`.
 
-A SentencePiece model is converted when loaded, and the conversion is checked against the
-`sentencepiece` library on probe texts, so that a difference is an error and not bad calibration.
+A SentencePiece model is converted on load. The conversion is compared with the `sentencepiece`
+library on probe texts, so that a difference is an error and not bad calibration.
 """
 
+import re
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -15,14 +18,17 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from exl2flow.core.errors import SourceModelError
 from exl2flow.model.fields import Fields
+from exl2flow.model.foreign import is_lfs_pointer, pointer_advice
 from exl2flow.model.sentencepiece_model import (
     ModelType,
     PieceType,
     SentencePieceModel,
+    check_charsmap,
 )
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
-UNREACHABLE = 1000.0  # how far below all others a piece scores that text must not produce
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)"')  # in tokenizer.json
+UNREACHABLE = 1000.0  # how far below all others pieces score that text must not produce
 PROBES = (
     "",
     " ",
@@ -47,15 +53,17 @@ class Tokenizer:
         *,
         bos_token_id: int | None,
         eos_token_ids: Sequence[int],
+        source: Path = Path("tokenizer.json"),
     ) -> None:
-        """Take over `backend`; its truncation and padding settings are dropped."""
+        """Take over `backend` from a file; its truncation and padding settings are dropped."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        self._lock = Lock()  # parsing of special tokens is a state of the backend
+        self.source = source
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._lock = Lock()  # the backend holds whether it parses special tokens
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
@@ -70,6 +78,7 @@ class Tokenizer:
             backend,
             bos_token_id=next(bos_ids, None),
             eos_token_ids=tuple(dict.fromkeys(_token_ids(model_dir, backend, "eos"))),
+            source=model_dir,
         )
 
     @property
@@ -88,7 +97,7 @@ class Tokenizer:
             add_eos: end with the end-of-sequence id, if the model has one.
             special: read special tokens spelled in the text as such, not as plain text.
         """
-        with self._lock:
+        with self._lock, _panics_are_errors(self.source):
             self.backend.encode_special_tokens = not special
             ids = self.backend.encode(text, add_special_tokens=False).ids
         begin = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
@@ -97,20 +106,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids; special tokens are spelled out only on request."""
-        return self.backend.decode(list(ids), skip_special_tokens=not special)
+        with _panics_are_errors(self.source):
+            return self.backend.decode(list(ids), skip_special_tokens=not special)
 
 
 def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
     json_path, model_path = model_dir / "tokenizer.json", model_dir / "tokenizer.model"
     if json_path.exists():
-        try:
-            return tokenizers.Tokenizer.from_file(str(json_path))
-        except Exception as error:  # the library raises the base class itself
-            raise SourceModelError(f"cannot read `{json_path}`: {error}; fetch it again") from error
+        return _from_json(json_path)
     if model_path.exists():
         model = SentencePieceModel.load(model_path)
-        backend = convert(model, source=model_path)
-        _check_conversion(backend, model, source=model_path)
+        with _panics_are_errors(model_path):
+            backend = convert(model, source=model_path)
+            _check_conversion(backend, model, source=model_path)
         _add_tokens(backend, model_dir)
         return backend
     raise SourceModelError(
@@ -119,8 +127,40 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
     )
 
 
+def _from_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        data = path.read_bytes()
+        if is_lfs_pointer(data):
+            raise SourceModelError(pointer_advice(path))
+        for encoded in CHARSMAP.findall(data):
+            check_charsmap(b64decode(encoded))
+        with _panics_are_errors(path):
+            return tokenizers.Tokenizer.from_buffer(data)
+    except SourceModelError:
+        raise
+    except Exception as error:  # the library raises `Exception` itself
+        raise SourceModelError(f"cannot read `{path}`: {error}; fetch it again") from error
+
+
+@contextmanager
+def _panics_are_errors(source: Path) -> Iterator[None]:
+    """Give a panic of the Rust library, which is no `Exception`, a name of ours.
+
+    Raises:
+        SourceModelError: the library panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise SourceModelError(
+            f"the library `tokenizers` fails on `{source}`: {error}; fetch it again"
+        ) from error
+
+
 def convert(model: SentencePieceModel, *, source: Path) -> tokenizers.Tokenizer:
-    """Return a tokenizer that does what a SentencePiece model does.
+    """Return a tokenizer that is equivalent to a SentencePiece model.
 
     Args:
         model: the model.
@@ -244,7 +284,7 @@ def _check_conversion(
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
-    """Add the tokens that stand beside a SentencePiece model.
+    """Add the tokens of the files beside a SentencePiece model.
 
     Raises:
         SourceModelError: their ids do not continue those of the model.

@@ -1,8 +1,7 @@
 """Lazy reading of tensors from the safetensors files of a folder.
 
-Names and contents count; an index file does not. Tensors are read into memory of their own rather
-than mapped, so that the resident memory of a walk is that of the tensors still referred to. What
-goes to a GPU passes through a little pinned memory.
+An index file is ignored. Tensors are read rather than mapped, so the resident memory of a walk is
+that of the tensors still referred to. Tensors for a GPU pass through a small pinned buffer.
 """
 
 import json
@@ -18,21 +17,23 @@ from safetensors import SafetensorError, safe_open
 
 from exl2flow.core.background import helpers, on_its_way
 from exl2flow.core.errors import MissingTensor, SourceModelError
+from exl2flow.model.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 
 DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
+    "F64": torch.float64,
     "I16": torch.int16,
     "I32": torch.int32,
 }
-PIECE_BYTES = 16 << 20  # that are read together; so much pinned memory is used again and again
+PIECE_BYTES = 16 << 20  # read at a time, through pinned memory that torch reuses
 _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """Where a tensor lies; `offset` counts bytes from the beginning of the file."""
+    """Location of a tensor; `offset` counts bytes from the beginning of the file."""
 
     path: Path
     dtype: str
@@ -48,14 +49,15 @@ class TensorFiles:
         """Read the headers.
 
         Raises:
-            SourceModelError: no file, a damaged file, or a name that two files hold.
+            SourceModelError: no file, a damaged file, or a name that occurs in two files.
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
         self.files = tuple(sorted(folder.glob("*.safetensors")))
         if not self.files:
             raise SourceModelError(
-                f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
+                advice(folder)
+                or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
                 "this format"
             )
         self._entries: dict[str, _Entry] = {}
@@ -99,13 +101,13 @@ class TensorFiles:
         return DTYPES[entry.dtype]
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Begin to read tensors into pinned memory beside other work; `read` returns each once."""
+        """Start reading tensors into pinned memory in the background; `read` returns each once."""
         for name in names:
             if name in self and name not in self._ahead:
                 self._ahead[name] = helpers().submit(self._read, name, pinned=True)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a tensor in memory that it alone owns; to a GPU its last bytes are on their way.
+        """Return a tensor in its own memory; a copy to a GPU may still be in flight.
 
         Raises:
             MissingTensor: no file holds it.
@@ -113,6 +115,15 @@ class TensorFiles:
         """
         ahead = self._ahead.pop(name, None)
         return self._read(name, device) if ahead is None else on_its_way(ahead.result(), device)
+
+    def read_floating(self, name: str) -> torch.Tensor:
+        """Return a tensor as `read` does, if its elements are floating-point numbers.
+
+        Raises:
+            SourceModelError: they are integers.
+        """
+        check_floating(self, [name])
+        return self.read(name)
 
     def _read(
         self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
@@ -123,7 +134,7 @@ class TensorFiles:
             return tensor
         with _opened(entry) as file:
             for part in torch.split(tensor.view(-1).view(torch.uint8), PIECE_BYTES):
-                # torch hands pinned memory out again when it is copied
+                # torch reuses pinned memory once it is copied
                 piece = (
                     torch.empty_like(part, device="cpu", pin_memory=True) if part.is_cuda else part
                 )
@@ -145,8 +156,23 @@ class TensorFiles:
         return entry
 
 
+def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
+    """Check from headers alone that weights can be read as floating-point numbers.
+
+    Raises:
+        SourceModelError: a dtype is unknown or an integer; it names one such tensor.
+    """
+    integers = [name for name in names if not tensors.dtype(name).is_floating_point]
+    if integers:
+        raise SourceModelError(
+            f"weights of `{tensors.folder}` are integers: `{integers[0]}` is "
+            f"{tensors.dtype(integers[0])}, {len(integers)} in all; give the model that it was "
+            "quantized from"
+        )
+
+
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Return name → entry of one file, its consistency judged by the safetensors library."""
+    """Return name → entry of one file that the safetensors library finds consistent."""
     try:
         with path.open("rb") as file:
             with safe_open(path, framework="pt"):
@@ -155,7 +181,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            if is_lfs_pointer(file.read(len(LFS_START))):
+                raise SourceModelError(pointer_advice(path)) from error
         raise SourceModelError(
             f"`{path}` is not a whole safetensors file ({error}); fetch it again"
         ) from error
@@ -175,7 +204,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 @contextmanager
 def _opened(entry: _Entry) -> Iterator[BufferedReader]:
-    """Open a file where a tensor begins."""
+    """Open a file at the beginning of a tensor."""
     try:
         with entry.path.open("rb") as file:
             file.seek(entry.offset)

@@ -13,6 +13,7 @@ from exl2flow.inference.generate.lane import Lane
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import SamplerRows, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.model import check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +61,14 @@ class BaseGenerator:
 
         Raises:
             InferenceError: the prompt is empty, or the logits are not finite.
+            SourceModelError: a token is not in the model's vocabulary.
             ContextOverflow: prompt and new tokens exceed the model's positions.
         """
         spec = self.model.spec
         total = len(ids) + max_new_tokens
         if not ids:
             raise InferenceError("the prompt has no tokens; give at least one")
+        check_ids(ids, spec)
         if total > spec.max_positions:
             raise ContextOverflow(
                 f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's "

@@ -40,7 +40,7 @@ def known_score(folder: Path) -> Score | None:
     record = read_record(folder)
     if record is None or record.score is None:
         return None
-    return Score(model=str(folder), **record.score)
+    return Score.of(str(folder), record.score)
 
 
 def compared(scores: Sequence[Score]) -> list[Compared]:

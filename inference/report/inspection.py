@@ -13,7 +13,7 @@ import torch
 
 from exl2flow.core.errors import SourceModelError
 from exl2flow.inference.report.costs import total_nats
-from exl2flow.inference.report.record import Record, read_object, read_record
+from exl2flow.inference.report.record import Record, mapping, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.exl2 import is_quantized, tensor_names
 
@@ -194,14 +194,20 @@ def inspect_model(folder: Path) -> ModelContents:
     stored = sum(tensors.nbytes(name) for name in tensors.names)
     return ModelContents(
         folder=folder,
-        architecture=next(iter(config.get("architectures") or ()), None),
-        declared=config.get("quantization_config") or {},
+        architecture=_first_text(config.get("architectures")),
+        declared=mapping(config.get("quantization_config")),
         layers=tuple(part for part in parts if _layer_index(part.name) is not None),
         others=tuple(part for part in parts if _layer_index(part.name) is None),
         plain_bytes=stored - sum(part.bits for part in parts) // 8,
         file_bytes=sum(path.stat().st_size for path in tensors.files),
         record=record,
     )
+
+
+def _first_text(value: object) -> str | None:
+    """Return the first item of a list of texts, None of anything else."""
+    first = value[0] if isinstance(value, list) and value else None
+    return first if isinstance(first, str) else None
 
 
 def _part(

@@ -80,7 +80,7 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
     bpw = float(record["allocation"]["bpw"])
     score = None
     if known.score is not None and known.score.get("kl_divergence") is not None:
-        score = Score(model=str(folder), **known.score)
+        score = Score.of(str(folder), known.score)
     return Bitrate(
         folder=folder,
         branch=branch_name(record.get("options", {}).get("bpw") or bpw),

@@ -3,7 +3,6 @@
 A model that comes from elsewhere has neither file; then nothing is known, and nothing is refused.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from exl2flow.core.config import DEFAULT_HEAD_BITS
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.model.fields import json_object
 
 NATS = "nats"  # the objective of allocation whose value is a divergence
 
@@ -39,10 +39,20 @@ class Record:
 def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object; of an absent or foreign file nothing."""
     try:
-        value = json.loads(path.read_bytes())
+        return json_object(path.read_bytes(), errors="replace")
     except (OSError, ValueError):
         return {}
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """Return an object of a foreign JSON file; nothing if it is something else."""
     return value if isinstance(value, dict) else {}
+
+
+def number(value: object) -> float | None:
+    """Return a finite number of a foreign JSON file; None if it is something else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < 2**63 else None  # type: ignore[arg-type, return-value]  # number
 
 
 def read_record(folder: Path) -> Record | None:
@@ -53,16 +63,35 @@ def read_record(folder: Path) -> Record | None:
     found = read_object(folder / SCORE_FILE)
     if found.get("fingerprint") != record.get("fingerprint"):
         found = {}  # of an earlier model in this folder
-    allocation = record.get("allocation") or {}
+    allocation, layers = mapping(record.get("allocation")), record.get("layers")
     return Record(
-        reports={str(layer.get("name")): layer for layer in record.get("layers") or ()},
-        series=_series(record.get("options") or {}),
-        allocated_kl=allocation.get("value") if allocation.get("objective") == NATS else None,
-        predicted_kl=record.get("predicted_kl"),
+        reports={
+            str(layer["name"]): _report(layer)
+            for layer in (layers if isinstance(layers, list) else ())
+            if "name" in mapping(layer)
+        },
+        series=_series(mapping(record.get("options"))),
+        allocated_kl=number(allocation.get("value"))
+        if allocation.get("objective") == NATS
+        else None,
+        predicted_kl=number(record.get("predicted_kl")),
         is_tuned=bool(record.get("tuning")),
-        score=found.get("score"),
-        calibration=found.get("calibration"),
+        score=mapping(found.get("score")) or None,
+        calibration=mapping(found.get("calibration")) or None,
     )
+
+
+def _report(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `quantize` said of a sublayer, what is foreign in it left out."""
+    known = dict(layer)
+    if "projections" in layer:
+        items = mapping(layer["projections"]).items()
+        known["projections"] = {name: _numbers(mapping(entry)) for name, entry in items}
+    return _numbers(known)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: number(v) if k in ("nats", "rel_err", "bpw") else v for k, v in values.items()}
 
 
 def _series(options: Mapping[str, Any]) -> str | None:

@@ -71,6 +71,17 @@ def verdict(
     return warnings, failures
 
 
+def guessing(score: Score, vocab_size: int) -> list[str]:
+    """Return a warning if the source gives all tokens the same probability, as zero weights do."""
+    source = score.reference_perplexity
+    if source is None or not math.isclose(source, vocab_size, rel_tol=1e-4):
+        return []
+    return [
+        f"the source's perplexity is the size of its vocabulary, {vocab_size}: its weights may be "
+        "zero; fetch it again"
+    ]
+
+
 def check_verdict(folder: Path) -> list[str]:
     """Return the warnings of a finished validation.
 
@@ -125,6 +136,7 @@ def validate(run: StageRun) -> None:
     run.stop_if_asked()
     sample = generate_sample(out, options, run.device) if options.sample_tokens else ""
     warnings, failures = verdict(score, cross_check, options)
+    warnings += guessing(score, resolve(config.source).vocab_size)
     for text in (*warnings, *failures):
         log.warning(text)
     record = read_json(out / RECORD_FILE)

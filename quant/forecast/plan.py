@@ -11,7 +11,7 @@ from exl2flow.model import Composition, ModelSpec
 from exl2flow.quant.forecast.needs import Card, Need
 from exl2flow.quant.tokenize.stage import judging_rows
 
-MOST_NAMES = 8  # of files that are left out
+MOST_NAMES = 8  # of files or tensors that are listed
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
@@ -54,7 +54,10 @@ def _less(need: Need, found: int) -> Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a conversion does and needs as a whole, and what is left of it; sizes in bytes."""
+    """What a conversion does and needs as a whole, and what is left of it; sizes in bytes.
+
+    carried, left_out: files of the source; unused: tensors that no part of the model reads.
+    """
 
     model: str
     architecture: str
@@ -74,6 +77,7 @@ class Plan:
     out: str
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
+    unused: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
@@ -99,6 +103,10 @@ class Plan:
         ]
         if self.left_out:
             rows.append(("left out", _some(self.left_out)))
+        if self.unused:
+            count = f"{len(self.unused)} of the source's tensors"
+            tensors = f"{count} stay out of the output: {_some(self.unused)}"
+            rows.append(("not used", f"warning: {tensors}"))
         if self.card:
             rows.append(("GPU memory", _on_card(self.card, needs)))
         if self.left.finished:

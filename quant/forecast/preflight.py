@@ -16,8 +16,16 @@ from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.kernels import resolve_device
-from exl2flow.model import ChatTemplate, ModelSpec, Tokenizer, expected_tensors, resolve
-from exl2flow.model.source_tensors import check_storable, check_tensors
+from exl2flow.model import (
+    ChatTemplate,
+    ModelSpec,
+    TensorFiles,
+    Tokenizer,
+    expected_tensors,
+    resolve,
+    unclaimed,
+)
+from exl2flow.model.source_tensors import check_storable, check_tensors, has_all_layers
 from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
@@ -59,6 +67,7 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     card = None
     if device is not None and device.type == "cuda":
         card = Card.of(device, config.max_memory)
+    attempt(lambda: _check_names([config.source, config.out, config.work_dir_root]))
     attempt(lambda: _check_writable(config.work_dir_root))
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
@@ -66,19 +75,30 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     attempt(lambda: carried_files(config.source))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
     if spec is not None:
+        has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
         attempt(lambda: _check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
         attempt(lambda: check_tensors(spec))
         attempt(lambda: _check_rows(config, spec))
         attempt(lambda: check_measurement(config, spec))
         begun = () if problems else stages
-        plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
+        plan = None
+        if has_layers:
+            plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
         if plan is not None:
             attempt(lambda: check_disk([plan]))
             attempt(lambda: _check_memory(plan, spec))
             if not problems:
                 return plan
     raise PreflightFailed("\n".join(problems))
+
+
+def _check_names(folders: Sequence[Path]) -> None:
+    """Refuse folders whose names are not UTF-8; the safetensors library opens no file in them."""
+    for folder in folders:
+        shown = os.fsencode(folder).decode(errors="backslashreplace")
+        if shown != str(folder):
+            raise StoreError(f"the name of `{shown}` is not UTF-8; rename it or choose another")
 
 
 def _check_writable(folder: Path) -> None:
@@ -160,6 +180,7 @@ def _plan(
         out=str(config.out.expanduser().resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
         left_out=tuple(left_out(config.source)),
+        unused=tuple(unclaimed(spec, TensorFiles(config.source))),
     )
 
 

@@ -12,7 +12,7 @@ from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
 from exl2flow.core.source import WANTED
 from exl2flow.model import ModelSpec, ProjectionSpec, QuantizedMatrix, TensorFiles, resolve
-from exl2flow.model.exl2 import ROW_MULTIPLE, is_quantized, padded_columns, tensor_names
+from exl2flow.model.exl2 import is_quantized, padded_columns, tensor_names
 from exl2flow.model.spec import EMBEDDING_KEY
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -87,13 +87,6 @@ class StoredModel:
             raise TensorShapeError(
                 f"`{key}` in `{self.folder}` has {k} rows and {n} columns, its `config.json` "
                 f"implies {projection.in_features} and {wanted}; fetch the model again"
-            )
-        order = matrix.inverse_perm.sort().values
-        whole = all(group.rows % ROW_MULTIPLE == 0 for group in matrix.groups)
-        if not (whole and torch.equal(order, torch.arange(k, dtype=order.dtype))):
-            raise TensorShapeError(
-                f"the groups or the permutation of `{key}` in `{self.folder}` are damaged; fetch "
-                "the model again"
             )
         return matrix
 

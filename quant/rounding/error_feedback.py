@@ -19,13 +19,8 @@ from exl2flow.core.errors import TensorShapeError
 from exl2flow.core.memory import free_memory
 from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
-from exl2flow.model.exl2 import (
-    ROW_MULTIPLE,
-    QuantizedMatrix,
-    QuantParams,
-    column_parts,
-    padded_columns,
-)
+from exl2flow.model.exl2 import QuantizedMatrix, QuantParams, column_parts, padded_columns
+from exl2flow.model.group_table import ROW_MULTIPLE
 from exl2flow.quant.rounding.hessian import HessianFactor
 from exl2flow.quant.walk.pinned import Tall
 

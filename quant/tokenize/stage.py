@@ -21,7 +21,7 @@ from exl2flow.core.files import (
     write_tensors,
 )
 from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.model import ChatTemplate, Tokenizer, resolve
+from exl2flow.model import ChatTemplate, Tokenizer, check_ids, resolve
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
 
@@ -61,6 +61,7 @@ def tokenize(run: StageRun) -> None:
             seed=options.seed,
         )
         made = _mixed(options, tokenizer, request, special=special)
+        check_ids(made.ids, spec, noise=True)
         tensors[mix] = made.ids
         kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
         for note in made.notes:

@@ -108,10 +108,10 @@ class SourceModel:
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         if not _is_finite(tensor):
-            share = 1 - float(tensor.isfinite().float().mean())
+            count = int((~tensor.isfinite()).sum())
             raise NonFiniteState(
-                f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
-                f"{share:.2%} of its elements; download or export the model again"
+                f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in {count:,} of "
+                f"{tensor.numel():,} elements; download or export the model again"
             )
 
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:

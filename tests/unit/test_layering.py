@@ -31,7 +31,7 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 # library → files that may import it; the rest of the package needs torch, numpy and safetensors
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "jinja2": ("model/chat_template.py", "inference/report/page.py", "inference/report/card.py"),
+    "jinja2": ("model/template_program.py", "inference/report/page.py", "inference/report/card.py"),
     "matplotlib": ("inference/report/plots.py",),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),

@@ -300,3 +300,12 @@ def test_metadata_is_read_without_the_tensors(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", {"a": torch.zeros(3)}, metadata={"report": "{}"})
 
     assert read_metadata(tmp_path / "a") == {"report": "{}"}
+
+
+def test_a_path_that_is_not_utf8_can_be_written_and_read_back(tmp_path: Path) -> None:
+    value = {"out": os.fsdecode(b"out-\xff")}
+
+    write_json(tmp_path / "a.json", value)
+
+    assert read_json(tmp_path / "a.json") == value
+    assert digest_of(value) != digest_of({"out": "out-"})

@@ -1,7 +1,7 @@
 """Scores against a direct computation in fp64, shared passes, and refusals."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, SourceModelError
 from exl2flow.inference import evaluate as evaluate_module
 from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate, evaluate_texts
 from exl2flow.inference.load import load_model
@@ -212,3 +212,34 @@ def test_rows_that_are_scored_are_not_scored_again(
 
     assert totals == {(ROWS - 1) * passes}
     assert_same(found, expected)
+
+
+def test_tokens_of_another_model_are_refused(models: list[Path], ids: torch.Tensor) -> None:
+    ids[1, 7] = VOCAB_SIZE
+
+    with pytest.raises(
+        SourceModelError, match=r"1 of 120 tokens .* such as id 301 of 301; the tok"
+    ):
+        evaluate([models[0]], ids)
+
+
+KNOWN = Score(
+    model="m", perplexity=9.5, reference_perplexity=9.0, kl_divergence=0.25, kl_median=0.125,
+    kl_p99=2.0, top1_agreement=0.75, tokens=64, bytes=1000,
+)  # fmt: skip
+
+
+def test_a_score_of_a_newer_version_is_read_without_its_new_fields() -> None:
+    assert Score.of("m", {**asdict(KNOWN), "kl_p999": 4.0}) == KNOWN
+
+
+def test_a_score_of_an_older_version_is_read_without_what_it_lacks() -> None:
+    values = {key: value for key, value in asdict(KNOWN).items() if key not in ("kl_p99", "model")}
+
+    assert Score.of("m", values) == replace(KNOWN, kl_p99=None)
+
+
+@pytest.mark.parametrize("name", ["perplexity", "tokens", "bytes"])
+@pytest.mark.parametrize("value", [None, "7", [], 10**400])
+def test_a_score_without_what_all_have_is_none(name: str, value: object) -> None:
+    assert Score.of("m", {**asdict(KNOWN), name: value}) is None

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import make_tiny
+from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.core.errors import ContextOverflow, InferenceError
+from exl2flow.core.errors import ContextOverflow, InferenceError, SourceModelError
 from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model
 
 PROMPT = "The quick brown fox"
@@ -142,6 +142,12 @@ def test_all_positions_can_be_used_and_not_one_more(
     assert len(list(generator.stream(ids, max_new_tokens=room, settings=GREEDY))) == room
     with pytest.raises(ContextOverflow, match="250 prompt tokens and 7 new ones exceed"):
         next(generator.stream(ids, max_new_tokens=room + 1, settings=GREEDY))
+
+
+def test_tokens_outside_the_vocabulary_are_refused(generator: BaseGenerator) -> None:
+    for token in (VOCAB_SIZE, -1):
+        with pytest.raises(SourceModelError, match="not in the vocabulary of"):
+            next(generator.stream([5, token], max_new_tokens=1, settings=GREEDY))
 
 
 def test_empty_prompt_is_refused(generator: BaseGenerator) -> None:

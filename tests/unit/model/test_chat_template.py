@@ -1,5 +1,6 @@
 """Chat templates: where they are found, that they render as in transformers, what they refuse."""
 
+import gc
 import json
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from tiny import make_tiny
 from transformers import PreTrainedTokenizerFast
 
 from exl2flow.core.errors import ChatTemplateError
-from exl2flow.model import ChatTemplate, Message, Tokenizer
+from exl2flow.model import ChatTemplate, Message, Tokenizer, chat_template, template_program
 
 TALK = (
     Message(role="system", content=" Be brief. "),
@@ -131,7 +132,7 @@ def test_a_template_that_is_not_text_is_refused(folder: Path) -> None:
 
 
 def test_a_template_that_is_not_jinja_is_refused(folder: Path) -> None:
-    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja` is not valid Jinja"):
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja` does not compile"):
         with_template(folder, "{% for message in %}")
 
 
@@ -176,3 +177,87 @@ def test_further_variables_reach_the_template(folder: Path) -> None:
 
     assert template.render(TALK) == "answers"
     assert template.render(TALK, variables={"enable_thinking": True}) == "thinks"
+
+
+DOUBLING = """\
+{% set ns = namespace(x='a') %}
+{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}"""
+LOOPS = """\
+{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}
+{% endfor %}{% endfor %}{% endfor %}"""
+ENDLESS_MACRO = "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}"
+FAN_MACRO = """\
+{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{{ 'a' * 10000000000000 }}", "{{ 'a' * 2000000000 }}"),
+        *("{{ '%1000000000000d' % 1 }}", "{{ '{:>99999999999}'.format(1) }}"),
+        *("{{ 'a' | center(10 ** 12) }}", "{{ 'a'.join(['b' * 10 ** 7] * 10 ** 3) }}"),
+        *(DOUBLING, ENDLESS_MACRO),
+    ],
+)
+def test_a_template_that_takes_all_memory_is_refused(folder: Path, text: str) -> None:
+    with pytest.raises(
+        ChatTemplateError, match=r"(cannot render turns|does not compile).*memory|rec"
+    ):
+        with_template(folder, text).render(TALK)
+
+
+@pytest.mark.parametrize("text", [LOOPS, FAN_MACRO, "{{ 9 ** (9 ** (7 + messages | length)) }}"])
+def test_a_template_that_never_ends_is_refused(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    patient = Path(str(template_program.__file__)).read_text(encoding="utf-8")
+    hasty = tmp_path / "hasty.py"
+    hasty.write_text(patient.replace("SECONDS = 5.0", "SECONDS = 0.3"))
+    monkeypatch.setattr(chat_template, "PROGRAM", hasty)
+    template = with_template(folder, "{% if messages | length > 2 %}" + text + "{% endif %}short")
+
+    with pytest.raises(ChatTemplateError, match="more time or memory"):
+        template.render(TALK)
+
+    assert template.render(TALK[:1]) == "short"  # in a new process
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for None in x %}{% endfor %}",
+        "{{ '\ud800' }}".encode("unicode_escape").decode(),
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ " + "-" * 100_000 + "1 }}",
+        "{% set x = namespace() %}{% set x.y.z = 1 %}",
+        "{{ super() }}{{ self.x() }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ strftime_now(1) }}{{ tojson() }}",
+        "{% include 'other' %}",
+        "{{ raise_exception() }}",
+    ],
+)
+def test_whatever_a_template_raises_is_one_error(folder: Path, text: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja`"):
+        with_template(folder, text).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "value", [[{"name": []}], [{"name": {"a": 1}, "template": 1}], [1, None, []], {"a": 1}]
+)
+def test_foreign_types_in_the_tokenizers_config_are_refused(folder: Path, value: object) -> None:
+    with_config(folder, chat_template=value)
+
+    with pytest.raises(ChatTemplateError, match="chat_template"):
+        loaded(folder)
+
+
+def test_the_process_of_a_template_ends_with_it(folder: Path) -> None:
+    template = with_template(folder, "a")
+    child = Path(f"/proc/{template._started()._child.pid}")
+    assert child.exists()
+
+    del template
+    gc.collect()
+
+    assert not child.exists()

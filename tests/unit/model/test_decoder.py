@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from exl2flow.model import (
     build_decoder,
     build_embedding,
     build_head,
+    check_layers,
     resolve,
+    unclaimed,
 )
 
 
@@ -177,3 +180,36 @@ def test_vocabulary_of_the_config_decides(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
 
     assert build(tmp_path).forward(ids(1, 3)).shape[-1] == 290
+
+
+def test_weights_of_double_precision_are_the_same_model(tmp_path: Path) -> None:
+    folder, tokens = make_tiny("llama", tmp_path), ids(1, 5)
+    expected = build(folder).forward(tokens)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: t.double() for name, t in weights.items()}, folder / "model.safetensors")
+
+    assert torch.equal(build(folder).forward(tokens), expected)
+
+
+def test_a_bias_of_another_length_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2", tmp_path)
+    rewrite(folder, model__layers__0__self_attn__q_proj__bias=torch.ones(3))
+
+    with pytest.raises(TensorShapeError, match=r"q_proj\.bias` has shape \(3,\)"):
+        build(folder)
+
+
+def test_more_layers_than_the_files_hold_are_refused_before_any_is_read(tmp_path: Path) -> None:
+    spec = replace(resolve(make_tiny("llama", tmp_path)), num_layers=2000)
+
+    with pytest.raises(MissingTensor, match="is 2000, the files hold 2 layers"):
+        check_layers(spec, TensorFiles(tmp_path))
+
+
+def test_tensors_that_nothing_reads_are_found(tmp_path: Path) -> None:
+    spec = resolve(make_tiny("llama", tmp_path))
+    assert unclaimed(spec, TensorFiles(tmp_path)) == ()
+    rewrite(tmp_path, model__layers__1__mlp__experts__weight=torch.ones(1))
+    rewrite(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(1))
+
+    assert unclaimed(spec, TensorFiles(tmp_path)) == ("model.layers.1.mlp.experts.weight",)

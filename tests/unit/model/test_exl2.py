@@ -290,6 +290,10 @@ def test_tensor_of_another_dtype_is_named(name: str) -> None:
         ("group_table", lambda t: t + torch.tensor([0, 0, 0, 2], dtype=torch.int16)),
         ("inverse_perm", lambda t: t[:-32]),
         ("inverse_perm", lambda t: t.view(2, -1)),
+        ("inverse_perm", lambda t: t[0]),
+        ("max_scales", lambda t: t.view(2, 1)),
+        ("group_table", lambda t: t[0]),
+        ("scale_codes", lambda t: t[0, 0]),
     ],
 )
 def test_tensors_that_contradict_one_another_are_refused(name: str, cut: object) -> None:
@@ -298,6 +302,25 @@ def test_tensors_that_contradict_one_another_are_refused(name: str, cut: object)
 
     with pytest.raises(TensorShapeError, match=f"`{KEY}` contradict one another"):
         QuantizedMatrix.from_tensors(KEY, damaged.to_tensors(KEY))
+
+
+@pytest.mark.parametrize("value", [0, 256, -1, -256, 2**31 - 1])
+def test_a_permutation_that_repeats_or_leaves_the_rows_is_refused(value: int) -> None:
+    matrix = random_matrix(FOUR_BITS, 256, 32)
+    damaged = matrix.inverse_perm.clone()
+    damaged[damaged == 7] = value
+
+    tensors = replace(matrix, inverse_perm=damaged).to_tensors(KEY)
+    with pytest.raises(TensorShapeError, match=f"`{KEY}.*does not name each of 256 rows once"):
+        QuantizedMatrix.from_tensors(KEY, tensors)
+
+
+@pytest.mark.parametrize("bias", [torch.tensor(1.0), torch.ones(31), torch.ones(32).int()])
+def test_a_bias_of_another_shape_or_kind_is_refused(bias: torch.Tensor) -> None:
+    tensors = random_matrix(FOUR_BITS, 256, 64).to_tensors(KEY) | {f"{KEY}.bias": bias}
+
+    with pytest.raises(TensorShapeError, match=f"`{KEY}` contradict one another"):
+        QuantizedMatrix.from_tensors(KEY, tensors)
 
 
 def test_matrix_without_groups_is_refused() -> None:

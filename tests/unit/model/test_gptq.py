@@ -139,7 +139,40 @@ def unequal(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{KEY}.g_idx"] = torch.tensor([0] * 31 + [1] * 33 + [2] * 32, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("spoil", [awq, eight_bits, floats, odd_groups, outside, unequal])
+def no_groups(tensors: dict[str, torch.Tensor]) -> None:
+    for suffix in ("qzeros", "scales"):
+        tensors[f"{KEY}.{suffix}"] = tensors[f"{KEY}.{suffix}"][:0]
+
+
+def no_rows(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"][:0]
+
+
+def scalar(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = torch.tensor(1, dtype=torch.int32)
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].flatten()
+
+
+def whole_scales(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].int()
+
+
+def far(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.g_idx"] = torch.full((K,), 2**31 - 1, dtype=torch.int32)
+
+
+def wrong_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.bias"] = torch.tensor(1.0)
+
+
+SPOILERS = [awq, eight_bits, floats, odd_groups, outside, unequal]
+SPOILERS += [no_groups, no_rows, scalar, flat, whole_scales, far, wrong_bias]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
 def test_what_cannot_run_is_refused_by_name(spoil: Any) -> None:
     tensors = stored(*drawn(3))
     spoil(tensors)

@@ -19,6 +19,7 @@ SHORT, LONG = 24, 80
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
     "llama3": {
         "rope_type": "llama3",
         "factor": 4.0,

@@ -112,9 +112,21 @@ def test_longrope_switches_behind_the_original_positions() -> None:
     torch.testing.assert_close(short, 2 * long)
 
 
+def test_dynamic_ntk_grows_the_base_behind_the_original_positions() -> None:
+    spec = rope(kind=RopeKind.DYNAMIC, factor=2.0)
+    plain = inverse_frequencies(rope(), 1)
+
+    within, beyond = (inverse_frequencies(spec, n) for n in (64, 96))
+
+    assert torch.equal(within, plain)
+    base = 10_000 * (2 * 96 / 64 - 1) ** (16 / 14)
+    torch.testing.assert_close(beyond, torch.tensor([base ** (-i / 8) for i in range(8)]))
+
+
 def test_a_table_of_steps_has_each_position_as_its_own_call_would() -> None:
     factors = {"short_factors": (1.0,) * 8, "long_factors": (2.0,) * 8}
-    for spec in (rope(), rope(kind=RopeKind.LONGROPE, **factors)):
+    dynamic = rope(kind=RopeKind.DYNAMIC, factor=2.0)
+    for spec in (rope(), dynamic, rope(kind=RopeKind.LONGROPE, **factors)):
         table = step_table(spec, 200, torch.device("cpu"))
 
         for position in (0, 1, 63, 64, 65, 127, 128, 129, 199):

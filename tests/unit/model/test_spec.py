@@ -185,6 +185,17 @@ def test_quant_method_is_told_and_not_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "architecture", ["GPTNeoXForCausalLM", "MambaForCausalLM", "Phi3ForCausalLM", "Own"]
+)
+def test_names_that_are_not_near_are_not_called_so(architecture: str, tmp_path: Path) -> None:
+    write_config(tmp_path, architectures=[architecture])
+
+    with pytest.raises(UnsupportedArchitecture, match=f"`{architecture}`.*supported are") as caught:
+        resolve(tmp_path)
+    assert "nearest" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("architecture", "nearest"),
     [("Qwen3MoeForCausalLM", "`Qwen3ForCausalLM`"), ("LLaMAForCausalLM", "`LlamaForCausalLM`")],
 )
@@ -200,7 +211,7 @@ def test_unknown_architecture_names_the_nearest(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, "rope type `dynamic`.*`longrope`"),
+        ({"rope": {"rope_type": "proportional", "factor": 2.0}}, "`proportional`.*`longrope`"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differs between layers"),
         ({"hidden_act": "quick_gelu"}, "`hidden_act` `quick_gelu`.*`silu`"),
     ],
@@ -246,7 +257,16 @@ def test_missing_key_is_named_with_its_file(key: str, tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         ({"hidden_size": "64"}, "`hidden_size`.*is '64'; it must be an integer"),
-        ({"hidden_size": 0}, "at least 1"),
+        ({"hidden_size": 0}, "from 1 to"),
+        ({"hidden_size": 10**12}, "`hidden_size`.*from 1 to 1048576"),
+        ({"num_hidden_layers": 2_000_000_000}, "`num_hidden_layers`.*from 1 to 2048"),
+        ({"num_attention_heads": 10**400}, "`num_attention_heads`.*from 1 to"),
+        ({"vocab_size": 1e300}, "`vocab_size`.*from 1 to"),
+        ({"max_position_embeddings": 2**40}, "`max_position_embeddings`.*from 1 to"),
+        ({"eos_token_id": 2**64}, "`eos_token_id`"),
+        ({"rms_norm_eps": 10**400}, "`rms_norm_eps`.*at most"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps`.*a number"),
+        ({"hidden_act": "\ud800"}, "cannot be used as JSON.*surrogates"),
         ({"vocab_size": True}, "`vocab_size`"),
         ({"rms_norm_eps": -1e-5}, "`rms_norm_eps`.*above 0"),
         ({"rms_norm_eps": "tiny"}, "`rms_norm_eps`.*a number"),
@@ -296,11 +316,34 @@ def test_impossible_rope_is_named(rope: dict[str, Any], words: str, tmp_path: Pa
         resolve(tmp_path)
 
 
+def test_dynamic_ntk_stretches_what_the_config_states(tmp_path: Path) -> None:
+    write_config(tmp_path, rope={"rope_type": "dynamic", "factor": 2.5})
+
+    spec = resolve(tmp_path)
+
+    assert (spec.rope.kind, spec.rope.original_max_positions) == ("dynamic", 256)
+    assert spec.max_positions == 640
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
 def test_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
 
     with pytest.raises(SourceModelError, match=r"config\.json"):
+        resolve(tmp_path)
+
+
+def test_a_git_lfs_pointer_says_how_to_get_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+    with pytest.raises(SourceModelError, match=r"config\.json` is a Git LFS pointer.*git lfs pull"):
+        resolve(tmp_path)
+
+
+def test_a_folder_with_a_gguf_file_says_that_gguf_is_quantized(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_K_M.gguf").touch()
+
+    with pytest.raises(SourceModelError, match="GGUF is quantized already; give the model"):
         resolve(tmp_path)
 
 

@@ -1,6 +1,7 @@
 import io
 import json
 import string
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,53 @@ def test_every_cut_of_a_sentencepiece_model_is_named(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.model").write_bytes(data[:size])
         with pytest.raises(SourceModelError):
             Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("size", [10_000, 4_000_000])
+def test_a_sentencepiece_file_of_one_endless_integer_is_refused_at_once(
+    tmp_path: Path, size: int
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\xff" * size)
+
+    begin = time.process_time()
+    with pytest.raises(SourceModelError, match="an integer of more than 10 bytes"):
+        Tokenizer.load(tmp_path)
+    assert time.process_time() - begin < 1  # quadratic: minutes
+
+
+def test_a_piece_of_megabytes_is_refused(tmp_path: Path) -> None:
+    piece = b"\x0a\x80\x80\x40" + b"a" * (1 << 20)
+    size = len(piece)
+    length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a" + length + piece)
+
+    with pytest.raises(SourceModelError, match="a piece of 1048576 bytes"):
+        Tokenizer.load(tmp_path)
+
+
+def damaged(folder: Path, **changes: object) -> Path:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_a_normalization_that_states_more_than_it_has_is_refused(folder: Path) -> None:
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
+
+    with pytest.raises(SourceModelError, match="8 bytes states a trie of 4294967295"):
+        Tokenizer.load(damaged(folder, normalizer=normalizer))
+
+
+def test_a_panic_of_the_library_is_an_error_of_ours(folder: Path) -> None:
+    empty = {"type": "Replace", "pattern": {"String": ""}, "content": "aa"}
+    tokenizer = Tokenizer.load(damaged(folder, normalizer=empty))
+
+    with pytest.raises(SourceModelError, match=r"`tokenizers` fails on .*fetch it again"):
+        tokenizer.encode("three words here")
+
+
+def test_a_git_lfs_pointer_says_how_to_get_the_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+    with pytest.raises(SourceModelError, match="is a Git LFS pointer"):
+        Tokenizer.load(folder)

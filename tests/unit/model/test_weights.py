@@ -27,7 +27,11 @@ print(*(peak_after_walk(Path(folder)) for folder in sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int16]
+    "dtype",
+    [
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int32, torch.int16),
+    ],
 )
 def test_read_returns_what_was_stored(dtype: torch.dtype, tmp_path: Path) -> None:
     stored = {
@@ -109,6 +113,28 @@ def test_folder_without_tensors_is_refused(tmp_path: Path) -> None:
         TensorFiles(tmp_path)
 
 
+def test_a_pytorch_bin_says_how_to_convert_it(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+
+    with pytest.raises(SourceModelError, match=r"python -c \"from transformers import .*converted"):
+        TensorFiles(tmp_path)
+
+
+def test_a_git_lfs_pointer_says_how_to_get_the_file(tmp_path: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 99\n"
+    (tmp_path / "model.safetensors").write_text(text)
+
+    with pytest.raises(SourceModelError, match=r"is a Git LFS pointer.*git lfs pull"):
+        TensorFiles(tmp_path)
+
+
+def test_integers_are_not_read_as_weights(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, dtype=torch.int32)}, tmp_path / "a.safetensors")
+
+    with pytest.raises(SourceModelError, match=r"are integers: `w` is torch\.int32, 1 in all"):
+        TensorFiles(tmp_path).read_floating("w")
+
+
 def test_name_in_two_files_names_both(tmp_path: Path) -> None:
     for name in ("x", "y"):
         save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
@@ -159,8 +185,7 @@ def test_file_that_vanished_is_named(tmp_path: Path) -> None:
 
 
 def test_other_content_is_refused(tmp_path: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    (tmp_path / "x.safetensors").write_text(pointer)
+    (tmp_path / "x.safetensors").write_text("<!DOCTYPE html><title>404</title>")
 
     with pytest.raises(SourceModelError, match=r"x\.safetensors` is not a whole safetensors"):
         TensorFiles(tmp_path)

@@ -82,3 +82,39 @@ def test_series_tell_apart_what_is_more_than_a_number_of_bits(
 
     assert found is not None
     assert found.series == series
+
+
+@pytest.mark.parametrize("key", ["layers", "allocation", "options", "predicted_kl", "tuning"])
+@pytest.mark.parametrize("value", [3, "x", [3, {"name": []}], {"a": [1]}, 10**400])
+def test_entries_of_foreign_types_count_as_absent(tmp_path: Path, key: str, value: object) -> None:
+    found = read(tmp_path, {**RECORD, key: value}, {**SCORES, "score": value})
+
+    assert found is not None
+    assert not found.score or found.score == value
+    assert all(report["name"] is not None for report in found.reports.values())
+
+
+def test_costs_of_foreign_types_count_as_unknown(tmp_path: Path) -> None:
+    projections = {"a": {"nats": "1", "rel_err": [], "bpw": 3.0}, "b": 7}
+    layers = [{"name": "mlp", "rel_err": "x", "projections": projections}]
+
+    found = read(tmp_path, {**RECORD, "layers": layers})
+
+    assert found is not None
+    entry = {"nats": None, "rel_err": None, "bpw": 3.0}
+    expected = {"name": "mlp", "rel_err": None, "projections": {"a": entry, "b": {}}}
+    assert found.reports == {"mlp": expected}
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
+def test_files_that_cannot_be_read_say_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / RECORD_FILE).write_text(content)
+
+    assert read_record(tmp_path) is None
+
+
+def test_text_that_cannot_be_printed_is_replaced(tmp_path: Path) -> None:
+    found = read(tmp_path, {**RECORD, "options": {"quality": "be\ud800st"}})
+
+    assert found is not None
+    assert found.series == "be?st, head free"

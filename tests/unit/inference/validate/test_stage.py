@@ -28,6 +28,7 @@ from exl2flow.inference.validate.stage import (
     ROWS_PREFIX,
     calibration_text_rows,
     check_verdict,
+    guessing,
     verdict,
 )
 from exl2flow.model import resolve
@@ -106,6 +107,13 @@ def test_calibration_perplexity_counts_only_far_above_the_source(
     warnings, failures = verdict(GOOD, scored(perplexity, reference), OPTIONS)
 
     assert (len(warnings), len(failures)) == (warns, fails)
+
+
+def test_a_source_that_guesses_is_warned_of() -> None:
+    (warning,) = guessing(scored(301.0, 301.0), 301)
+
+    assert "weights may be zero" in warning
+    assert guessing(scored(301.0, 290.0), 301) == []
 
 
 def test_failed_report_raises_with_its_folder(tmp_path: Path) -> None:

@@ -140,19 +140,14 @@ def test_matrix_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [2 * 10**9, 10**30])
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [("vocab_size", "the config implies"), ("intermediate_size", "EXL2 cannot store this model")],
-)
+@pytest.mark.parametrize("field", ["vocab_size", "intermediate_size", "num_hidden_layers"])
 @pytest.mark.timeout(20)
-def test_sizes_beyond_reason_are_problems_like_others(
-    field: str, words: str, value: int, source: Path
-) -> None:
+def test_sizes_beyond_reason_are_problems_like_others(field: str, value: int, source: Path) -> None:
     change_config(source, **{field: value})
 
     problems = problems_of(config_of(source, target_bytes=10**6, tune={"steps": 1}))
 
-    assert any(words in line for line in problems)
+    assert any(f"`{field}`" in line for line in problems)
 
 
 def test_unknown_architecture_is_refused(source: Path) -> None:

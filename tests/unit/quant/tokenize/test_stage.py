@@ -1,5 +1,6 @@
 """The tokenize stage: which rows it mixes, and when it runs again."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import ChatTemplateError
+from exl2flow.core.errors import ChatTemplateError, SourceModelError
 from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
@@ -101,6 +102,14 @@ def test_a_share_of_one_leaves_no_standard_rows(source: Path, text: str) -> None
 
     assert {kind.partition(" ")[0] for kind in kinds_of(pipeline, "quantize")} == {text}
     assert load_rows(pipeline.path("tokenize"), "quantize").shape == (7, 64)
+
+
+def test_a_tokenizer_of_another_model_is_refused(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+
+    with pytest.raises(SourceModelError, match="tokenizer belongs to another model"):
+        tokenized(source)
 
 
 def test_a_model_without_template_is_refused(source: Path) -> None:

@@ -1,0 +1,36 @@
+"""Model files in forms that are not read here, recognized so that the error says what to do."""
+
+from pathlib import Path
+
+LFS_START = b"version https://git-lfs"  # of the text that git leaves in place of a large file
+
+
+def is_lfs_pointer(data: bytes) -> bool:
+    """Tell whether a file's first bytes are those of a Git LFS pointer."""
+    return data.startswith(LFS_START)
+
+
+def pointer_advice(path: Path) -> str:
+    """Return the message for a file that is a Git LFS pointer."""
+    return f"`{path}` is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder"
+
+
+def advice(folder: Path) -> str | None:
+    """Return what to do with a folder in another program's format; None if it is not known."""
+    if any(folder.glob("*.gguf")):
+        return (
+            f"`{folder}` holds a GGUF file, and GGUF is quantized already; give the model that it "
+            "was made from"
+        )
+    if any(folder.glob("pytorch_model*.bin")):
+        code = (
+            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+            f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('converted'); "
+            f"T.from_pretrained({str(folder)!r}).save_pretrained('converted')"
+        )
+        return (
+            f"`{folder}` holds `pytorch_model.bin`, which can run code when it is opened; if you "
+            f'trust it, convert it to `*.safetensors` with `python -c "{code}"` and give the '
+            "folder `converted`"
+        )
+    return None

@@ -1,0 +1,96 @@
+"""What headers and names of the source's files tell is found before any work."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from safetensors.torch import load_file, save_file
+from tiny import make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import PreflightFailed
+from exl2flow.quant.forecast.preflight import preflight
+
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "model")
+
+
+def config_of(source: Path) -> ConversionConfig:
+    return small_config(source, source.parent / "out")
+
+
+def problems_of(config: ConversionConfig) -> list[str]:
+    with pytest.raises(PreflightFailed) as refusal:
+        preflight(config)
+    return str(refusal.value).splitlines()
+
+
+def change_tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def change_config(source: Path, **changes: object) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_more_layers_than_the_files_hold_are_refused_at_once(source: Path) -> None:
+    change_config(source, num_hidden_layers=2000)
+
+    problems = problems_of(config_of(source))
+
+    assert any("is 2000, the files hold 2 layers" in line for line in problems)
+
+
+def test_integers_in_place_of_weights_are_refused(source: Path) -> None:
+    change_tensors(source, lambda t: t.update({UP_PROJ: t[UP_PROJ].to(torch.int32)}))
+
+    problems = problems_of(config_of(source))
+
+    assert any(f"are integers: `{UP_PROJ}` is torch.int32" in line for line in problems)
+
+
+def test_eight_bit_integers_are_refused(source: Path) -> None:
+    change_tensors(source, lambda t: t.update({UP_PROJ: t[UP_PROJ].to(torch.int8)}))
+
+    assert any(f"`{UP_PROJ}`" in p and "dtype I8" in p for p in problems_of(config_of(source)))
+
+
+def test_weights_of_double_precision_are_no_problem(source: Path) -> None:
+    change_tensors(source, lambda t: t.update({name: x.double() for name, x in t.items()}))
+
+    preflight(config_of(source))
+
+
+def test_tensors_that_nothing_reads_are_named_in_the_plan(source: Path) -> None:
+    extra = {"model.layers.0.self_attn.sinks": torch.ones(4)}
+    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # once a stored buffer
+    assert "not used" not in dict(preflight(config_of(source)).rows())
+    change_tensors(source, lambda t: t.update(extra))
+
+    plan = preflight(config_of(source))
+
+    assert plan.unused == ("model.layers.0.self_attn.sinks",)
+    assert (
+        "1 of the source's tensors stay out of the output: model.layers.0"
+        in dict(plan.rows())["not used"]
+    )
+
+
+def test_names_that_are_not_utf8_are_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / os.fsdecode(b"out-\xff")
+
+    problems = problems_of(small_config(source, out))
+
+    assert any(r"out-\xff` is not UTF-8; rename it" in line for line in problems)
