@@ -4,6 +4,7 @@ import torch
 
 from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.errors import StoreError
+from exl2flow.core.memory import free_memory, limit_memory
 from exl2flow.model import ChatTemplate, Composition, ModelSpec, Tokenizer
 from exl2flow.quant.tokenize.dialogues import check_template
 from exl2flow.quant.tokenize.stage import judging_rows
@@ -24,11 +25,13 @@ def check_calibration(
         check_template(ChatTemplate.load(spec.source_dir, Tokenizer.load(spec.source_dir)))
     if config.calibration.text == "self" and device is not None and device.type == "cuda":
         need = Composition.of(spec, config.calibration).elements * HALF
-        free, _ = torch.cuda.mem_get_info()
+        limit_memory(device, config.max_memory)
+        free = free_memory(device)
         if need > free:
             raise StoreError(
                 f"to write calibration rows, the whole model needs {need / 1e9:.1f} GB of the "
-                f"GPU's memory, {free / 1e9:.1f} GB are free; use another calibration than `self`"
+                f"GPU's memory, {free / 1e9:.1f} GB may be used; use another calibration than "
+                "`self`"
             )
 
 

@@ -7,6 +7,7 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
+from exl2flow.core import memory
 from exl2flow.core.config import ConversionConfig, RefinementConfig
 from exl2flow.core.errors import ChatTemplateError, PreflightFailed, StoreError
 from exl2flow.model import resolve
@@ -96,12 +97,32 @@ def test_writing_needs_memory_for_the_whole_model_and_its_cache(source: Path) ->
     assert composing_bytes(config_of(source, "self"), spec, torch.device("cuda")) == 0
 
 
-def test_a_model_larger_than_the_gpu_is_refused(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
-    cuda = torch.device("cuda")
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of 80 GB with 70 GB free, of which this process uses nothing."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(memory, "_limits", {})
+    return torch.device("cuda")
 
-    check_calibration(config_of(source, "standard"), resolve(source), cuda)
+
+def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
+    source: Path, card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calibration(config_of(source, "self"), resolve(source), card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 80 * 10**9))
+
+    check_calibration(config_of(source, "standard"), resolve(source), card)
     with pytest.raises(StoreError, match=r"the whole model needs 0\.0 GB .* another calibration"):
-        check_calibration(config_of(source, "self"), resolve(source), cuda)
+        check_calibration(config_of(source, "self"), resolve(source), card)
+
+
+def test_a_model_larger_than_max_memory_is_refused_however_much_is_free(
+    source: Path, card: torch.device
+) -> None:
+    config = config_of(source, "self").model_copy(update={"max_memory": memory.BESIDE_TENSORS})
+
+    with pytest.raises(StoreError, match="another calibration"):
+        check_calibration(config, resolve(source), card)
