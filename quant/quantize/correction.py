@@ -4,7 +4,8 @@ Rounding for quantized inputs X̂ towards W keeps X̂W, not the source's XW. The
 for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goes part of the way.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,13 @@ import torch
 from exl2flow.core.memory import limit_of
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
-from exl2flow.quant.rounding.hessian import LEAST_DAMPING
+from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import device_of, relative_distance
+from exl2flow.quant.walk.walk import advance
+
+log = logging.getLogger(__name__)
 
 PAIRED_ROWS = 40  # at most so many rows pass the source beside the quantized model
 JUDGE_STEP = 8  # one of them in so many judges a correction
@@ -37,7 +41,10 @@ class CrossProducts:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Add what the quantized model reads of a row, by capture, (1, t, k)."""
+        """Add what the quantized model reads of a row, by capture, (1, t, k).
+
+        Source rows pass one at a time here and in `advance_source`, which must agree.
+        """
         if row not in self.pairs:
             return
         place = self.pairs.index(row)
@@ -61,25 +68,46 @@ class CrossProducts:
         return {capture: total.div_(len(self._fitting)) for capture, total in sums.items()}
 
 
+def advance_source(sublayer: Sublayer, source: torch.Tensor) -> None:
+    """Run source rows through a sublayer in place, with the bits that `CrossProducts` leaves.
+
+    One at a time as there: a GPU may sum products of another shape in another order.
+    """
+    for row in source.split(1):
+        advance(sublayer, row)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """strength: how far to go, 0 to 1; damping: added to a Hessian, in mean diagonals."""
+    """strength: how far to go, 0 to 1; damping: added to a Hessian, in mean diagonals.
+
+    note: records where nothing could be corrected.
+    """
 
     strength: float
     damping: float
+    note: Callable[[str], None] = lambda text: None
 
-    def move(self, hessian: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+    def move(self, hessian: torch.Tensor, cross: torch.Tensor, *, name: str) -> torch.Tensor | None:
         """Return by what inputs are multiplied to make up for a part of their error, fp32 (k, k).
+
+        None if the damped Hessian has no Cholesky factor.
 
         Args:
             hessian: mean over rows of `X̂ᵀX̂`, fp32 (k, k).
             cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k).
+            name: of the activation, for the note.
         """
         damped = hessian.clone()
         mean = hessian.diagonal().mean()
-        damped.diagonal().add_((self.damping * mean).clamp(min=LEAST_DAMPING))
-        lower = torch.linalg.cholesky(damped)
+        damping = max(self.damping, LEAST_DAMPING)
+        damped.diagonal().add_((damping * mean).clamp(min=LEAST_MEAN))
+        lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
+        if failed:
+            self.note(f"{name}: no correction, the damped Hessian has no Cholesky factor")
+            log.warning("projection=%s remedy=no correction", name)
+            return None
         return torch.cholesky_solve(cross, lower).mul_(self.strength)
 
     def sublayer_targets(
@@ -100,7 +128,10 @@ class Correction:
         means, paired = crosses.means(), states[:: crosses.pairs.step]
         own = dict(sublayer.linears)
         moves = {
-            capture: self.move(hessian, means.pop(capture)) for capture, hessian in hessians.items()
+            capture: self.move(
+                hessian, means.pop(capture), name=sublayer.spec.reading(capture)[0].reads
+            )
+            for capture, hessian in hessians.items()
         }
         targets = {p.name: moved(own[p.name], moves[p.capture]) for p in sublayer.spec.projections}
         errors = []
@@ -130,7 +161,8 @@ class Correction:
         for row in rows:
             found = read(states[row])
             cross += found.T @ (read(source[row]) - found)
-        target = moved(head.linear, self.move(hessian, cross / len(rows)))
+        move = self.move(hessian, cross / len(rows), name="lm_head")
+        target = moved(head.linear, move)
 
         def error(linear: Linear) -> float:
             other = Head(final_norm=head.final_norm, linear=linear)
@@ -139,12 +171,14 @@ class Correction:
         return target if error(target) < error(head.linear) else head.linear
 
 
-def moved(linear: Linear, move: torch.Tensor) -> Linear:
-    """Return a projection with the target `W + move W` in place of its weight.
+def moved(linear: Linear, move: torch.Tensor | None) -> Linear:
+    """Return a projection with the target `W + move W` in place of its weight; as it is if None.
 
     It is fp32, for as fp16 it costs 2.6 % of the divergence; one that is too large for that is
     like its weight.
     """
+    if move is None:
+        return linear
     n, k = linear.weight.shape
     narrow = is_tall(n * k, limit_of(linear.weight.device))
     target = torch.empty_like(linear.weight, dtype=None if narrow else torch.float32)

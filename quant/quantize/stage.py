@@ -30,7 +30,12 @@ from exl2flow.model import (
 from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate.budget import read_choice
 from exl2flow.quant.allocate.layout import Choice
-from exl2flow.quant.quantize.correction import Correction, CrossProducts, paired_rows
+from exl2flow.quant.quantize.correction import (
+    Correction,
+    CrossProducts,
+    advance_source,
+    paired_rows,
+)
 from exl2flow.quant.quantize.stored_form import Packed, Reports, storing
 from exl2flow.quant.rounding.descent import Metric, refine_together
 from exl2flow.quant.rounding.error_feedback import (
@@ -85,7 +90,9 @@ class Rounding:
         factors = run.inputs.get("sensitivity")
         self.factors = factors and FactorFiles(factors, torch.device(run.device))
         self.choice = choice
-        self.correction = Correction(strength=self.options.correction, damping=self.options.damping)
+        self.correction = Correction(
+            strength=self.options.correction, damping=self.options.damping, note=run.folder.note
+        )
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
@@ -168,7 +175,7 @@ class Quantizing:
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """See `SublayerWork`: let states pass the matrices of an earlier run."""
         quantized, source = states[: self.rows], states[self.rows :]
-        advance(sublayer, source)
+        advance_source(sublayer, source)
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)

@@ -1,7 +1,8 @@
 """Corrected targets: what they are, when they are taken, and that a resume makes the same bytes."""
 
 import shutil
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_tensors
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
-from exl2flow.model import Linear, QuantizedLinear, QuantizedMatrix, Sublayer, resolve
+from exl2flow.model import (
+    AttentionSublayer,
+    Linear,
+    MlpSublayer,
+    QuantizedLinear,
+    QuantizedMatrix,
+    Sublayer,
+    resolve,
+)
 from exl2flow.quant.quantize.correction import (
     Correction,
     CrossProducts,
@@ -25,9 +34,11 @@ from exl2flow.quant.quantize.correction import (
     output_error,
     paired_rows,
 )
-from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
+from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing, result_files, sublayer_file
+from exl2flow.quant.rounding import hessian
 from exl2flow.quant.rounding.hessian import collect_hessians
 from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.walk import walk
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.tasks.stages import STAGES
 
@@ -128,7 +139,8 @@ def targets_of(
     correction = Correction(strength=strength, damping=DAMPING)
     return {
         p.name: moved(
-            sublayer.linears[p.name], correction.move(hessians[p.capture], crosses[p.capture])
+            sublayer.linears[p.name],
+            correction.move(hessians[p.capture], crosses[p.capture], name=p.reads),
         )
         for p in sublayer.spec.projections
     }
@@ -240,7 +252,7 @@ def test_a_correction_that_moves_nothing_gives_the_bytes_of_none(
 def test_a_correction_that_does_harm_is_not_taken(
     corrected: Pipeline, plain: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubling(correction: Correction, hessian: torch.Tensor, *_: Any) -> torch.Tensor:
+    def doubling(correction: Correction, hessian: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.eye(len(hessian))
 
     monkeypatch.setattr(Correction, "move", doubling)
@@ -336,3 +348,88 @@ def test_inputs_that_are_dead_leave_the_weights_as_they_are(sublayer: Sublayer) 
 
     for name, linear in sublayer.linears.items():
         assert torch.equal(targets[name].weight, linear.weight)
+
+
+def test_a_hessian_without_a_factor_leaves_the_weights_and_says_so(
+    sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """So it is with a negative eigenvalue, as rounding of large sums makes it."""
+    quantized, source = (x[:1].clone() for x in states)
+    crosses = CrossProducts(sublayer, source, range(1))
+    hessians, _ = collect_hessians(sublayer, quantized, observe=crosses.add)
+    hessians["input"] -= 2 * torch.diag(hessians["input"].diagonal())
+    notes: list[str] = []
+    correction = Correction(strength=1.0, damping=1e-9, note=notes.append)
+
+    targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+
+    (first, *_) = read = sublayer.spec.reading("input")
+    assert notes == [f"{first.reads}: no correction, the damped Hessian has no Cholesky factor"]
+    for p in read:
+        assert torch.equal(targets[p.name].weight, sublayer.linears[p.name].weight)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_least_damping_is_relative_to_the_hessian(scale: float) -> None:
+    """A Hessian of 4 tokens for 64 inputs has a factor by its damping alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 64, generator=generator)
+    hessian = x.T @ x
+
+    plain = Correction(strength=1.0, damping=0.0).move(hessian, hessian, name="x")
+    scaled = Correction(strength=1.0, damping=0.0).move(scale * hessian, scale * hessian, name="x")
+
+    assert plain is not None
+    assert scaled is not None
+    torch.testing.assert_close(scaled, plain, rtol=1e-2, atol=1e-2)
+
+
+def by_fours(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+    """Yield rows as beside a GPU."""
+    return (slice(i, min(i + 4, len(states))) for i in range(0, len(states), 4))
+
+
+def test_replay_passes_rows_in_the_batches_of_the_first_run(
+    corrected: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU takes another kernel, with other bits, for products of another shape."""
+    for module in (walk, hessian):
+        monkeypatch.setattr(module, "row_batches", by_fours)
+    seen: dict[str, list[int]] = defaultdict(list)  # by method, the rows that pass together
+    inside: list[str] = []
+
+    def watch(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            inside.append(name)
+            result = method(*args, **kwargs)
+            inside.pop()
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def count(kind: type) -> None:
+        method = kind.normed
+
+        def counted(sublayer: Sublayer, hidden: torch.Tensor) -> torch.Tensor:
+            seen[inside[-1] if inside else "head"].append(len(hidden))
+            return method(sublayer, hidden)
+
+        monkeypatch.setattr(kind, "normed", counted)
+
+    for name in ("add", "replay"):
+        watch(CrossProducts if name == "add" else Quantizing, name)
+    for kind in (AttentionSublayer, MlpSublayer):
+        count(kind)
+    pipeline = fresh(corrected, tmp_path)
+    pipeline.run("quantize", progress=silent)
+    (pipeline.path("quantize") / HEAD_FILE).unlink()
+
+    pipeline.run("quantize", progress=silent)
+
+    sublayers, rows = 4, 16
+    source = seen["add"][: len(seen["add"]) // sublayers]
+    assert sum(source) == rows
+    assert seen["add"] == sublayers * source
+    assert seen["replay"] == sublayers * [*source, *(rows // 4) * [4]]
