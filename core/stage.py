@@ -25,6 +25,7 @@ KINDS_FILE = "rows.json"  # what each row is made of
 COMPOSED = "composed"  # the tensor of rows that the source wrote itself
 RECORD_FILE = "exl2flow.json"  # in an output folder: what made it; also marks it as ours
 SCORE_FILE = "exl2flow-score.json"  # beside it: what validation found
+NATS = "nats"  # the objective of an allocation whose costs are KL divergences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.config import DEFAULT_HEAD_BITS
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
-
-NATS = "nats"  # the objective of allocation whose value is a divergence
+from exl2flow.core.stage import NATS, RECORD_FILE, SCORE_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

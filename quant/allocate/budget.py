@@ -14,6 +14,7 @@ import torch
 from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.files import read_json
+from exl2flow.core.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
@@ -29,7 +30,6 @@ from exl2flow.quant.measure.measurement import (
 log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
-NATS = "nats"  # the objective when costs are known in nats
 LEAST_ERROR = 1e-6  # of the logarithmic objective; accuracies are stored no finer
 
 

@@ -6,18 +6,17 @@ scales each sublayer's costs to what it does in company; the best that was tried
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
 from exl2flow.core.config import TARGETS, ConversionConfig
-from exl2flow.core.files import digest, write_json
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.files import digest, read_json, write_json
+from exl2flow.core.stage import NATS, Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import ModelSpec, resolve
+from exl2flow.model import ModelSpec, SublayerSpec, resolve
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
-    NATS,
     Allocation,
     Allotted,
     allot,
@@ -26,7 +25,8 @@ from exl2flow.quant.allocate.budget import (
     stored_bits,
     total_nats,
 )
-from exl2flow.quant.allocate.trials import Trials
+from exl2flow.quant.allocate.layout import Choice
+from exl2flow.quant.allocate.trials import Trials, Verdict
 from exl2flow.quant.measure.estimate import estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
@@ -49,20 +49,23 @@ def allocate(run: StageRun) -> None:
     """Write `allocation.json` for the target into the stage folder."""
     config = run.config
     spec = resolve(config.source)
+    rounds, folder = config.allocate.rounds, run.folder
+    walks = rounds + 1 if rounds else 0  # over all sublayers, at most
+    total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
     measurement = read_measurement(path, spec)
     allotted = allot(config, spec, measurement)
     tried: list[dict[str, object]] = []
-    if config.allocate.rounds:
+    if rounds:
         allotted, tried = improve(run, spec, measurement, allotted)
     allocation, choice = allotted
     log.info("bpw=%.4f objective=%s %s", allocation.bpw, allocation.value, allocation.status)
     params = {key: value.to_json() for key, value in choice.items()}
     content = {**allocation.to_json(), "tried": tried, "params": params}
-    write_json(run.folder.path / ALLOCATION_FILE, content)
-    run.folder.commit(ALLOCATION_FILE, digest(run.folder.path / ALLOCATION_FILE), cursor=1)
-    run.tick(1, 1, f"bpw={allocation.bpw:.4f}")
+    sha256 = write_json(folder.path / ALLOCATION_FILE, content)
+    folder.commit(ALLOCATION_FILE, sha256, cursor=total)
+    run.tick(total, total, f"bpw={allocation.bpw:.4f}")
 
 
 @tensor_cores()
@@ -88,8 +91,9 @@ def improve(
         config.rounding,
         training[:: max(1, len(training) // HESSIAN_ROWS)],
     )
+    judged = _Judge(run, trials, held_out)
     best, uniform = first, uniform_allocation(spec, measurement, first)
-    verdict = trials.judge({"estimate": first[1], "uniform": uniform[1]}, held_out)
+    verdict = judged({"estimate": first[1], "uniform": uniform[1]})
     tried: list[dict[str, object]] = [
         {"name": name, "kl": kl} for name, kl in verdict.divergences.items()
     ]
@@ -102,13 +106,45 @@ def improve(
         measurement = corrected(spec, measurement, current[0], verdict.without, total)
         current = allot(config, spec, measurement)
         name = f"corrected {number}"
-        verdict = trials.judge({name: current[1]}, held_out)
+        verdict = judged({name: current[1]})
         tried.append({"name": name, "kl": verdict.divergences[name]})
         log.info("allocation=%s kl=%.5f", name, verdict.divergences[name])
         if verdict.divergences[name] >= least:
             break
         best, least = current, verdict.divergences[name]
     return best, tried
+
+
+class _Judge:
+    """Judges allocations one walk after another; what an earlier run has judged is read."""
+
+    def __init__(self, run: StageRun, trials: Trials, held_out: torch.Tensor) -> None:
+        self.run, self.trials, self.held_out = run, trials, held_out
+        self.walks = 0
+
+    def __call__(self, choices: Mapping[str, Choice]) -> Verdict:
+        """Return the verdict, and commit it.
+
+        Raises:
+            Interrupted: a signal came; what was judged before is kept.
+        """
+        run, folder = self.run, self.run.folder
+        file = f"trials/{self.walks}.json"
+        begun = self.walks * len(self.trials.model.spec.sublayers)
+
+        def passed(sublayer: SublayerSpec) -> None:
+            detail = f"{' and '.join(choices)} {sublayer.name}"
+            run.tick(begun + sublayer.index + 1, folder.manifest.total, detail)
+            run.stop_if_asked()
+
+        if not folder.valid(file):
+            run.tick(begun, folder.manifest.total)
+            verdict = self.trials.judge(choices, self.held_out, passed=passed)
+            sha256 = write_json(folder.path / file, asdict(verdict))
+            folder.commit(file, sha256, cursor=begun + len(self.trials.model.spec.sublayers))
+            run.stop_if_asked()
+        self.walks += 1
+        return Verdict(**read_json(folder.path / file))
 
 
 def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:

@@ -4,14 +4,14 @@ All are tried in one walk over the unquantized model. Matrices are rounded witho
 divergences are comparable with each other and above those of the final model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.config import RoundingOptions
-from exl2flow.model import DenseLinear, Head, Linear, Sublayer
+from exl2flow.model import DenseLinear, Head, Linear, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.measure.estimate import Projection
@@ -44,12 +44,19 @@ class Trials:
         self.options = options
         self.rows = rows
 
-    def judge(self, choices: Mapping[str, Choice], held_out: torch.Tensor) -> Verdict:
+    def judge(
+        self,
+        choices: Mapping[str, Choice],
+        held_out: torch.Tensor,
+        *,
+        passed: Callable[[SublayerSpec], None] = lambda sublayer: None,
+    ) -> Verdict:
         """Return what allocations cost on rows int64 (rows, t).
 
         Args:
             choices: allocations by name; of the first, every sublayer's part is measured, too.
             held_out: the rows that judge.
+            passed: called after each sublayer; may raise to leave.
         """
         seen = self.model.initial_states(self.rows)
         reference = self.model.initial_states(held_out)
@@ -69,6 +76,7 @@ class Trials:
                     sublayer.linears[p.name] = variants[p.name, choice[p.key]]
                 for stream in [states[name], *(streams if name == first else [])]:
                     advance(sublayer, stream)
+            passed(spec)
         return self._verdict(seen, reference, states, without, choices)
 
     def _variants(

@@ -27,6 +27,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.interrupt import look
 from exl2flow.core.source import provenance
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import versions
@@ -262,6 +263,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     plain = dict(plain_tensors(spec))
 
     def check(key: str, sha256: str) -> None:
+        look()
         names = [name for name in written.names if name.startswith(f"{key}.")]
         matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
         decoded = to_host({key: matrix.to(device).dequantize()})()[key]
@@ -278,6 +280,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
         pass
     for name, shape in plain.items():
+        look()
         found, expected = (
             t.view(torch.int16) for t in (written.read(name), tensors.read(name, shape))
         )

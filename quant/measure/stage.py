@@ -16,6 +16,7 @@ import torch
 from exl2flow.core.config import ConversionConfig, RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import read_json, write_json
+from exl2flow.core.interrupt import look
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
@@ -117,6 +118,7 @@ def _candidate_errors(
             hidden, wanted = (x[rows].to(device) for x in (states, targets))
             inner, sizes = sublayer.inner(sublayer.normed(hidden)), row_norms(wanted)
             for index, linears in outputs.items():
+                look()
                 sublayer.linears.update(zip(last, linears, strict=True))
                 errors = row_norms(sublayer.output(hidden, inner) - wanted)
                 totals[index] += (errors / sizes).sum()

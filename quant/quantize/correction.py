@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exl2flow.core.interrupt import look
 from exl2flow.core.memory import limit_of
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
@@ -184,6 +185,7 @@ def moved(linear: Linear, move: torch.Tensor | None) -> Linear:
     target = torch.empty_like(linear.weight, dtype=None if narrow else torch.float32)
     step = max(1, CHUNK_ELEMENTS // k)
     for begin in range(0, n, step):
+        look()
         part = linear.weight[begin : begin + step].float()
         target[begin : begin + step] = torch.addmm(part, part, move.T)
     return DenseLinear(target, linear.bias)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from exl2flow.core.interrupt import look
 from exl2flow.kernels import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,
@@ -199,6 +200,7 @@ class _Refinement:
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = []
             for begin in range(0, bottom - top, PANEL_ROWS):
+                _look()
                 panel, index = slice(begin, begin + PANEL_ROWS), (top + begin) // PANEL_ROWS
                 change = self.ops.descend_panel(
                     steps[panel],
@@ -223,6 +225,7 @@ class _Refinement:
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = torch.zeros_like(steps)
             for row in range(top, end, PANEL_ROWS):
+                _look()
                 begun = self.begun.get(row)
                 if begun is None:
                     continue
@@ -239,3 +242,9 @@ class _Refinement:
                 changes[group] += change
             self.gradient.write(top, gradient)
             self._follow(changes, top, bottom)
+
+
+def _look() -> None:
+    """Leave if a signal waits, but not while launches are recorded."""
+    if not torch.cuda.is_current_stream_capturing():
+        look()

@@ -16,6 +16,7 @@ import torch
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.core.interrupt import look
 from exl2flow.core.memory import free_memory
 from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
@@ -226,6 +227,7 @@ class _Batch:
             ahead = self.rows.read(top, bottom + self.longest - PANEL_ROWS)  # groups may reach on
             rows = ahead[: bottom - top]
             for begin in range(0, len(rows), PANEL_ROWS):
+                look()
                 end = begin + PANEL_ROWS
                 panel = slice(top + begin, top + end)
                 self._begin_groups(top + begin, ahead[begin:])

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import SingularHessian
+from exl2flow.core.interrupt import look
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches
@@ -196,6 +197,7 @@ def collect_hessians(
     outputs: dict[int, torch.Tensor] = {}
     check = StatesCheck(sublayer.spec.name)
     for rows in row_batches(sublayer, states):
+        look()
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
         normed = sublayer.normed(hidden)
         inner = sublayer.inner(normed)
@@ -236,6 +238,7 @@ def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
     device = head.linear.weight.device
     total = HessianSum(states.shape[-1], device=device)
     for row in states:
+        look()
         total.add(head.normed(row[None].to(device)))
     return total.mean()
 
@@ -304,6 +307,7 @@ def upper_factor(turned: torch.Tensor) -> torch.Tensor:
 
 def invert_lower(lower: torch.Tensor) -> None:
     """Invert a lower triangular matrix (k, k) in place, by halves whose products are GEMMs."""
+    look()
     k = len(lower)
     if k <= LEAF:
         identity = torch.eye(k, dtype=lower.dtype, device=lower.device)

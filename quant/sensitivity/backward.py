@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
 from exl2flow.quant.sensitivity.fisher import FactorSum
 from exl2flow.quant.walk.source_model import device_of
@@ -51,6 +52,7 @@ def sublayer_backward(
     taps = {name: Tap(linear) for name, linear in sublayer.linears.items()}
     sublayer.linears.update(taps)
     for row in range(len(states)):
+        look()
         hidden = states[row : row + 1].detach().clone().to(device).requires_grad_()
         with torch.enable_grad(), _repeatable(device):
             output = sublayer(hidden)
@@ -106,6 +108,7 @@ def _by_normed(
     result = torch.empty_like(normed)
     step = max(1, LOGIT_ELEMENTS // len(linear.weight))
     for begin in range(0, len(normed), step):
+        look()
         part = slice(begin, begin + step)
         p = torch.softmax(linear(normed[part]).float(), dim=-1)  # (t, v)
         if sums is not None:

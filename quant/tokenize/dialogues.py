@@ -12,6 +12,7 @@ from pathlib import Path
 
 from exl2flow.calibration_data import chat, standard
 from exl2flow.core.errors import CalibrationError, ChatTemplateError, NotEnoughRows
+from exl2flow.core.interrupt import look
 from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.quant.tokenize.cutting import Stream, cut, row_offsets
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, short_notes
@@ -84,6 +85,7 @@ def dialogue_stream(template: ChatTemplate, tokenizer: Tokenizer) -> Stream:
     marks = [token.content for token in added if token.special]
     stream = Stream()
     for dialogue in alternated([list(written_dialogues()), *asked_for().values()]):
+        look()
         if not any(mark in message.content for message in dialogue for mark in marks):
             stream.starts.append(len(stream.ids))
             stream.ids.extend(tokenizer.encode(render(template, dialogue), special=True))

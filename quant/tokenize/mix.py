@@ -15,6 +15,7 @@ import torch
 
 from exl2flow.calibration_data import standard
 from exl2flow.core.errors import ConfigError, NotEnoughRows
+from exl2flow.core.interrupt import look
 from exl2flow.quant.tokenize.cutting import Stream, cut, overlaps, row_offsets, shuffled
 from exl2flow.quant.tokenize.parquet import records
 
@@ -168,6 +169,7 @@ def _stream(kind: str, texts: Sequence[str], encode: Encoder) -> Stream:
         return Stream(encode.encode(between.join(f"{text}\n" for text in texts)))
     stream = Stream()
     for text in texts:
+        look()
         body = text.partition("\n")[2].strip() if kind == "encyclopedia" else text
         ids = encode.encode(body, add_bos=True, add_eos=True)
         has_bos = ids[:1] == [encode.bos_token_id]
@@ -199,6 +201,7 @@ def _own_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRo
     count, length = request.rows, request.row_tokens
     ids: list[int] = []
     for values in records(path, None):
+        look()
         ids += encode.encode(" ".join(values))
         if len(ids) >= count * length:
             break

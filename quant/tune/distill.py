@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer, build_embedding
 from exl2flow.model.spec import EMBEDDING_KEY
 from exl2flow.quant.tune.tuned_model import TunedModel
@@ -66,6 +67,7 @@ class Reference:
         """Return the states before the final norm, (b, t, hidden), of token ids (b, t)."""
         hidden = self.embedding(ids).float()
         for sublayer in self.sublayers:
+            look()
             hidden = sublayer(hidden)
         return hidden
 

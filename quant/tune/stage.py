@@ -9,14 +9,13 @@ import json
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.files import digest, write_json, write_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
@@ -42,11 +41,6 @@ TUNING_FILE = "tuning.json"  # the judgements
 def tuned_files(spec: ModelSpec) -> list[str]:
     """Return the files of tensors of a finished `tune` stage: those of `quantize`, and plain."""
     return [*result_files(spec), PLAIN_FILE]
-
-
-def tuned_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return norms and embedding fp16 by the source's names, from the stage folder of `tune`."""
-    return read_tensors(folder / PLAIN_FILE)
 
 
 def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
@@ -126,6 +120,7 @@ def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
     for sublayer in model.sublayers:
         linears = [(p, sublayer.linears[p.name]) for p in sublayer.spec.projections]
         _write_linears(run, sublayer_file(sublayer.spec), linears)
+        run.stop_if_asked()
     _write_linears(run, HEAD_FILE, [(model.spec.head, model.head)])
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from exl2flow.core.config import TuneOptions
 from exl2flow.core.files import read_tensors
+from exl2flow.core.interrupt import look
 from exl2flow.model import ProjectionSpec, SublayerSpec
 from exl2flow.model.attention import AttentionSublayer
 from exl2flow.model.decoder import Head, build_embedding
@@ -64,6 +65,7 @@ class TunedSublayer:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
+        look()
         norm, *head_norms = (norm.current() for norm in self.norms.values())
         self.built.norm = norm
         if isinstance(self.built, AttentionSublayer):

@@ -2,6 +2,7 @@
 
 import torch
 
+from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear
 
 LOGIT_POSITIONS = 256  # logits exist for that many positions at a time
@@ -45,6 +46,7 @@ def divergence(
         torch.split(expected, LOGIT_POSITIONS), torch.split(found, LOGIT_POSITIONS), strict=True
     )
     for x, y in pairs:
+        look()
         p = torch.log_softmax(reference(x).float(), dim=-1)
         q = torch.log_softmax(linear(y).float(), dim=-1)
         total += float((p.exp() * (p - q)).sum())

@@ -10,6 +10,7 @@ import torch
 from exl2flow.core.background import pinned
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.interrupt import look
 from exl2flow.core.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
     Head,
@@ -66,6 +67,7 @@ class SourceModel:
         Raises:
             NonFiniteState: a weight is NaN or infinite.
         """
+        look()
         built = build_sublayer(
             self.spec, sublayer, self.tensors, dtype=self.dtype, device=self.device
         )
@@ -133,6 +135,7 @@ class SourceModel:
         self._check_finite(final_norm, self.tensors.read(final_norm))
         states = self.room((*ids.shape, self.spec.hidden_size))
         for row, tokens in zip(states, ids, strict=True):
+            look()
             row.copy_(embedding(tokens[None])[0])
         noise = ids[:, 0] < 0
         if noise.any():

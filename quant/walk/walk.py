@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from exl2flow.core.background import Background, to_host
+from exl2flow.core.interrupt import look
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
@@ -70,6 +71,7 @@ def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
     """Run every row through a sublayer, in place."""
     check = StatesCheck(sublayer.spec.name)
     for rows in row_batches(sublayer, states):
+        look()
         output = sublayer(states[rows].to(device_of(sublayer), non_blocking=True))
         check.add(range(rows.start, rows.stop), output)
         states[rows].copy_(output, non_blocking=True)
