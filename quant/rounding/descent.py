@@ -200,7 +200,7 @@ class _Refinement:
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = []
             for begin in range(0, bottom - top, PANEL_ROWS):
-                _look()
+                look()
                 panel, index = slice(begin, begin + PANEL_ROWS), (top + begin) // PANEL_ROWS
                 change = self.ops.descend_panel(
                     steps[panel],
@@ -225,7 +225,7 @@ class _Refinement:
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = torch.zeros_like(steps)
             for row in range(top, end, PANEL_ROWS):
-                _look()
+                look()
                 begun = self.begun.get(row)
                 if begun is None:
                     continue
@@ -242,9 +242,3 @@ class _Refinement:
                 changes[group] += change
             self.gradient.write(top, gradient)
             self._follow(changes, top, bottom)
-
-
-def _look() -> None:
-    """Leave if a signal waits, but not while launches are recorded."""
-    if not torch.cuda.is_current_stream_capturing():
-        look()

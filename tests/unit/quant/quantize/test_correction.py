@@ -1,8 +1,7 @@
 """Corrected targets: what they are, when they are taken, and that a resume makes the same bytes."""
 
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_tensors
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
-from exl2flow.model import (
-    AttentionSublayer,
-    Linear,
-    MlpSublayer,
-    QuantizedLinear,
-    QuantizedMatrix,
-    Sublayer,
-    resolve,
-)
+from exl2flow.model import Linear, QuantizedLinear, QuantizedMatrix, Sublayer, resolve
 from exl2flow.quant.quantize.correction import (
     Correction,
     CrossProducts,
@@ -34,11 +25,9 @@ from exl2flow.quant.quantize.correction import (
     output_error,
     paired_rows,
 )
-from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing, result_files, sublayer_file
-from exl2flow.quant.rounding import hessian
+from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
 from exl2flow.quant.rounding.hessian import collect_hessians
 from exl2flow.quant.tokenize.stage import load_rows
-from exl2flow.quant.walk import walk
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.tasks.stages import STAGES
 
@@ -369,7 +358,7 @@ def test_a_hessian_without_a_factor_leaves_the_weights_and_says_so(
         assert torch.equal(targets[p.name].weight, sublayer.linears[p.name].weight)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])  # changes exponents only
 def test_least_damping_is_relative_to_the_hessian(scale: float) -> None:
     """A Hessian of 4 tokens for 64 inputs has a factor by its damping alone."""
     generator = torch.Generator().manual_seed(0)
@@ -381,55 +370,4 @@ def test_least_damping_is_relative_to_the_hessian(scale: float) -> None:
 
     assert plain is not None
     assert scaled is not None
-    torch.testing.assert_close(scaled, plain, rtol=1e-2, atol=1e-2)
-
-
-def by_fours(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
-    """Yield rows as beside a GPU."""
-    return (slice(i, min(i + 4, len(states))) for i in range(0, len(states), 4))
-
-
-def test_replay_passes_rows_in_the_batches_of_the_first_run(
-    corrected: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU takes another kernel, with other bits, for products of another shape."""
-    for module in (walk, hessian):
-        monkeypatch.setattr(module, "row_batches", by_fours)
-    seen: dict[str, list[int]] = defaultdict(list)  # by method, the rows that pass together
-    inside: list[str] = []
-
-    def watch(owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            inside.append(name)
-            result = method(*args, **kwargs)
-            inside.pop()
-            return result
-
-        monkeypatch.setattr(owner, name, watched)
-
-    def count(kind: type) -> None:
-        method = kind.normed
-
-        def counted(sublayer: Sublayer, hidden: torch.Tensor) -> torch.Tensor:
-            seen[inside[-1] if inside else "head"].append(len(hidden))
-            return method(sublayer, hidden)
-
-        monkeypatch.setattr(kind, "normed", counted)
-
-    for name in ("add", "replay"):
-        watch(CrossProducts if name == "add" else Quantizing, name)
-    for kind in (AttentionSublayer, MlpSublayer):
-        count(kind)
-    pipeline = fresh(corrected, tmp_path)
-    pipeline.run("quantize", progress=silent)
-    (pipeline.path("quantize") / HEAD_FILE).unlink()
-
-    pipeline.run("quantize", progress=silent)
-
-    sublayers, rows = 4, 16
-    source = seen["add"][: len(seen["add"]) // sublayers]
-    assert sum(source) == rows
-    assert seen["add"] == sublayers * source
-    assert seen["replay"] == sublayers * [*source, *(rows // 4) * [4]]
+    torch.testing.assert_close(scaled, plain)
