@@ -14,7 +14,7 @@ from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
 from exl2flow.quant.sensitivity.fisher import FactorSum
-from exl2flow.quant.walk.source_model import device_of
+from exl2flow.quant.walk.source_model import device_of, non_finite_share
 
 LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
 
@@ -141,8 +141,8 @@ def _check_gradients(gradients: torch.Tensor, *, where: str) -> None:
     finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist()
     if not all(finite):
         row = finite.index(False)
-        share = 1 - float(gradients[row].isfinite().float().mean())
         raise NonFiniteState(
-            f"gradients before `{where}` hold NaN or infinity in {share:.2%} of row {row}; try "
-            "other calibration data, or set the sensitivity's kind to `error`"
+            f"gradients before `{where}` hold NaN or infinity in "
+            f"{non_finite_share(gradients[row])} of row {row}; try other calibration data, or "
+            "set the sensitivity's kind to `error`"
         )

@@ -110,10 +110,9 @@ class SourceModel:
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         if not _is_finite(tensor):
-            share = 1 - float(tensor.isfinite().float().mean())
             raise NonFiniteState(
                 f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
-                f"{share:.2%} of its elements; download or export the model again"
+                f"{non_finite_share(tensor)}; download or export the model again"
             )
 
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -170,6 +169,11 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Tell whether all elements are finite, bool (), without a copy of a large tensor."""
     largest: torch.Tensor = torch.linalg.vector_norm(tensor, ord=math.inf)
     return largest.isfinite()
+
+
+def non_finite_share(tensor: torch.Tensor) -> str:
+    """Return how many elements are NaN or infinite, in words."""
+    return f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} elements"
 
 
 def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
@@ -230,9 +234,8 @@ class StatesCheck:
         finite = torch.cat(self._largest).isfinite().tolist()
         for row, is_finite in zip(self._rows, finite, strict=True):
             if not is_finite:
-                share = 1 - float(found[row].isfinite().float().mean())
                 raise NonFiniteState(
-                    f"hidden states after `{self.where}` hold NaN or infinity in {share:.2%} of "
-                    f"row {row}; the model overflows on this text: check the source, or try other "
-                    "calibration data"
+                    f"hidden states after `{self.where}` hold NaN or infinity in "
+                    f"{non_finite_share(found[row])} of row {row}; the model overflows on this "
+                    "text: check the source, or try other calibration data"
                 )
