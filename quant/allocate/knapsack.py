@@ -104,7 +104,7 @@ def _one_of_each(sizes: Sequence[int], cost: np.ndarray) -> highspy.Highs:
         sizes: the number of options of each slot.
         cost: of all options, slot by slot.
     """
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]  # its constructor has no types
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("mip_rel_gap", 0.0)
     number = len(cost)

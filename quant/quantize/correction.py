@@ -74,7 +74,7 @@ def advance_source(sublayer: Sublayer, source: torch.Tensor) -> None:
 
     One at a time as there: a GPU may sum products of another shape in another order.
     """
-    for row in source.split(1):
+    for row in torch.split(source, 1):
         advance(sublayer, row)
 
 
