@@ -1,6 +1,6 @@
 """The exact multiple-choice knapsack behind bit allocation.
 
-Dominated options are dropped first, as none is part of an optimum; HiGHS solves the rest to a zero
+Dominated options are dropped first, since no optimum needs them; HiGHS solves the rest to a zero
 gap; the chosen bits are summed again in integers.
 """
 
@@ -66,7 +66,7 @@ def _solve_milp(
     fronts: Sequence[Sequence[int]],
     budget: int,
 ) -> tuple[tuple[int, ...], float, str]:
-    """Solve with HiGHS; a capacity that its tolerances overstep is tightened and solved again.
+    """Solve with HiGHS; if its tolerances exceed the capacity, tighten it and solve again.
 
     Bits are counted above each slot's smallest option in units of their common divisor and costs
     relative to the spread, so that HiGHS's absolute tolerances (1e-6) are far below one unit.
@@ -98,11 +98,11 @@ def _solve_milp(
 
 
 def _one_of_each(sizes: Sequence[int], cost: np.ndarray) -> highspy.Highs:
-    """Return a silent solver with a binary variable per option, one of which per slot is 1.
+    """Return a silent solver with a binary variable per option, exactly one of them 1 per slot.
 
     Args:
         sizes: the number of options of each slot.
-        cost: of all options, slot by slot.
+        cost: of all options, in slot order.
     """
     solver = highspy.Highs()  # type: ignore[no-untyped-call]  # its constructor has no types
     solver.setOptionValue("output_flag", False)

@@ -1,7 +1,7 @@
-"""The allocate stage: allot bits, and in further rounds try the result, correct, and allot again.
+"""The allocate stage: allocate bits; in further rounds try the result, correct costs, and repeat.
 
-Errors act on each other. A further round runs whole allocations end to end on rows set aside and
-scales each sublayer's costs to what it does in company; the best that was tried is kept.
+Errors interact. A further round runs whole allocations end to end on held-out rows and scales each
+sublayer's costs to its effect among the other quantized sublayers; the best allocation is kept.
 """
 
 import logging
@@ -41,8 +41,8 @@ from exl2flow.quant.walk.source_model import SourceModel
 log = logging.getLogger(__name__)
 
 HELD_OUT_ROWS = 4  # rows that judge whole allocations
-HESSIAN_ROWS = 16  # rows that matrices are rounded on for that, about
-CORRECTION_RANGE = (0.25, 8.0)  # of a sublayer's measured cost over the estimated one
+HESSIAN_ROWS = 16  # approximate number of rows for the Hessians of trials
+CORRECTION_RANGE = (0.25, 8.0)  # of the ratio of a sublayer's measured to its estimated cost
 
 
 def allocate(run: StageRun) -> None:
@@ -50,7 +50,7 @@ def allocate(run: StageRun) -> None:
     config = run.config
     spec = resolve(config.source)
     rounds, folder = config.allocate.rounds, run.folder
-    walks = rounds + 1 if rounds else 0  # over all sublayers, at most
+    walks = rounds + 1 if rounds else 0  # at most, each over all sublayers
     total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
@@ -73,7 +73,7 @@ def allocate(run: StageRun) -> None:
 def improve(
     run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allotted
 ) -> tuple[Allotted, list[dict[str, object]]]:
-    """Try allocations end to end, correct the costs, and return the best with all that was tried.
+    """Try allocations end to end, correct the costs, and return the best and all that were tried.
 
     Raises:
         ConfigError: there are no costs in nats to correct.
@@ -116,17 +116,17 @@ def improve(
 
 
 class _Judge:
-    """Judges allocations one walk after another; what an earlier run has judged is read."""
+    """Judges allocations, one walk after another; verdicts of an earlier run are read back."""
 
     def __init__(self, run: StageRun, trials: Trials, held_out: torch.Tensor) -> None:
         self.run, self.trials, self.held_out = run, trials, held_out
         self.walks = 0
 
     def __call__(self, choices: Mapping[str, Choice]) -> Verdict:
-        """Return the verdict, and commit it.
+        """Return the verdict and commit it.
 
         Raises:
-            Interrupted: a signal came; what was judged before is kept.
+            Interrupted: a signal came; earlier verdicts are kept.
         """
         run, folder = self.run, self.run.folder
         file = f"trials/{self.walks}.json"
@@ -148,9 +148,9 @@ class _Judge:
 
 
 def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:
-    """Return the best allocation that gives all decoder matrices the same parameters.
+    """Return the best allocation with the same parameters for all decoder matrices.
 
-    It keeps the head of `first` and takes no more bits; `first` itself when none fits.
+    It keeps the head of `first` and uses no more bits; `first` itself if none fits.
     """
     projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
     budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
@@ -190,13 +190,13 @@ def corrected(
     without: Mapping[str, float],
     total: float,
 ) -> Measurement:
-    """Return the measurement with each sublayer's costs scaled to what it does in company.
+    """Return the measurement with each sublayer's costs scaled to its effect among the others.
 
     Args:
         spec: the model.
         measurement: in nats.
-        allocation: whose parts were measured.
-        without: divergence when one sublayer is left as it was, by its name.
+        allocation: the allocation that was tried.
+        without: divergence with one sublayer left unquantized, by its name.
         total: divergence of the whole allocation.
     """
     decoder = dict(measurement.decoder)

@@ -1,7 +1,7 @@
-"""Try whole allocations end to end: the KL divergence that each causes on rows set aside.
+"""Try whole allocations end to end: the KL divergence of each on held-out rows.
 
-All are tried in one walk over the unquantized model. Matrices are rounded without refinement, so
-divergences are comparable with each other and above those of the final model.
+One walk over the unquantized model tries all of them. Matrices are rounded without refinement, so
+divergences are comparable with each other but higher than those of the final model.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ from exl2flow.quant.walk.walk import advance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """divergences: nats per token of each allocation; without: those of the first allocation when
-    a single sublayer is left as it was, by the sublayer's name."""
+    """divergences: nats per token of each allocation; without: those of the first allocation with
+    a single sublayer left unquantized, by the sublayer's name."""
 
     divergences: Mapping[str, float]
     without: Mapping[str, float]
@@ -38,7 +38,7 @@ class Trials:
     def __init__(
         self, model: SourceModel, factors: Path, options: RoundingOptions, rows: torch.Tensor
     ) -> None:
-        """Prepare; `rows` int64 (rows, t) are those that Hessians are taken from."""
+        """Prepare; `rows` int64 (rows, t) are those for the Hessians."""
         self.model = model
         self.factors = FactorFiles(factors, model.device)
         self.options = options
@@ -51,12 +51,12 @@ class Trials:
         *,
         passed: Callable[[SublayerSpec], None] = lambda sublayer: None,
     ) -> Verdict:
-        """Return what allocations cost on rows int64 (rows, t).
+        """Return the divergences of allocations on held-out rows.
 
         Args:
-            choices: allocations by name; of the first, every sublayer's part is measured, too.
-            held_out: the rows that judge.
-            passed: called after each sublayer; may raise to leave.
+            choices: allocations by name; for the first, each sublayer's part is measured, too.
+            held_out: the rows that judge, int64 (rows, t).
+            passed: called after each sublayer; may raise to stop.
         """
         seen = self.model.initial_states(self.rows)
         reference = self.model.initial_states(held_out)
@@ -85,7 +85,7 @@ class Trials:
         hessians: Mapping[str, torch.Tensor],
         choices: Mapping[str, Choice],
     ) -> dict[tuple[str, QuantParams], Linear]:
-        """Round every distinct matrix that some allocation asks for."""
+        """Round each distinct matrix that some allocation needs."""
         factors = self.factors.read(sublayer.spec.index)
         found: dict[tuple[str, QuantParams], Linear] = {}
         for capture, hessian in hessians.items():

@@ -1,7 +1,6 @@
-"""The judge stage: whether refining brought a model nearer to its reference, on rows set aside.
+"""The judge stage: whether refining brought a model closer to its reference, on held-out rows.
 
-Hessians were not taken from these rows. Where the KL divergence has not fallen, the old matrices
-stay.
+These rows were not used for Hessians. The old matrices stay unless the KL divergence decreases.
 """
 
 import logging
@@ -30,8 +29,8 @@ def divergences(
 
     Args:
         run: the stage; ticks and stops after every sublayer.
-        reference: what to compare with.
-        models: what is compared; sublayers as the reference's.
+        reference: the model to compare with.
+        models: the models to compare; their sublayers match the reference's.
         rows: int64 (rows, t).
     """
     expected = reference.initial_states(rows)
@@ -51,7 +50,7 @@ def divergences(
 
 @torch.inference_mode()
 def judge(run: StageRun) -> None:
-    """Write the divergences before and after refining, and which matrices stay."""
+    """Write the divergences before and after refining, and which matrices to use."""
     config = refinement(run.config)
     stored = StoredModel.open(config, run.device)
     _, rows = split_rows(run.inputs["tokenize"], config.held_out_rows)

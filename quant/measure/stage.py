@@ -59,7 +59,7 @@ class Measuring(OverSource):
         return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
+        """See `SublayerWork`: try all candidates, then advance the states unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
         factors = {
             capture: factor(
@@ -88,7 +88,7 @@ class Measuring(OverSource):
         best = max(result.accuracy for result in results)
         if best < HOPELESS_ACCURACY:
             raise QuantizationError(
-                f"the best candidate of `{sublayer.spec.name}` reaches accuracy {best:.3f} only; "
+                f"the best candidate of `{sublayer.spec.name}` only reaches accuracy {best:.3f}; "
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         states.copy_(targets)
@@ -140,8 +140,8 @@ def undominated(
 ) -> tuple[Candidate, ...]:
     """Return the candidates that may be on the Pareto front of bits and error, in order.
 
-    Left out is what takes no fewer bits than another one, and costs no less in any projection. The
-    largest one stays: it bounds what can be asked for.
+    A candidate is dropped if another one needs no more bits and costs no more in any projection.
+    The largest one stays: it bounds the targets that can be reached.
     """
     seen = [
         (
@@ -168,9 +168,9 @@ def _round_variants(
     factors: Mapping[str, HessianFactor],
     search: ScaleSearch,
 ) -> tuple[Variants, Costs]:
-    """Round every distinct (projection, parameters) once, those sharing a Hessian together.
+    """Round each distinct (projection, parameters) once, those that share a Hessian together.
 
-    A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors that were fed back.
+    A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors fed back.
     """
     variants: Variants = {}
     costs: dict[tuple[str, QuantParams], torch.Tensor] = {}
@@ -190,7 +190,7 @@ def _round_variants(
 
 
 def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Variants) -> DenseLinear:
-    """Return a projection with the weights that a decoder will see."""
+    """Return a projection with the weights that the decoder will reconstruct."""
     original = sublayer.linears[name]
     matrix = rounded[name, candidate[name]].dequantize()[:, : len(original.weight)]
     return DenseLinear(matrix.T.to(original.weight.dtype).contiguous(), original.bias)

@@ -1,8 +1,8 @@
-"""Gradients through one sublayer or the head, row by row, and the sums that they leave.
+"""Gradients through one sublayer or the head, row by row, and the sums that they add to.
 
-The loss is the cross-entropy of labels that the model draws itself, whose gradients make the Fisher
+The loss is the cross-entropy of labels drawn from the model itself, whose gradients give the Fisher
 information. Labels come from uniform numbers of a CPU generator, one per token, through the inverse
-of the cumulated probabilities: devices draw the same labels but for rounding.
+of the cumulative probabilities: devices draw the same labels up to rounding.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -40,12 +40,13 @@ class Tap:
 def sublayer_backward(
     sublayer: Sublayer, states: torch.Tensor, gradient: torch.Tensor, sums: Sums
 ) -> None:
-    """Move gradients from a sublayer's output to its input, row by row.
+    """Propagate gradients from a sublayer's output to its input, row by row.
 
     Args:
         sublayer: its linears are replaced by taps.
         states: fp32 (rows, t, hidden), entering the sublayer.
-        gradient: fp32 (rows, t, hidden), of the loss by its output; in place, by its input.
+        gradient: fp32 (rows, t, hidden), with respect to its output; overwritten with the gradient
+            with respect to its input.
         sums: projection → sums that receive inputs and output gradients; may lack projections.
     """
     device = device_of(sublayer)
@@ -62,7 +63,7 @@ def sublayer_backward(
         for (name, tap), by_output in zip(taps.items(), found[1:], strict=True):
             if name in sums:
                 sums[name].add(tap.read[0].float(), by_output[0].float())
-        # last, for the gradient by an output may share its memory
+        # last, because the gradient of an output may share its memory
         gradient[row] = found[0][0]
     _check_gradients(gradient, where=sublayer.spec.name)
 
@@ -70,14 +71,14 @@ def sublayer_backward(
 def head_backward(
     head: Head, states: torch.Tensor, *, seed: int, sums: FactorSum | None
 ) -> torch.Tensor:
-    """Return the loss's gradient by the final states, fp32 (rows, t, hidden), where they lie.
+    """Return the gradient by the final states, fp32 (rows, t, hidden), on their device.
 
     The head's own factors need no sampled labels: over all labels, `Σ p g gᵀ = diag(p) - p pᵀ`.
 
     Args:
         head: final norm and projection.
-        states: fp32 (rows, t, hidden), not changed.
-        seed: of the labels.
+        states: fp32 (rows, t, hidden), unchanged.
+        seed: for the labels.
         sums: receives the head's factors.
     """
     device = head.linear.weight.device
@@ -97,7 +98,7 @@ def head_backward(
 def _by_normed(
     linear: Linear, normed: torch.Tensor, uniform: torch.Tensor, sums: FactorSum | None
 ) -> torch.Tensor:
-    """Return the loss's gradient by the inputs (t, k) of the head's projection.
+    """Return the gradient with respect to the inputs (t, k) of the head's projection.
 
     Args:
         linear: the projection.
@@ -124,7 +125,7 @@ def _by_normed(
 def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return a label per token, int64 (t,), from probabilities (t, v) and numbers in [0, 1) (t,).
 
-    The label is the first one whose cumulated probability exceeds the number.
+    The label is the first one whose cumulative probability exceeds the number.
     """
     cumulated = p.cumsum(-1)
     wanted = uniform[:, None] * cumulated[:, -1:]  # the sum is not quite 1
@@ -133,7 +134,7 @@ def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _repeatable(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention's gradients are the same in every run."""
+    """Return a context in which attention's gradients are deterministic."""
     return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
 
