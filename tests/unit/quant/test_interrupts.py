@@ -18,7 +18,7 @@ from traces import contents
 from exl2flow.core import interrupt
 from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.progress import silent
+from exl2flow.core.progress import Tick, silent
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.kernels import get_ops
 from exl2flow.model import AttentionSublayer, MlpSublayer, QuantizedMatrix, Tokenizer
@@ -165,6 +165,26 @@ def refined(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A model that was converted roughly, refined and judged."""
     root = tmp_path_factory.mktemp("refined")
     return refine_until(refinement(*rough_model(root), root / "out"), "judge")
+
+
+def test_judging_resumes_from_the_sublayer_where_it_was_stopped(
+    refined: Pipeline, tmp_path: Path
+) -> None:
+    pipeline = before(refined, "judge", REFINE_STAGES, tmp_path)
+    done: list[int] = []
+
+    def sink(tick: Tick) -> None:
+        done.append(tick.done)
+        if tick.done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="after 2 of 5; everything finished is saved"):
+        pipeline.run("judge", progress=sink)
+
+    pipeline.run("judge", progress=sink)
+
+    assert done == [1, 2, 3, 4, 5]
+    assert results(pipeline, "judge") == results(refined, "judge")
 
 
 @pytest.mark.parametrize("stage", ["refine", "judge"])
