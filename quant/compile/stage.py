@@ -97,6 +97,7 @@ class _Tensors:
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor as it is stored in the output."""
+        look()
         if name in self.quantized:
             return self.quantized.read(name)
         tensor = self.source.read(name).to(torch.float16)
