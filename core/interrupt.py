@@ -1,13 +1,21 @@
-"""A first SIGINT or SIGTERM asks the stage to commit and stop, a second one exits at once."""
+"""A first SIGINT or SIGTERM asks the stage to commit and stop, a second one exits at once.
 
+A stage stops after the sublayer it is working on, or inside of it if that takes too long.
+"""
+
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from exl2flow.core.errors import Interrupted
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 3.0  # for the current sublayer to be finished and committed
 
 
 class StopRequest:
@@ -15,13 +23,23 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._deadline = math.inf
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: remember the first, leave the process on the second."""
         if self.signum is not None:
             os._exit(128 + signum)
         self.signum = signum
+        self._deadline = time.monotonic() + GRACE_SECONDS
         os.write(2, b"\nstopping after the current sublayer; repeat the signal to stop at once\n")
+
+    def raise_if_overdue(self) -> None:
+        """See `look`."""
+        if self.signum is not None and time.monotonic() >= self._deadline:
+            raise Interrupted(
+                "stopped before the current sublayer was finished; everything finished is saved",
+                signum=self.signum,
+            )
 
 
 _listener: StopRequest | None = None  # that of the outermost block in the main thread
@@ -46,3 +64,16 @@ def listening() -> Iterator[StopRequest]:
         _listener = None
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def look() -> None:
+    """Leave work in progress once a signal has waited for it longer than the grace period.
+
+    Call it in loops inside a sublayer, as often as every few tenths of a second, where nothing that
+    is committed can be lost. Any thread may call it.
+
+    Raises:
+        Interrupted: a signal came, and the grace period is over.
+    """
+    if (listener := _listener) is not None:
+        listener.raise_if_overdue()

@@ -18,10 +18,13 @@ from urllib.parse import quote
 import torch
 
 from exl2flow.core.errors import WriteFailed
+from exl2flow.core.interrupt import look
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _devices: dict[Path, str] = {}  # folder → the device that this process stays with
 _choosing = threading.Lock()
+_gpu = threading.RLock()  # of the thread that works on this process's GPU
+TURN_SECONDS = 0.5  # between looks at a stop request while another thread has the GPU
 
 
 def named_gpus(count: int) -> list[str]:
@@ -40,6 +43,27 @@ def visible_gpus(device: str) -> list[str]:
 def see_only(gpu: str) -> None:
     """Have CUDA see one GPU; in time before it is first used."""
     os.environ[VARIABLE] = gpu
+
+
+@contextmanager
+def turn(device: str) -> Iterator[None]:
+    """Hold this process's GPU for the block; other threads wait. Those on a CPU never do.
+
+    What is set for a whole process, such as the precision of its products, then holds for one
+    stage only, and memory suffices for one as forecast.
+
+    Raises:
+        Interrupted: a signal came while waiting.
+    """
+    if device == "cpu":
+        yield
+        return
+    while not _gpu.acquire(timeout=TURN_SECONDS):
+        look()
+    try:
+        yield
+    finally:
+        _gpu.release()
 
 
 class Slots:

@@ -14,6 +14,7 @@ from exl2flow.core.errors import Interrupted
 from exl2flow.core.files import digest_of
 from exl2flow.core.interrupt import StopRequest, listening
 from exl2flow.core.progress import Progress, Tick
+from exl2flow.core.slots import turn
 from exl2flow.core.source import SourceFingerprint
 from exl2flow.core.store import StageFolder, StageRef, WorkDir
 
@@ -25,6 +26,7 @@ KINDS_FILE = "rows.json"  # what each row is made of
 COMPOSED = "composed"  # the tensor of rows that the source wrote itself
 RECORD_FILE = "exl2flow.json"  # in an output folder: what made it; also marks it as ours
 SCORE_FILE = "exl2flow-score.json"  # beside it: what validation found
+NATS = "nats"  # the objective of an allocation whose costs are KL divergences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +133,14 @@ class Pipeline:
             options=self._options[stage.name],
             device=self.device,
         )
-        stage.run(
-            StageRun(
-                config=self.config,
-                folder=folder,
-                inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
-                device=self.device,
-                progress=progress,
-                stop=stop,
-            )
+        work = StageRun(
+            config=self.config,
+            folder=folder,
+            inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
+            device=self.device,
+            progress=progress,
+            stop=stop,
         )
+        with turn(self.device):
+            stage.run(work)
         folder.complete()

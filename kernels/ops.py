@@ -1,5 +1,6 @@
 """The `Ops` interface: all that quantization and inference ask of a device."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -282,18 +283,31 @@ class Ops(CacheOps, Protocol):
         ...
 
 
+_switching = threading.Lock()
+_blocks: dict[object, bool] = {}  # blocks of `tensor_cores` that run, after what was before them
+
+
 @contextmanager
 def tensor_cores(use: bool = True) -> Iterator[None]:
-    """Let a GPU multiply fp32 matrices as TF32, or not: of fp16 and bf16 weights nothing is lost.
+    """Let a GPU multiply fp32 matrices as TF32, or not: fp16 and bf16 weights lose nothing.
 
-    That is so for all threads. What it changes is told in `docs/concepts/gpu.md`.
+    The switch belongs to the process. Where blocks of several threads overlap, the one that began
+    last decides, and the last to end restores what was before. Stages on a GPU never overlap
+    (`core.slots.turn`), so timing changes no result (`docs/concepts/gpu.md`).
     """
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = use
+    block = object()
+    with _switching:
+        _blocks.setdefault("before", torch.backends.cuda.matmul.allow_tf32)
+        _blocks[block] = use
+        torch.backends.cuda.matmul.allow_tf32 = use
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        with _switching:
+            del _blocks[block]
+            torch.backends.cuda.matmul.allow_tf32 = list(_blocks.values())[-1]
+            if len(_blocks) == 1:
+                _blocks.clear()
 
 
 @kept

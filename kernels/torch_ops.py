@@ -33,7 +33,7 @@ WIDEST_COLUMNS = 32  # those of the largest ranges
 CODE_REACH = 2  # scale codes tried on either side of the expected one
 EXPECTED_SHARE = 0.9  # of a column's range is where its best scale is expected
 EPSILON = 1e-12  # keeps an all-zero column's scale positive
-CHUNK_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in its cache
+CACHED_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in its cache
 
 
 class TorchOps:
@@ -319,7 +319,7 @@ def _weighted_cost(
     r, n = x.shape
     cost = torch.empty_like(scales)
     inverse = torch.where(scales > 0, 1 / scales, 0)
-    width = max(1, CHUNK_ELEMENTS // r)
+    width = max(1, CACHED_ELEMENTS // r)
     for begin in range(0, n, width):
         columns = slice(begin, begin + width)
         part = x[:, columns].contiguous()
@@ -348,7 +348,7 @@ def _grid_cost(
     weights = steps.pow(GRID_EXPONENT)
     cost = torch.zeros(len(grid), dtype=torch.float32, device=x.device)
     multipliers = grid.tolist()
-    width = max(1, CHUNK_ELEMENTS // r)
+    width = max(1, CACHED_ELEMENTS // r)
     for begin in range(0, n, width):
         columns = slice(begin, begin + width)
         y = x[:, columns] / steps[columns]

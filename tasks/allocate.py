@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from exl2flow.core.files import read_json
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.stage import NATS, Pipeline
 from exl2flow.model import resolve
-from exl2flow.quant.allocate.budget import ALLOCATION_FILE, NATS, read_choice
+from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.measure.measurement import projection_bits
 from exl2flow.tasks.artifacts import Artifacts, Row, fixed
 

@@ -17,6 +17,7 @@ import torch
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.memory import limit_memory
 from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.load import LoadedModel, load_model
@@ -36,6 +37,7 @@ def compose(run: StageRun) -> None:
         InferenceError: the model's logits are not finite.
     """
     folder = run.folder
+    limit_memory(torch.device(run.device), run.config.max_memory)
     model = load_model(run.config.source, device=run.device)
     plan = Composition.of(model.spec, run.config.calibration)
     count = folder.manifest.total = plan.rows

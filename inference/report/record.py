@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.config import DEFAULT_HEAD_BITS
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.stage import NATS, RECORD_FILE, SCORE_FILE
 from exl2flow.model.fields import json_object
-
-NATS = "nats"  # the objective of allocation whose value is a divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Allot bits: choose one candidate per slot so that the objective is least within the budget.
+"""Allocate bits: choose one candidate per slot that minimizes the objective within the budget.
 
-Costs of matrices are added up as if they did not act on each other; `stage.py` goes on from there.
+Costs of matrices are summed as if they were independent; `stage.py` corrects for interactions.
 """
 
 import logging
@@ -12,6 +12,7 @@ from pathlib import Path
 from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.files import read_json
+from exl2flow.core.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
@@ -27,8 +28,7 @@ from exl2flow.quant.measure.measurement import (
 log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
-NATS = "nats"  # the objective when costs are known in nats
-LEAST_ERROR = 1e-6  # of the logarithmic objective; accuracies are stored no finer
+LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Allocation:
         return self.used_bits / self.numel
 
     def to_json(self) -> dict[str, object]:
-        """Return the content of `allocation.json`, but the parameters."""
+        """Return the content of `allocation.json` without the parameters."""
         return {
             "budget_bits": self.budget_bits,
             "used_bits": self.used_bits,
@@ -78,7 +78,7 @@ def allocate_bits(
         spec: the model.
         slots: slot → measured candidates.
         budget: bits permitted for all slots together.
-        options: the objective of slots whose cost in nats is not known.
+        options: the objective for slots without a cost in nats.
 
     Raises:
         BudgetUnreachable: naming the reachable range in bits per weight.
@@ -137,7 +137,7 @@ def _numel(projection: ProjectionSpec) -> int:
 
 
 def decoder_numel(spec: ModelSpec) -> int:
-    """Return the weights of the decoder's matrices, padding included."""
+    """Return the number of weights in the decoder's matrices, padding included."""
     return sum(_numel(p) for sublayer in spec.sublayers for p in sublayer.projections)
 
 
@@ -148,11 +148,11 @@ def read_choice(folder: Path) -> dict[str, QuantParams]:
 
 
 def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) -> None:
-    """Ask that a measurement tells all that this allocation goes by.
+    """Check that a measurement has everything that this allocation needs.
 
     Args:
-        config: what is to be allotted.
-        in_nats: whether there are Fisher factors, and costs measured with them.
+        config: the conversion.
+        in_nats: whether there are Fisher factors and costs measured with them.
         with_head: whether the head was measured.
 
     Raises:
@@ -160,7 +160,7 @@ def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) 
     """
     if config.fixed_head_bits is None and not with_head:
         raise ConfigError(
-            "the measurement knows nothing of the head, whose bits are to be chosen; give "
+            "the measurement does not include the head, whose bits are to be chosen; give "
             "`--head-bits`, or measure with `--sensitivity fisher`"
         )
     if config.allocate.rounds and not in_nats:
@@ -171,7 +171,7 @@ def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) 
 
 
 def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
-    """Allot bits for the target, whichever kind it is."""
+    """Allocate bits for the target, whichever kind it is."""
     if config.bpw is None:
         return allocate_total(config, spec, measurement)
     assert config.fixed_head_bits is not None
@@ -181,11 +181,11 @@ def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -
 
 
 def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
-    """Allot bits so that all output files of weights together keep to the target.
+    """Allocate bits so that all output weight files together stay within the target.
 
     Raises:
-        ConfigError: the head is free but was not measured.
-        BudgetUnreachable: naming the least size.
+        ConfigError: the head's bits are to be chosen, but it was not measured.
+        BudgetUnreachable: naming the smallest possible size.
     """
     slots = dict(measurement.decoder)
     fixed: dict[str, QuantParams] = {}
@@ -217,7 +217,7 @@ def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measu
 
 
 def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
-    """Return the target in bytes when it is a total."""
+    """Return the target in bytes if it is a total."""
     if config.target_bytes is not None:
         return config.target_bytes
     assert config.bpw_total is not None
@@ -226,7 +226,7 @@ def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
 
 
 def stored_bits(result: CandidateResult) -> int:
-    """Return the bits of a candidate, to add and compare by."""
+    """Return the bits of a candidate."""
     return result.total_bits
 
 

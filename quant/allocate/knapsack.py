@@ -1,19 +1,15 @@
 """The exact multiple-choice knapsack behind bit allocation.
 
-Dominated options are dropped first, as none is part of an optimum; HiGHS solves the rest to a zero
+Dominated options are dropped first, since no optimum needs them; HiGHS solves the rest to a zero
 gap; the chosen bits are summed again in integers.
 """
 
 import math
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import highspy
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 from exl2flow.core.errors import AllocationError, BudgetUnreachable
 
@@ -70,7 +66,7 @@ def _solve_milp(
     fronts: Sequence[Sequence[int]],
     budget: int,
 ) -> tuple[tuple[int, ...], float, str]:
-    """Solve with HiGHS; a capacity that its tolerances overstep is tightened and solved again.
+    """Solve with HiGHS; if its tolerances exceed the capacity, tighten it and solve again.
 
     Bits are counted above each slot's smallest option in units of their common divisor and costs
     relative to the spread, so that HiGHS's absolute tolerances (1e-6) are far below one unit.
@@ -81,49 +77,46 @@ def _solve_milp(
     floor = math.fsum(c[f[-1]] for c, f in zip(cost, fronts, strict=True))
     above = np.array([c[i] - c[f[-1]] for c, f in zip(cost, fronts, strict=True) for i in f])
     scale = 1e4 / above.max() if above.max() > 0 else 1.0
-    slot = [s for s, f in enumerate(fronts) for _ in f]
+    solver = _one_of_each([len(f) for f in fronts], above * scale)
     option = [i for f in fronts for i in f]
-    one_each = csr_matrix(
-        (np.ones(len(slot)), (slot, np.arange(len(slot)))), shape=(len(fronts), len(slot))
-    )
     weights = np.array([e // unit for e in extra], dtype=float)
+    columns = np.arange(len(option), dtype=np.int32)
     capacity = (budget - base) // unit
+    solver.addRow(-highspy.kHighsInf, float(capacity), len(columns), columns, weights)
     while True:
-        with _silent_stdout():
-            result = milp(
-                above * scale,
-                constraints=[
-                    LinearConstraint(one_each, 1, 1),
-                    LinearConstraint(weights[None, :], -np.inf, float(capacity)),
-                ],
-                bounds=Bounds(0, 1),
-                integrality=np.ones(len(slot), dtype=np.int64),
-                options={"mip_rel_gap": 0.0},
-            )
-        if result.status != 0:
-            raise AllocationError(f"bit allocation found no proven optimum: {result.message}")
-        picked = np.flatnonzero(result.x > 0.5)
+        solver.run()
+        status = solver.modelStatusToString(solver.getModelStatus())
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise AllocationError(f"bit allocation found no proven optimum: {status}")
+        picked = np.flatnonzero(np.array(solver.getSolution().col_value) > 0.5)
         choice = tuple(option[i] for i in picked)
         if base + sum(extra[i] for i in picked) <= budget:
-            bound = floor + float(result.mip_dual_bound) / scale
-            return choice, bound, str(result.message).strip()
+            bound = floor + solver.getInfo().mip_dual_bound / scale
+            return choice, bound, status
         capacity -= 1
+        solver.changeRowBounds(len(fronts), -highspy.kHighsInf, float(capacity))
 
 
-@contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """Drop what is written to file descriptor 1 inside the block.
+def _one_of_each(sizes: Sequence[int], cost: np.ndarray) -> highspy.Highs:
+    """Return a silent solver with a binary variable per option, exactly one of them 1 per slot.
 
-    HiGHS prints a line there now and then that no option of SciPy turns off (seen with 1.17), and
-    stdout may be read by another program.
+    Args:
+        sizes: the number of options of each slot.
+        cost: of all options, in slot order.
     """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]  # its constructor has no types
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    number = len(cost)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = number, len(sizes)
+    model.col_cost_ = cost
+    model.col_lower_, model.col_upper_ = np.zeros(number), np.ones(number)
+    model.integrality_ = [highspy.HighsVarType.kInteger] * number
+    model.row_lower_ = model.row_upper_ = np.ones(len(sizes))
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.cumsum([0, *sizes])
+    model.a_matrix_.index_ = np.arange(number)
+    model.a_matrix_.value_ = np.ones(number)
+    solver.passModel(model)
+    return solver

@@ -1,4 +1,4 @@
-"""The tensors and files of a converted model, known to the byte before anything is written."""
+"""The tensors and files of a converted model, exact to the byte before anything is written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from exl2flow.model import ModelSpec, expected_tensors
 from exl2flow.model.exl2 import QuantParams, padded_columns, quantized_layout
 
 FORMAT_METADATA = {"format": "pt"}
-Choice = Mapping[str, QuantParams]  # key of every projection, the head's among them
+Choice = Mapping[str, QuantParams]  # by key of every projection, including the head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,5 +80,5 @@ def tensor_bytes(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 
 def output_bytes(spec: ModelSpec, choice: Choice, shard_size_mb: int) -> int:
-    """Return the size of all output files of weights together."""
+    """Return the total size in bytes of all output weight files."""
     return sum(s.bytes for s in plan_shards(output_layout(spec, choice), shard_size_mb))

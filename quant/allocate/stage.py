@@ -1,23 +1,22 @@
-"""The allocate stage: allot bits, and in further rounds try the result, correct, and allot again.
+"""The allocate stage: allocate bits; in further rounds try the result, correct costs, and repeat.
 
-Errors act on each other. A further round runs whole allocations end to end on rows set aside and
-scales each sublayer's costs to what it does in company; the best that was tried is kept.
+Errors interact. A further round runs whole allocations end to end on held-out rows and scales each
+sublayer's costs to its effect among the other quantized sublayers; the best allocation is kept.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
 from exl2flow.core.config import TARGETS, ConversionConfig
-from exl2flow.core.files import digest, write_json
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.files import digest, read_json, write_json
+from exl2flow.core.stage import NATS, Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import ModelSpec, resolve
+from exl2flow.model import ModelSpec, SublayerSpec, resolve
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
-    NATS,
     Allocation,
     Allotted,
     allot,
@@ -26,7 +25,8 @@ from exl2flow.quant.allocate.budget import (
     stored_bits,
     total_nats,
 )
-from exl2flow.quant.allocate.trials import Trials
+from exl2flow.quant.allocate.layout import Choice
+from exl2flow.quant.allocate.trials import Trials, Verdict
 from exl2flow.quant.measure.estimate import estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
@@ -41,28 +41,31 @@ from exl2flow.quant.walk.source_model import SourceModel
 log = logging.getLogger(__name__)
 
 HELD_OUT_ROWS = 4  # rows that judge whole allocations
-HESSIAN_ROWS = 16  # rows that matrices are rounded on for that, about
-CORRECTION_RANGE = (0.25, 8.0)  # of a sublayer's measured cost over the estimated one
+HESSIAN_ROWS = 16  # approximate number of rows for the Hessians of trials
+CORRECTION_RANGE = (0.25, 8.0)  # of the ratio of a sublayer's measured to its estimated cost
 
 
 def allocate(run: StageRun) -> None:
     """Write `allocation.json` for the target into the stage folder."""
     config = run.config
     spec = resolve(config.source)
+    rounds, folder = config.allocate.rounds, run.folder
+    walks = rounds + 1 if rounds else 0  # at most, each over all sublayers
+    total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
     measurement = read_measurement(path, spec)
     allotted = allot(config, spec, measurement)
     tried: list[dict[str, object]] = []
-    if config.allocate.rounds:
+    if rounds:
         allotted, tried = improve(run, spec, measurement, allotted)
     allocation, choice = allotted
     log.info("bpw=%.4f objective=%s %s", allocation.bpw, allocation.value, allocation.status)
     params = {key: value.to_json() for key, value in choice.items()}
     content = {**allocation.to_json(), "tried": tried, "params": params}
-    write_json(run.folder.path / ALLOCATION_FILE, content)
-    run.folder.commit(ALLOCATION_FILE, digest(run.folder.path / ALLOCATION_FILE), cursor=1)
-    run.tick(1, 1, f"bpw={allocation.bpw:.4f}")
+    sha256 = write_json(folder.path / ALLOCATION_FILE, content)
+    folder.commit(ALLOCATION_FILE, sha256, cursor=total)
+    run.tick(total, total, f"bpw={allocation.bpw:.4f}")
 
 
 @tensor_cores()
@@ -70,7 +73,7 @@ def allocate(run: StageRun) -> None:
 def improve(
     run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allotted
 ) -> tuple[Allotted, list[dict[str, object]]]:
-    """Try allocations end to end, correct the costs, and return the best with all that was tried.
+    """Try allocations end to end, correct the costs, and return the best and all that were tried.
 
     Raises:
         ConfigError: there are no costs in nats to correct.
@@ -88,8 +91,9 @@ def improve(
         config.rounding,
         training[:: max(1, len(training) // HESSIAN_ROWS)],
     )
+    judged = _Judge(run, trials, held_out)
     best, uniform = first, uniform_allocation(spec, measurement, first)
-    verdict = trials.judge({"estimate": first[1], "uniform": uniform[1]}, held_out)
+    verdict = judged({"estimate": first[1], "uniform": uniform[1]})
     tried: list[dict[str, object]] = [
         {"name": name, "kl": kl} for name, kl in verdict.divergences.items()
     ]
@@ -102,7 +106,7 @@ def improve(
         measurement = corrected(spec, measurement, current[0], verdict.without, total)
         current = allot(config, spec, measurement)
         name = f"corrected {number}"
-        verdict = trials.judge({name: current[1]}, held_out)
+        verdict = judged({name: current[1]})
         tried.append({"name": name, "kl": verdict.divergences[name]})
         log.info("allocation=%s kl=%.5f", name, verdict.divergences[name])
         if verdict.divergences[name] >= least:
@@ -111,10 +115,42 @@ def improve(
     return best, tried
 
 
-def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:
-    """Return the best allocation that gives all decoder matrices the same parameters.
+class _Judge:
+    """Judges allocations, one walk after another; verdicts of an earlier run are read back."""
 
-    It keeps the head of `first` and takes no more bits; `first` itself when none fits.
+    def __init__(self, run: StageRun, trials: Trials, held_out: torch.Tensor) -> None:
+        self.run, self.trials, self.held_out = run, trials, held_out
+        self.walks = 0
+
+    def __call__(self, choices: Mapping[str, Choice]) -> Verdict:
+        """Return the verdict and commit it.
+
+        Raises:
+            Interrupted: a signal came; earlier verdicts are kept.
+        """
+        run, folder = self.run, self.run.folder
+        file = f"trials/{self.walks}.json"
+        begun = self.walks * len(self.trials.model.spec.sublayers)
+
+        def passed(sublayer: SublayerSpec) -> None:
+            detail = f"{' and '.join(choices)} {sublayer.name}"
+            run.tick(begun + sublayer.index + 1, folder.manifest.total, detail)
+            run.stop_if_asked()
+
+        if not folder.valid(file):
+            run.tick(begun, folder.manifest.total)
+            verdict = self.trials.judge(choices, self.held_out, passed=passed)
+            sha256 = write_json(folder.path / file, asdict(verdict))
+            folder.commit(file, sha256, cursor=begun + len(self.trials.model.spec.sublayers))
+            run.stop_if_asked()
+        self.walks += 1
+        return Verdict(**read_json(folder.path / file))
+
+
+def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:
+    """Return the best allocation with the same parameters for all decoder matrices.
+
+    It keeps the head of `first` and uses no more bits; `first` itself if none fits.
     """
     projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
     budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
@@ -154,13 +190,13 @@ def corrected(
     without: Mapping[str, float],
     total: float,
 ) -> Measurement:
-    """Return the measurement with each sublayer's costs scaled to what it does in company.
+    """Return the measurement with each sublayer's costs scaled to its effect among the others.
 
     Args:
         spec: the model.
         measurement: in nats.
-        allocation: whose parts were measured.
-        without: divergence when one sublayer is left as it was, by its name.
+        allocation: the allocation that was tried.
+        without: divergence with one sublayer left unquantized, by its name.
         total: divergence of the whole allocation.
     """
     decoder = dict(measurement.decoder)

@@ -1,17 +1,17 @@
-"""Try whole allocations end to end: the KL divergence that each causes on rows set aside.
+"""Try whole allocations end to end: the KL divergence of each on held-out rows.
 
-All are tried in one walk over the unquantized model. Matrices are rounded without refinement, so
-divergences are comparable with each other and above those of the final model.
+One walk over the unquantized model tries all of them. Matrices are rounded without refinement, so
+divergences are comparable with each other but higher than those of the final model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.config import RoundingOptions
-from exl2flow.model import DenseLinear, Head, Linear, Sublayer
+from exl2flow.model import DenseLinear, Head, Linear, Sublayer, SublayerSpec
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.measure.estimate import Projection
@@ -25,8 +25,8 @@ from exl2flow.quant.walk.walk import advance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """divergences: nats per token of each allocation; without: those of the first allocation when
-    a single sublayer is left as it was, by the sublayer's name."""
+    """divergences: nats per token of each allocation; without: those of the first allocation with
+    a single sublayer left unquantized, by the sublayer's name."""
 
     divergences: Mapping[str, float]
     without: Mapping[str, float]
@@ -38,18 +38,25 @@ class Trials:
     def __init__(
         self, model: SourceModel, factors: Path, options: RoundingOptions, rows: torch.Tensor
     ) -> None:
-        """Prepare; `rows` int64 (rows, t) are those that Hessians are taken from."""
+        """Prepare; `rows` int64 (rows, t) are those for the Hessians."""
         self.model = model
         self.factors = FactorFiles(factors, model.device)
         self.options = options
         self.rows = rows
 
-    def judge(self, choices: Mapping[str, Choice], held_out: torch.Tensor) -> Verdict:
-        """Return what allocations cost on rows int64 (rows, t).
+    def judge(
+        self,
+        choices: Mapping[str, Choice],
+        held_out: torch.Tensor,
+        *,
+        passed: Callable[[SublayerSpec], None] = lambda sublayer: None,
+    ) -> Verdict:
+        """Return the divergences of allocations on held-out rows.
 
         Args:
-            choices: allocations by name; of the first, every sublayer's part is measured, too.
-            held_out: the rows that judge.
+            choices: allocations by name; for the first, each sublayer's part is measured, too.
+            held_out: the rows that judge, int64 (rows, t).
+            passed: called after each sublayer; may raise to stop.
         """
         seen = self.model.initial_states(self.rows)
         reference = self.model.initial_states(held_out)
@@ -69,6 +76,7 @@ class Trials:
                     sublayer.linears[p.name] = variants[p.name, choice[p.key]]
                 for stream in [states[name], *(streams if name == first else [])]:
                     advance(sublayer, stream)
+            passed(spec)
         return self._verdict(seen, reference, states, without, choices)
 
     def _variants(
@@ -77,7 +85,7 @@ class Trials:
         hessians: Mapping[str, torch.Tensor],
         choices: Mapping[str, Choice],
     ) -> dict[tuple[str, QuantParams], Linear]:
-        """Round every distinct matrix that some allocation asks for."""
+        """Round each distinct matrix that some allocation needs."""
         factors = self.factors.read(sublayer.spec.index)
         found: dict[tuple[str, QuantParams], Linear] = {}
         for capture, hessian in hessians.items():

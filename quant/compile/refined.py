@@ -21,6 +21,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.interrupt import look
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, check_links, left_out
 from exl2flow.core.source import provenance
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
@@ -155,6 +156,7 @@ def _compare(out: Path, tensors: TensorFiles) -> None:
     """Read every tensor back and compare its bits with the expected ones."""
     written = TensorFiles(out)
     for name in tensors.names:
+        look()
         found, expected = (
             files.read(name).reshape(-1).view(torch.uint8) for files in (written, tensors)
         )

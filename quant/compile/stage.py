@@ -31,6 +31,7 @@ from exl2flow.core.files import (
     write_json,
     write_layout,
 )
+from exl2flow.core.interrupt import look
 from exl2flow.core.model_files import (
     CONFIG_FILE,
     carried_files,
@@ -93,7 +94,8 @@ class _Tensors:
         self.quantized = TensorFiles(quantized)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor in its output form."""
+        """Return a tensor as it is stored in the output."""
+        look()
         if name in self.quantized:
             return self.quantized.read(name)
         tensor = self.source.read(name).to(torch.float16)
@@ -264,6 +266,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     plain = dict(plain_tensors(spec))
 
     def check(key: str, sha256: str) -> None:
+        look()
         names = [name for name in written.names if name.startswith(f"{key}.")]
         matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
         decoded = to_host({key: matrix.to(device).dequantize()})()[key]
@@ -280,6 +283,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
         pass
     for name, shape in plain.items():
+        look()
         found, expected = (
             t.view(torch.int16) for t in (written.read(name), tensors.read(name, shape))
         )

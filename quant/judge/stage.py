@@ -1,17 +1,17 @@
-"""The judge stage: whether refining brought a model nearer to its reference, on rows set aside.
+"""The judge stage: whether refining brought a model closer to its reference, on held-out rows.
 
-Hessians were not taken from these rows. Where the KL divergence has not fallen, the old matrices
-stay.
+These rows were not used for Hessians. The old matrices stay unless the KL divergence decreases.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import digest, write_json
 from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.store import StageFolder
 from exl2flow.quant.refine.stored_model import StoredModel, refinement
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import mean_divergence
@@ -29,31 +29,47 @@ def divergences(
     """Return the KL divergence of models from a reference in nats per token, by name.
 
     Args:
-        run: the stage; ticks and stops after every sublayer.
-        reference: what to compare with.
-        models: what is compared; sublayers as the reference's.
+        run: the stage; ticks and stops after every sublayer, and resumes from saved states.
+        reference: the model to compare with.
+        models: the models to compare; their sublayers match the reference's.
         rows: int64 (rows, t).
     """
-    expected = reference.initial_states(rows)
-    found = {name: model.initial_states(rows) for name, model in models.items()}
-    order = reference.spec.sublayers
-    for spec in order:
-        advance(reference.sublayer(spec), expected)
-        for name, model in models.items():
-            advance(model.sublayer(spec), found[name])
+    order, folder = reference.spec.sublayers, run.folder
+    walked = [reference, *models.values()]
+    saved = folder.load_states()
+    if saved is None:
+        start, states = 0, [model.initial_states(rows) for model in walked]
+    else:
+        pairs = zip(walked, saved[1], strict=True)
+        start, states = saved[0], [model.placed(found) for model, found in pairs]
+    for spec in order[start:]:
+        for model, found in zip(walked, states, strict=True):
+            advance(model.sublayer(spec), found)
         run.tick(spec.index + 1, len(order) + 1, spec.name)
+        if run.stop.signum is not None or folder.states_are_due():
+            _save(folder, states, spec.index + 1)
         run.stop_if_asked()
+    expected, *others = states
     return {
-        name: mean_divergence(reference.head(), expected, model.head(), found[name])
-        for name, model in models.items()
+        name: mean_divergence(reference.head(), expected, model.head(), found)
+        for (name, model), found in zip(models.items(), others, strict=True)
     }
+
+
+def _save(folder: StageFolder, states: Sequence[torch.Tensor], index: int) -> None:
+    """Save the states of all models entering sublayer `index`."""
+    if states[0].is_pinned():
+        torch.cuda.synchronize()  # copies to it may still be running
+    folder.manifest.cursor = index
+    folder.save_states(torch.stack([found.cpu() for found in states]), index)
 
 
 @torch.inference_mode()
 def judge(run: StageRun) -> None:
-    """Write the divergences before and after refining, and which matrices stay."""
+    """Write the divergences before and after refining, and which matrices to use."""
     config = refinement(run.config)
     stored = StoredModel.open(config, run.device)
+    total = run.folder.manifest.total = len(stored.spec.sublayers) + 1
     _, rows = split_rows(run.inputs["tokenize"], config.held_out_rows)
     models = {
         "before": stored.as_stored(),
@@ -75,7 +91,6 @@ def judge(run: StageRun) -> None:
         log.warning("%s", run.folder.manifest.notes[-1])
     path = run.folder.path / JUDGEMENT_FILE
     write_json(path, content)
-    total = len(stored.spec.sublayers) + 1
     run.folder.commit(JUDGEMENT_FILE, digest(path), cursor=total)
     run.tick(total, total, f"KL on rows set aside {kl['before']:.5f} -> {kl['after']:.5f}")
 

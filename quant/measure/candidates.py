@@ -1,4 +1,4 @@
-"""The quantization parameters that are tried.
+"""The candidate quantization parameters.
 
 A cell reads `bits/bits@share/share gSIZE/SIZE`; one size serves all widths of the cell. The tables
 of sublayers are exllamav2's (`docs/format.md` section 5): a row sets all projections at once. The

@@ -1,8 +1,8 @@
-"""Estimate what rounding each projection costs in nats, from its Fisher factors.
+"""Estimate the cost in nats of rounding each projection, from its Fisher factors.
 
 The second kind of measurement: no candidate is run through the model. Every projection, and the
-head, is a slot of its own. Only matrices of one width are rounded: a mixed one costs what its rows
-cost in those (`docs/concepts/quality.md`).
+head, is a slot of its own. Only matrices of a single width are rounded; the cost of a mixed one is
+the sum of its rows' costs in those (`docs/concepts/quality.md`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ from exl2flow.quant.walk.walk import OverSource, Store, walk
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
 HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
-LEAST_SIZE = 1e-30  # of what a projection puts out
-REFERENCE = (3, 128)  # bits and group size where rounding in the outputs' metric is measured
+LEAST_SIZE = 1e-30  # of a projection's output
+REFERENCE = (3, 128)  # bits and group size at which the gain of the output metric is measured
 
 
 class Estimating(OverSource):
@@ -63,7 +63,7 @@ class Estimating(OverSource):
         return f"nats={min(nats):.2g}..{max(nats):.2g}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: let the states pass unquantized, and try all candidates."""
+        """See `SublayerWork`: advance the states unquantized, and try all candidates."""
         hessians, _ = collect_hessians(sublayer, states, move=True)
         factors = self.factors.read(sublayer.spec.index)
         items = {
@@ -89,12 +89,12 @@ class Estimating(OverSource):
     def factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
-        """Factor the Hessian of what projections read, and record what had to be done for that."""
+        """Factor the Hessian of an activation, and record any remedy."""
         return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
 
 
 class Projection:
-    """A projection, and what rounding it costs."""
+    """A projection and the cost of rounding it."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Projection:
     def rounded(
         self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
     ) -> Iterator[RoundedMatrix]:
-        """Yield the matrix rounded with each of the parameters."""
+        """Yield the matrix rounded with each set of parameters."""
         jobs = [RoundingJob(weight=self.weight, params=params) for params in options]
         return round_matrices(jobs, self.item, search=search, keep_fed_back=keep_fed_back)
 
@@ -122,16 +122,16 @@ class Projection:
         search: ScaleSearch,
         nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return nats and squared relative error of each row for parameters of one width.
+        """Return nats and squared relative error of each row, for parameters of one width.
 
-        What error feedback leaves of a row's error cannot be mended by later rows: rows of
-        `U⁻ᵀ E` do not correlate in the metric of the Hessian, so that each has a share of the
+        Later rows cannot compensate the part of a row's error that feedback leaves: rows of
+        `U⁻ᵀ E` are uncorrelated in the metric of the Hessian, so each has its own share of the
         objective.
 
         Args:
             options: the parameters.
             search: how scales are chosen.
-            nats: cost of a matrix fp16 (k, n). None: the estimate by the factors.
+            nats: cost of a matrix fp16 (k, n). None: the estimate from the factors.
 
         Returns:
             fp64 (options, 2, k), in act-order.
@@ -148,11 +148,11 @@ class Projection:
             price = self.nats(found) if nats is None else nats(found)
             return torch.stack([price, squared])[:, None].double() * shares
 
-        # no matrix of a head is kept while the next one is made
+        # keep no matrix of a head while the next one is computed
         return torch.stack(list(map(cost, self.rounded(options, search, keep_fed_back=True))))
 
     def nats(self, found: torch.Tensor) -> torch.Tensor:
-        """Return the estimate for what became of the matrix, (k, n)."""
+        """Return the estimated cost of a rounded matrix, (k, n)."""
         return estimated_nats(found, self.factors, less=self.values)
 
     def results(
@@ -165,11 +165,11 @@ class Projection:
 
         Args:
             options: the candidates.
-            costs: bits and group size → fp64 (2, k), as of `row_costs`.
-            gain: what part of the nats is left when outputs are regarded, too.
+            costs: bits and group size → fp64 (2, k), as from `row_costs`.
+            gain: factor by which the output metric reduces the nats.
 
         Raises:
-            QuantizationError: the best one is hopeless.
+            QuantizationError: even the best one is unusable.
         """
         found = [self._result(params, costs, gain) for params in options]
         best = 1 - max(result.accuracy for result in found)
@@ -186,7 +186,7 @@ class Projection:
         costs: Mapping[tuple[int, int], torch.Tensor],
         gain: float,
     ) -> CandidateResult:
-        """Add up the costs of each band's rows at its width."""
+        """Sum the costs of each band's rows at its width."""
         nats, squared_error = (
             torch.stack(
                 [
@@ -214,11 +214,11 @@ def estimated(
     """Return the costs of all candidates of projections that read one activation, by key.
 
     Args:
-        projections: what to round.
+        projections: the projections to round.
         options: the candidates.
-        rounding: how.
-        nats: cost of a matrix fp16 (k, n). None: the estimate by the factors, less what is gained
-            when outputs are regarded, too.
+        rounding: options of rounding.
+        nats: cost of a matrix fp16 (k, n). None: the estimate from the factors, reduced by the gain
+            of the output metric.
     """
     bands = single_widths(options)
     params = [QuantParams.uniform(*band) for band in bands]
@@ -237,7 +237,7 @@ def estimated(
 
 
 def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -> torch.Tensor:
-    """Return what `REFERENCE` costs when rounding regards outputs, too, (projections,)."""
+    """Return the cost of `REFERENCE` when rounding in the output metric, (projections,)."""
     jobs = [
         RoundingJob(
             weight=p.weight,
@@ -252,16 +252,16 @@ def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -
 
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:
-    """Return what of the options changes an estimate."""
+    """Return the options that an estimate depends on."""
     used = {"scale_search", "damping", "fisher_share", "output_damping"}
     return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
 
 
 def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dict[str, object]:
-    """Return projection key → entries of `measurement.json`, the head's among them.
+    """Return projection key → entries of `measurement.json`, including the head's.
 
     Args:
-        run: of the stage `measure`.
+        run: the stage `measure`.
         model: the source.
         rows: int64 (rows, t).
     """

@@ -1,7 +1,7 @@
-"""What was measured: bits and cost of every candidate of every slot (`measurement.json`).
+"""Measured bits and cost of every candidate of every slot (`measurement.json`).
 
-A slot is what bit allocation chooses for: a whole sublayer, as exllamav2 measures, or one
-projection, the head among them, with its cost in nats.
+A slot is the unit of bit allocation: a whole sublayer, as in exllamav2, or one projection (the head
+included) with its cost in nats.
 """
 
 import json

@@ -16,6 +16,7 @@ import torch
 from exl2flow.core.config import ConversionConfig, RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
 from exl2flow.core.files import read_json, write_json
+from exl2flow.core.interrupt import look
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
@@ -58,7 +59,7 @@ class Measuring(OverSource):
         return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: try all candidates, then let the states pass unquantized."""
+        """See `SublayerWork`: try all candidates, then advance the states unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
         factors = {
             capture: factor(
@@ -87,7 +88,7 @@ class Measuring(OverSource):
         best = max(result.accuracy for result in results)
         if best < HOPELESS_ACCURACY:
             raise QuantizationError(
-                f"the best candidate of `{sublayer.spec.name}` reaches accuracy {best:.3f} only; "
+                f"the best candidate of `{sublayer.spec.name}` only reaches accuracy {best:.3f}; "
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         states.copy_(targets)
@@ -117,6 +118,7 @@ def _candidate_errors(
             hidden, wanted = (x[rows].to(device) for x in (states, targets))
             inner, sizes = sublayer.inner(sublayer.normed(hidden)), row_norms(wanted)
             for index, linears in outputs.items():
+                look()
                 sublayer.linears.update(zip(last, linears, strict=True))
                 errors = row_norms(sublayer.output(hidden, inner) - wanted)
                 totals[index] += (errors / sizes).sum()
@@ -138,8 +140,8 @@ def undominated(
 ) -> tuple[Candidate, ...]:
     """Return the candidates that may be on the Pareto front of bits and error, in order.
 
-    Left out is what takes no fewer bits than another one, and costs no less in any projection. The
-    largest one stays: it bounds what can be asked for.
+    A candidate is dropped if another one needs no more bits and costs no more in any projection.
+    The largest one stays: it bounds the targets that can be reached.
     """
     seen = [
         (
@@ -166,9 +168,9 @@ def _round_variants(
     factors: Mapping[str, HessianFactor],
     search: ScaleSearch,
 ) -> tuple[Variants, Costs]:
-    """Round every distinct (projection, parameters) once, those sharing a Hessian together.
+    """Round each distinct (projection, parameters) once, those that share a Hessian together.
 
-    A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors that were fed back.
+    A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors fed back.
     """
     variants: Variants = {}
     costs: dict[tuple[str, QuantParams], torch.Tensor] = {}
@@ -188,7 +190,7 @@ def _round_variants(
 
 
 def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Variants) -> DenseLinear:
-    """Return a projection with the weights that a decoder will see."""
+    """Return a projection with the weights that the decoder will reconstruct."""
     original = sublayer.linears[name]
     matrix = rounded[name, candidate[name]].dequantize()[:, : len(original.weight)]
     return DenseLinear(matrix.T.to(original.weight.dtype).contiguous(), original.bias)

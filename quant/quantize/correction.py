@@ -1,43 +1,51 @@
-"""Correct the target of rounding for what the sublayers before have changed.
+"""Correct the target of rounding for the errors of the sublayers before.
 
-Rounding for quantized inputs X̂ towards W keeps X̂W, not the source's XW. The least-squares target
+Rounding towards W on quantized inputs X̂ preserves X̂W, not the source's XW. The least-squares target
 for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goes part of the way.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from exl2flow.core.interrupt import look
 from exl2flow.core.memory import limit_of
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
-from exl2flow.quant.rounding.hessian import LEAST_DAMPING
+from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import device_of, relative_distance
+from exl2flow.quant.walk.walk import advance
 
-PAIRED_ROWS = 40  # at most so many rows pass the source beside the quantized model
-JUDGE_STEP = 8  # one of them in so many judges a correction
+log = logging.getLogger(__name__)
+
+PAIRED_ROWS = 40  # most rows that run through the source beside the quantized model
+JUDGE_STEP = 8  # every eighth of them judges a correction
 
 
 class CrossProducts:
-    """Sums `X̂ᵀ(X - X̂)` over rows while the source's states pass the sublayer."""
+    """Sums `X̂ᵀ(X - X̂)` over rows while advancing the source's states."""
 
     def __init__(self, sublayer: Sublayer, source: torch.Tensor, pairs: range) -> None:
         """Begin with zeros.
 
         Args:
             sublayer: with the source's weights.
-            source: states fp32 (p, t, hidden) of the source; become those after the sublayer.
-            pairs: the rows that they belong to.
+            source: states fp32 (p, t, hidden) of the source; advanced in place.
+            pairs: the row numbers that they belong to.
         """
         self.sublayer, self.source, self.pairs = sublayer, source, pairs
         self._fitting = fitting(len(pairs))
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Add what the quantized model reads of a row, by capture, (1, t, k)."""
+        """Add the quantized model's activations of a row, by capture, (1, t, k).
+
+        Source rows pass one at a time here and in `advance_source`, which must agree.
+        """
         if row not in self.pairs:
             return
         place = self.pairs.index(row)
@@ -56,30 +64,51 @@ class CrossProducts:
             self._sums[capture].addmm_(found.T, wanted[0] - found)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Return capture name → the mean over rows, fp32 (k, k). Ends the sums."""
+        """Return capture name → the mean over rows, fp32 (k, k). Consumes the sums."""
         sums, self._sums = self._sums, {}
         return {capture: total.div_(len(self._fitting)) for capture, total in sums.items()}
 
 
+def advance_source(sublayer: Sublayer, source: torch.Tensor) -> None:
+    """Run source rows through a sublayer in place, with the same bits as `CrossProducts`.
+
+    One at a time as there, because a GPU may sum products of another shape in another order.
+    """
+    for row in torch.split(source, 1):
+        advance(sublayer, row)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """strength: how far to go, 0 to 1; damping: added to a Hessian, in mean diagonals."""
+    """strength: how far to go, 0 to 1; damping: added to a Hessian, in mean diagonals.
+
+    note: records where nothing could be corrected.
+    """
 
     strength: float
     damping: float
+    note: Callable[[str], None] = lambda text: None
 
-    def move(self, hessian: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-        """Return by what inputs are multiplied to make up for a part of their error, fp32 (k, k).
+    def move(self, hessian: torch.Tensor, cross: torch.Tensor, *, name: str) -> torch.Tensor | None:
+        """Return the factor fp32 (k, k) on the inputs that compensates part of their error.
+
+        None if the damped Hessian has no Cholesky factor.
 
         Args:
             hessian: mean over rows of `X̂ᵀX̂`, fp32 (k, k).
             cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k).
+            name: the activation, for the note.
         """
         damped = hessian.clone()
         mean = hessian.diagonal().mean()
-        damped.diagonal().add_((self.damping * mean).clamp(min=LEAST_DAMPING))
-        lower = torch.linalg.cholesky(damped)
+        damping = max(self.damping, LEAST_DAMPING)
+        damped.diagonal().add_((damping * mean).clamp(min=LEAST_MEAN))
+        lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
+        if failed:
+            self.note(f"{name}: no correction, the damped Hessian has no Cholesky factor")
+            log.warning("projection=%s remedy=no correction", name)
+            return None
         return torch.cholesky_solve(cross, lower).mul_(self.strength)
 
     def sublayer_targets(
@@ -89,18 +118,21 @@ class Correction:
         hessians: Mapping[str, torch.Tensor],
         crosses: CrossProducts,
     ) -> dict[str, Linear]:
-        """Return targets if with them outputs come nearer to the source's, else the weights.
+        """Return the targets if they bring outputs closer to the source's, else the weights.
 
         Args:
             sublayer: with the source's weights.
-            states: fp32 (rows, t, hidden) that the quantized model puts in.
+            states: inputs fp32 (rows, t, hidden) in the quantized model.
             hessians: by capture, fp32 (k, k).
             crosses: has seen all rows.
         """
         means, paired = crosses.means(), states[:: crosses.pairs.step]
         own = dict(sublayer.linears)
         moves = {
-            capture: self.move(hessian, means.pop(capture)) for capture, hessian in hessians.items()
+            capture: self.move(
+                hessian, means.pop(capture), name=sublayer.spec.reading(capture)[0].reads
+            )
+            for capture, hessian in hessians.items()
         }
         targets = {p.name: moved(own[p.name], moves[p.capture]) for p in sublayer.spec.projections}
         errors = []
@@ -113,12 +145,12 @@ class Correction:
     def head_target(
         self, head: Head, hessian: torch.Tensor, states: torch.Tensor, source: torch.Tensor
     ) -> Linear:
-        """Return the head's target if predictions come nearer to the source's, else its weight.
+        """Return the head's target if predictions come closer to the source's, else its weight.
 
         Args:
             head: of the source.
-            hessian: of what it reads, fp32 (hidden, hidden).
-            states: final ones of the quantized model, of paired rows, fp32 (p, t, hidden).
+            hessian: of its inputs, fp32 (hidden, hidden).
+            states: final states of the quantized model for the paired rows, fp32 (p, t, hidden).
             source: those of the source.
         """
         rows = fitting(len(states))
@@ -130,7 +162,8 @@ class Correction:
         for row in rows:
             found = read(states[row])
             cross += found.T @ (read(source[row]) - found)
-        target = moved(head.linear, self.move(hessian, cross / len(rows)))
+        move = self.move(hessian, cross / len(rows), name="lm_head")
+        target = moved(head.linear, move)
 
         def error(linear: Linear) -> float:
             other = Head(final_norm=head.final_norm, linear=linear)
@@ -139,24 +172,26 @@ class Correction:
         return target if error(target) < error(head.linear) else head.linear
 
 
-def moved(linear: Linear, move: torch.Tensor) -> Linear:
-    """Return a projection with the target `W + move W` in place of its weight.
+def moved(linear: Linear, move: torch.Tensor | None) -> Linear:
+    """Return a projection with the target `W + move W` as its weight; unchanged if `move` is None.
 
-    It is fp32, for as fp16 it costs 2.6 % of the divergence; one that is too large for that is
-    like its weight.
+    fp32, because fp16 raises the KL divergence by 2.6 %; tall matrices keep the weight's dtype.
     """
+    if move is None:
+        return linear
     n, k = linear.weight.shape
     narrow = is_tall(n * k, limit_of(linear.weight.device))
     target = torch.empty_like(linear.weight, dtype=None if narrow else torch.float32)
     step = max(1, CHUNK_ELEMENTS // k)
     for begin in range(0, n, step):
+        look()
         part = linear.weight[begin : begin + step].float()
         target[begin : begin + step] = torch.addmm(part, part, move.T)
     return DenseLinear(target, linear.bias)
 
 
 def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:
-    """Return the mean over rows of ‖y - y_source‖ / ‖y_source‖, with the linears as they are."""
+    """Return the mean over rows of ‖y - y_source‖ / ‖y_source‖ with the current linears."""
     device = device_of(sublayer)
     errors = [
         relative_distance(sublayer(row[None].to(device, non_blocking=True))[0], y)
@@ -166,12 +201,12 @@ def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Ten
 
 
 def paired_rows(rows: int) -> range:
-    """Return the rows that pass the source beside the quantized model."""
+    """Return the rows that run through the source beside the quantized model."""
     return range(0, rows, -(-rows // PAIRED_ROWS))
 
 
 def fitting(pairs: int) -> Sequence[int]:
-    """Return the places of the pairs that make a correction: all but those that judge it."""
+    """Return the indices of the pairs that fit a correction: all but those that judge it."""
     return [place for place in range(pairs) if place % JUDGE_STEP] or range(pairs)
 
 

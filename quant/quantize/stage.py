@@ -1,8 +1,8 @@
 """Quantize every sublayer with its chosen candidate, then the head.
 
-States are those of the quantized model: each sublayer is rounded for what the sublayers before it
-really put out. One file per sublayer holds the stored tensors; its header holds the errors and the
-digest of every reconstruction, which `compile` compares with what it wrote.
+States are those of the quantized model: each sublayer is rounded for the actual output of the
+sublayers before it. One file per sublayer holds the stored tensors; its header holds the errors and
+the digest of every reconstruction, which `compile` checks after writing.
 """
 
 import json
@@ -30,7 +30,12 @@ from exl2flow.model import (
 from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate.budget import read_choice
 from exl2flow.quant.allocate.layout import Choice
-from exl2flow.quant.quantize.correction import Correction, CrossProducts, paired_rows
+from exl2flow.quant.quantize.correction import (
+    Correction,
+    CrossProducts,
+    advance_source,
+    paired_rows,
+)
 from exl2flow.quant.quantize.stored_form import Packed, Reports, storing
 from exl2flow.quant.rounding.descent import Metric, refine_together
 from exl2flow.quant.rounding.error_feedback import (
@@ -71,7 +76,7 @@ def result_files(spec: ModelSpec) -> list[str]:
 
 
 def read_report(path: Path) -> dict[str, object]:
-    """Return what is known of a quantized sublayer: errors, parameters, reconstruction digests."""
+    """Return the report on a quantized sublayer: errors, parameters, reconstruction digests."""
     report: dict[str, object] = json.loads(read_metadata(path)["report"])
     return report
 
@@ -85,14 +90,16 @@ class Rounding:
         factors = run.inputs.get("sensitivity")
         self.factors = factors and FactorFiles(factors, torch.device(run.device))
         self.choice = choice
-        self.correction = Correction(strength=self.options.correction, damping=self.options.damping)
+        self.correction = Correction(
+            strength=self.options.correction, damping=self.options.damping, note=run.folder.note
+        )
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
-        """Return projection → Fisher factors of a sublayer or of the head; empty without any."""
+        """Return projection → Fisher factors of a sublayer or the head; empty if there are none."""
         return self.factors.read(index) if self.factors else {}
 
     def summary(self, name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
-        """Return the report on a sublayer or the head, but for its own error."""
+        """Return the report on a sublayer or the head, without its own error."""
         bits = sum(item.matrix.total_bits for item in packed)
         numel = sum(math.prod(item.matrix.shape) for item in packed)
         projections = {
@@ -107,13 +114,13 @@ class Rounding:
     def factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
-        """Return the factor of what a projection and others read."""
+        """Return the factor of an activation, given the first projection that reads it."""
         return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
 
     def job(
         self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]
     ) -> RoundingJob:
-        """Return what is to be done with a projection."""
+        """Return the rounding job of a projection."""
         options, output = self.options, None
         if factors and options.rounds:
             output = factors[projection.name].output.damped(options.output_damping).blocks
@@ -124,7 +131,7 @@ class Rounding:
         """Round matrices that read one activation.
 
         Args:
-            jobs: the matrices; taken out, and freed on the way if nobody else has them.
+            jobs: the matrices; emptied, and freed early if unreferenced elsewhere.
             item: the factor of what they read; freed likewise.
         """
         options = self.options
@@ -166,9 +173,9 @@ class Quantizing:
         return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: let states pass the matrices of an earlier run."""
+        """See `SublayerWork`: advance states through the matrices of an earlier run."""
         quantized, source = states[: self.rows], states[self.rows :]
-        advance(sublayer, source)
+        advance_source(sublayer, source)
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
@@ -176,7 +183,7 @@ class Quantizing:
         advance(sublayer, quantized)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: round, pack, and let the states pass quantized."""
+        """See `SublayerWork`: round, pack, and advance the states quantized."""
         quantized = states[: self.rows]
         kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
         crosses = CrossProducts(sublayer, states[self.rows :], self.again)
@@ -217,9 +224,9 @@ class Quantizing:
         hessians: Mapping[str, torch.Tensor],
         factors: Mapping[str, Factors],
     ) -> dict[str, RoundedMatrix]:
-        """Return projection → rounded matrix, those that read one activation together.
+        """Return projection → rounded matrix; those that read one activation are rounded together.
 
-        Targets are taken out: each is as large as the sublayer's weights.
+        Empties `targets`: each is as large as the sublayer's weights.
         """
         jobs = {
             p.name: self.rounding.job(p, targets.pop(p.name), factors)
@@ -236,7 +243,7 @@ class Quantizing:
             names = [p.name for p in sublayer.spec.reading(capture)]
             found = self.rounding.round(
                 [jobs[name] for name in names],
-                # gone if this is done a second time
+                # already used if this runs a second time
                 items.pop(capture) if capture in items else factor(capture),
             )
             return dict(zip(names, found, strict=True))
@@ -274,7 +281,7 @@ def quantize_head(
         paired = quantized[:: work.again.step]
         return rounding.correction.head_target(head, hessian, paired, source)
 
-    # targets and weights are as large as the head: none is kept
+    # keep no reference to targets and weights, which are as large as the head
     jobs = [rounding.job(projection, target(), factors)]
     (matrix,) = rounding.round(jobs, rounding.factor(projection, hessian, factors))
     packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))

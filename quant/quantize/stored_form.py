@@ -1,4 +1,4 @@
-"""Quantized matrices on their way to a file: packed, checked, reported on."""
+"""Quantized matrices on their way to a file: packed, checked and reported."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from exl2flow.quant.rounding.hessian import relative_error
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
 from exl2flow.quant.walk.walk import Store
 
-Reports = Mapping[str, Mapping[str, object]]  # projection name → what is reported on it
+Reports = Mapping[str, Mapping[str, object]]  # projection name → its report
 Finish = Callable[[Reports, Mapping[str, torch.Tensor]], object]
 
 
@@ -26,7 +26,7 @@ def reconstruction_digest(matrix: torch.Tensor) -> str:
 
 
 class Packed:
-    """A rounded matrix as it is stored, and what is reported on it once it is in main memory."""
+    """A rounded matrix in its stored form, and the report on it once it is in main memory."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Packed:
         """Pack.
 
         Args:
-            projection: what the matrix belongs to.
+            projection: the projection of the matrix.
             linear: the weights before rounding.
-            rounded: what became of them.
-            hessian: of what the projection reads, fp32 (k, k).
-            factors: price the error; without them `nats` is None.
+            rounded: the rounded matrix.
+            hessian: of the projection's inputs, fp32 (k, k).
+            factors: to estimate the cost; without them `nats` is None.
         """
         self.projection = projection
         self.matrix = rounded.pack(None if linear.bias is None else padded(linear.bias))
@@ -60,14 +60,14 @@ class Packed:
             self._figures["nats"] = estimated_nats(values, factors, less=weight)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what `report` needs in main memory, by name."""
+        """Return the tensors that `report` needs in main memory, by name."""
         return {f"{self.projection.key}/{name}": x for name, x in self._figures.items()}
 
     def report(self, host: Mapping[str, torch.Tensor]) -> dict[str, object]:
-        """Check that the matrix decodes to the values it had, and report on it.
+        """Check that the packed matrix decodes to the rounded values, and report on it.
 
         Args:
-            host: `tensors()` in main memory, among others.
+            host: tensors in main memory, including those of `tensors()`.
 
         Raises:
             ReconstructionMismatch: the packed tensors decode to something else.
@@ -93,13 +93,13 @@ def storing(
     figures: Mapping[str, torch.Tensor],
     finish: Finish,
 ) -> Store:
-    """Return what writes packed matrices, and a report in the header; their copying begins.
+    """Start copying packed matrices; return a function that writes them with their report.
 
     Args:
         path: the file.
-        packed: its matrices.
+        packed: the matrices.
         figures: other tensors that the report needs.
-        finish: makes the report from those of the projections, by name, and the figures.
+        finish: builds the report from the projections' reports, by name, and the figures.
     """
     stored: dict[str, torch.Tensor] = {}
     reported = dict(figures)

@@ -1,6 +1,6 @@
-"""One stored matrix made better: refined from its stored codes and from a new rounding.
+"""Improve one stored matrix: refine it from its stored codes and from a new rounding.
 
-Both keep bits, groups, scales' places and permutation; the better one by the objective stays.
+Both keep bits, groups and permutation; the one with the lower objective is used.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from exl2flow.quant.rounding.hessian import (
     upper_factor,
 )
 
-STORED, ANEW = "stored", "rounded anew"  # where refining begins
-CLOSE = 1.25  # stored matrices whose loss is more than this times the refined new one's never won
+STORED, ANEW = "stored", "rounded anew"  # starting points of refining
+CLOSE = 1.25  # a stored matrix with more than this times the new one's refined loss never won
 
 
 def unpacked(matrix: QuantizedMatrix, device: torch.device) -> RoundedMatrix:
@@ -39,13 +39,13 @@ def unpacked(matrix: QuantizedMatrix, device: torch.device) -> RoundedMatrix:
 
 
 def params_of(groups: tuple[Group, ...]) -> QuantParams | None:
-    """Return parameters that divide a matrix into exactly these groups; None if there are none."""
+    """Return parameters that give exactly these groups, or None if there are none."""
     k = groups[-1].start + groups[-1].rows
     widths = tuple(dict.fromkeys(group.bits for group in groups))
     members = [[group for group in groups if group.bits == bits] for bits in widths]
     if widths != tuple(sorted(widths, reverse=True)):
         return None
-    # counts are rounded up: half a group less is the same count, whatever a float makes of it
+    # counts are rounded up: half a group less gives the same count despite float rounding
     shares = [(sum(g.rows for g in same) - same[0].rows / 2) / k for same in members[:-1]]
     params = QuantParams(
         bit_widths=widths,
@@ -57,7 +57,7 @@ def params_of(groups: tuple[Group, ...]) -> QuantParams | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improvement:
-    """The better one of two refined matrices; losses are tr(O Eᵀ H E), before and of each."""
+    """The better of two refined matrices; losses are tr(O Eᵀ H E), before and for each."""
 
     matrix: RoundedMatrix
     start: str
@@ -75,8 +75,8 @@ def improve(
     """Refine a stored matrix, and one rounded anew with its layout; return the better one.
 
     Args:
-        stored: as the model holds it.
-        weight: of the reference, as of a `RoundingJob`.
+        stored: the matrix in the model.
+        weight: of the reference, as in a `RoundingJob`.
         item: factor of the Hessian, in any order.
         output: fp32 (blocks, b, b), metric of errors in one row, or None.
         options: of rounding.
@@ -120,7 +120,7 @@ def _rounded_anew(
     metric: Metric,
     options: RoundingOptions,
 ) -> RoundedMatrix | None:
-    """Round with the stored groups and permutation; None where no parameters describe them."""
+    """Round with the stored groups and permutation; None if no parameters describe them."""
     params = params_of(stored.groups)
     if params is None:
         return None

@@ -1,7 +1,7 @@
-"""The refine stage: scales and codes of an EXL2 model fitted anew to the weights it was made from.
+"""The refine stage: refit scales and codes of an EXL2 model to the weights it was made from.
 
-Bits, groups, permutations, norms and embedding stay. States are those of the refined model: each
-sublayer is refined for what the refined ones before it put out.
+Bits, groups, permutations, norms and embedding do not change. States are those of the refined
+model: each sublayer is refined for the actual output of the refined ones before it.
 """
 
 import json
@@ -46,7 +46,7 @@ from exl2flow.quant.walk.walk import Store, advance, walk
 
 log = logging.getLogger(__name__)
 
-KEPT = "kept"  # said of a matrix that is not refined
+KEPT = "kept"  # report of a matrix that is not refined
 
 
 class Upgrading:
@@ -73,7 +73,7 @@ class Upgrading:
         return f"bpw={report['bpw']:.3f} rel_err={change}"
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: let states pass the matrices that `path` holds."""
+        """See `SublayerWork`: advance states through the matrices in `path`."""
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
@@ -81,7 +81,7 @@ class Upgrading:
         advance(sublayer, states)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: refine, pack, and let the states pass through what came out."""
+        """See `SublayerWork`: refine, pack, and advance the states through the result."""
         kept = range(0, len(states), max(1, len(states) // ERROR_ROWS))
         hessians, reference = collect_hessians(sublayer, states, keep=kept)
         weights = dict(sublayer.linears)
@@ -142,7 +142,7 @@ class Upgrading:
     def _factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
-        """Return the factor of what a projection and others read."""
+        """Return the factor of an activation, given the first projection that reads it."""
         return shared_factor(first, hessian, factors, self.options, note=self.run.folder.note)
 
     def _refine(
@@ -154,7 +154,7 @@ class Upgrading:
         hessian: torch.Tensor,
         factors: Factors | None,
     ) -> tuple[QuantizedMatrix, dict[str, object]]:
-        """Return what takes the place of a stored matrix, and the report on it."""
+        """Return the replacement of a stored matrix, and the report on it."""
         weight = padded_weight(linear)
         values = near(weight, linear)
         old = unpacked(stored, values.device)
@@ -186,7 +186,7 @@ class Upgrading:
         weight: torch.Tensor,
         hessian: torch.Tensor,
     ) -> tuple[QuantizedMatrix, dict[str, object]]:
-        """Return a matrix that is too large, or stored with more columns than needed, as it is."""
+        """Return a matrix unchanged that is stored with more columns than needed."""
         found = stored.dequantize()
         used = found[:, : weight.shape[1]].float().to(weight.device)
         error = float(relative_error(hessian, weight, used))
@@ -210,14 +210,14 @@ def _errors(states: torch.Tensor, reference: Mapping[int, torch.Tensor]) -> floa
 def _report(
     name: str, projections: Sequence[ProjectionSpec], reports: Mapping[str, Mapping[str, object]]
 ) -> dict[str, object]:
-    """Return the part of a report that sublayers and head have in common."""
+    """Return the part of a report that is common to sublayers and head."""
     bits = sum(int(str(report["bits"])) for report in reports.values())
     numel = sum(p.in_features * padded_columns(p.out_features) for p in projections)
     return {"name": name, "bits": bits, "bpw": bits / numel, "projections": reports}
 
 
 def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
-    """Return the calibration rows int64 (rows, t) without those that judge."""
+    """Return the calibration rows int64 (rows, t) without the held-out ones."""
     ids = load_rows(folder, "quantize")
     _, judges = split_rows(folder, held_out)
     is_judge = (ids[:, None] == judges[None]).all(dim=2).any(dim=1)
@@ -227,7 +227,7 @@ def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
 @tensor_cores()
 @torch.inference_mode()
 def refine_model(run: StageRun) -> None:
-    """Write the matrices that take the place of the stored ones into the stage folder."""
+    """Write the replacements of the stored matrices into the stage folder."""
     config = refinement(run.config)
     stored = StoredModel.open(config, run.device)
     model = stored.with_reference()

@@ -1,5 +1,5 @@
-"""An EXL2 model beside the model that it was made from: whether they belong together, and both
-mixed: the one's norms and embedding with the other's weights, or with refined matrices.
+"""An EXL2 model and the model it was made from: check that they match, and combine the norms and
+embedding of the one with the weights of the other, or with refined matrices.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ from exl2flow.model.exl2 import is_quantized, padded_columns, tensor_names
 from exl2flow.model.spec import EMBEDDING_KEY
 from exl2flow.quant.walk.source_model import SourceModel
 
-NAMED = 4  # problems of one kind that a message lists
+NAMED = 4  # most problems of one kind that a message lists
 
 
 class Overlay(TensorFiles):
-    """The tensors of a folder, some of them taken away and others put in their place."""
+    """The tensors of a folder, with some removed and others replaced."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Overlay(TensorFiles):
         without: Iterable[str] = (),
         instead: Mapping[str, tuple[TensorFiles, str]],
     ) -> None:
-        """Read the headers of `folder`; `instead`: name → where it lies, and under which name."""
+        """Read the headers of `folder`; `instead`: name → (files, name there)."""
         super().__init__(folder)
         for name in without:
             self._entries.pop(name, None)
@@ -62,7 +62,7 @@ class StoredModel:
 
     @property
     def projections(self) -> tuple[ProjectionSpec, ...]:
-        """All of the decoder in walk order, then the head if it is stored in EXL2 form."""
+        """All projections of the decoder in order, then the head if stored in EXL2 form."""
         found = tuple(p for sublayer in self.spec.sublayers for p in sublayer.projections)
         return (*found, self.spec.head) if self.has_head else found
 
@@ -91,11 +91,11 @@ class StoredModel:
         return matrix
 
     def as_stored(self) -> SourceModel:
-        """Return the model as its files hold it."""
+        """Return the model as its files store it."""
         return self._model(self.tensors)
 
     def with_reference(self) -> SourceModel:
-        """Return the model with the reference's weights in place of its EXL2 matrices."""
+        """Return the model with the reference's weights instead of its EXL2 matrices."""
         weights = TensorFiles(self.reference)
         instead = {f"{p.key}.weight": (weights, f"{p.key}.weight") for p in self.projections}
         head = f"{self.spec.head.key}.weight"
@@ -105,11 +105,11 @@ class StoredModel:
         return self._model(Overlay(self.folder, without=stored, instead=instead))
 
     def with_matrices(self, folder: Path) -> SourceModel:
-        """Return the model with the matrices in the files of a folder in place of its own."""
+        """Return the model with the matrices in a folder's files instead of its own."""
         return self._model(self.replaced(folder))
 
     def replaced(self, folder: Path) -> TensorFiles:
-        """Return the model's tensors, those of matrices taken from a folder's files."""
+        """Return the model's tensors with the matrices from a folder's files."""
         made = TensorFiles(folder)
         names = [name for p in self.projections for name in tensor_names(p.key)]
         return Overlay(self.folder, instead={name: (made, name) for name in names})
@@ -119,15 +119,15 @@ class StoredModel:
 
 
 def refinement(config: ConversionConfig) -> RefinementConfig:
-    """Return the configuration of a stage that only refinements have."""
+    """Return the configuration as that of a refinement."""
     assert isinstance(config, RefinementConfig)
     return config
 
 
 def check_refinement(config: RefinementConfig) -> None:
-    """Ask that the model is an EXL2 one and was made from a model like the reference.
+    """Check that the model is an EXL2 model and was made from a model like the reference.
 
-    All its matrices are read, so that a damaged one is found before hours are spent.
+    Reads all its matrices, to find a damaged one before hours of work.
 
     Raises:
         ConfigError: the output is the model, rounds or rows are too few, or vocabularies differ.
@@ -141,7 +141,7 @@ def check_refinement(config: RefinementConfig) -> None:
     if not config.rounding.rounds:
         raise ConfigError("`--rounds` is 0, which leaves nothing to refine; give 1 or more")
     if config.calibration.rows < 2:
-        raise ConfigError("`--rows` is 1, and one row is to judge; give 2 or more")
+        raise ConfigError("`--rows` is 1, and one row must judge; give 2 or more")
     stored = StoredModel.open(config, "cpu")
     _check_quantized(stored)
     reference = resolve(config.source, wanted=WANTED)
@@ -170,7 +170,7 @@ def _check_quantized(stored: StoredModel) -> None:
 
 
 def _check_alike(stored: StoredModel, reference: ModelSpec) -> None:
-    """Compare the decoders' matrices, as both configs imply them."""
+    """Compare the shapes of the decoders' matrices, as both configs imply them."""
     found, expected = (
         {p.key: (p.in_features, p.out_features) for s in spec.sublayers for p in s.projections}
         for spec in (stored.spec, reference)

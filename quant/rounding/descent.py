@@ -1,7 +1,7 @@
-"""Make a rounded matrix better without changing its layout: scales and codes in turn.
+"""Improve a rounded matrix without changing its layout: scales and codes in turn.
 
-Both steps lower the same objective, tr(O Eᵀ H E) with E = Q - W: `H` from the inputs, `O` from the
-gradients of the outputs, or the identity. Neither can raise it (`docs/concepts/quality.md`).
+Both steps reduce the same objective, tr(O Eᵀ H E) with E = Q - W: `H` from the inputs, `O` from the
+gradients of the outputs, or the identity. Neither can increase it (`docs/concepts/quality.md`).
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from exl2flow.core.interrupt import look
 from exl2flow.kernels import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,
@@ -43,11 +44,11 @@ def refine(
     """Return the matrix after `rounds` of refitted scales and `sweeps` of coordinate descent.
 
     Args:
-        rounded: where to begin; its layout and permutation are kept.
-        weight: as of a `RoundingJob`.
-        metric: what the error is measured in.
-        rounds: how often both steps are done.
-        sweeps: how often each round visits every code.
+        rounded: the starting point; its layout and permutation are kept.
+        weight: as in a `RoundingJob`.
+        metric: of the error.
+        rounds: repetitions of both steps.
+        sweeps: visits to every code per round.
     """
     return refine_together([rounded], [weight], metric, rounds=rounds, sweeps=sweeps)[0]
 
@@ -63,11 +64,11 @@ def refine_together(
     """Refine matrices of one shape and one permutation side by side; see `refine`.
 
     Args:
-        rounded: where to begin; taken out, for a head's matrix is as large as all else.
-        weights: of each, as for `refine`; taken out likewise.
-        metric: blocks of its output are those of all matrices in order.
-        rounds: how often both steps are done.
-        sweeps: how often each round visits every code.
+        rounded: the starting points; emptied, because a head's matrix is very large.
+        weights: of each, as for `refine`; emptied likewise.
+        metric: its output blocks are those of all matrices in order.
+        rounds: repetitions of both steps.
+        sweeps: visits to every code per round.
     """
     state = _Refinement(rounded, weights, metric)
     weights.clear()
@@ -97,7 +98,7 @@ class _Refinement:
     def __init__(
         self, rounded: Sequence[RoundedMatrix], weights: Sequence[torch.Tensor], metric: Metric
     ) -> None:
-        empty = torch.empty(0)  # in place of codes that change
+        empty = torch.empty(0)  # replaces the codes, which change
         self.rounded = [replace(matrix, codes=empty, fed_back=None) for matrix in rounded]
         self.metric = metric
         device = metric.hessian.device
@@ -127,7 +128,7 @@ class _Refinement:
     def _add_gradient(
         self, rows: slice, part: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> None:
-        """Add up some rows of the gradient, `H (Q - W)`, with errors of a few rows at a time."""
+        """Compute some rows of the gradient, `H (Q - W)`, from errors of a few rows at a time."""
         k, m = self.codes.shape
         step = max(1, CHUNK_ELEMENTS // m // PANEL_ROWS) * PANEL_ROWS
         for begin in range(0, k, step):
@@ -147,18 +148,18 @@ class _Refinement:
         return steps.view(-1, self.codes.shape[1])
 
     def _take(self, begin: int, steps: torch.Tensor) -> None:
-        """Take over signed codes of whole panels of rows, fp32 (r, m)."""
+        """Store signed codes of whole panels of rows, fp32 (r, m)."""
         rows = slice(begin, begin + len(steps))
         codes = steps.view(-1, PANEL_ROWS, steps.shape[1]) + self._of_panels(self.half_range, rows)
         self.codes[rows] = codes.view(steps.shape).to(torch.uint8)
 
     def _of_panels(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Return what belongs to the panels of some rows, (p, 1, m), of all (panels, j, n)."""
+        """Return the values (p, 1, m) for the panels of some rows, out of all (panels, j, n)."""
         panels = values[rows.start // PANEL_ROWS : -(-rows.stop // PANEL_ROWS)]
         return panels.view(len(panels), 1, -1)
 
     def _read(self, j: int, matrix: RoundedMatrix) -> None:
-        """Take over the scales of a matrix."""
+        """Copy the scales of a matrix."""
         device = self.codes.device
         groups = list(enumerate(matrix.groups))
         panels = [(i, g.bits) for i, g in groups for _ in range(g.rows // PANEL_ROWS)]
@@ -171,7 +172,7 @@ class _Refinement:
         self.scales.maxima[begun, j] = matrix.max_scales
 
     def results(self) -> list[RoundedMatrix]:
-        """Return the matrices as they are now."""
+        """Return the current matrices."""
         codes = self.codes.view(-1, *self.shape)
         found = []
         for place, matrix in enumerate(self.rounded):
@@ -187,18 +188,19 @@ class _Refinement:
         return found
 
     def _follow(self, change: torch.Tensor, top: int, bottom: int) -> None:
-        """Add a window's changes of values, (bottom - top, m), to the gradients outside of it."""
+        """Add a window's changes of values, (bottom - top, m), to the gradients outside it."""
         for begin, end in ((0, top), (bottom, len(self.codes))):
             for rows, part in self.gradient.parts(begin, end):
                 part.addmm_(self.metric.hessian[rows, top:bottom], change)
 
     def descend(self) -> None:
-        """Visit every code once, panel after panel."""
+        """Visit every code once, one panel after another."""
         for top, bottom in self.gradient.windows():
             hessian = self.metric.hessian[top:bottom, top:bottom]
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = []
             for begin in range(0, bottom - top, PANEL_ROWS):
+                look()
                 panel, index = slice(begin, begin + PANEL_ROWS), (top + begin) // PANEL_ROWS
                 change = self.ops.descend_panel(
                     steps[panel],
@@ -215,7 +217,7 @@ class _Refinement:
             self._follow(torch.cat(changes), top, bottom)
 
     def refit(self) -> None:
-        """Choose every group's maximum and scale codes anew, codes kept."""
+        """Choose every group's maximum and scale codes again, with the codes fixed."""
         k = len(self.codes)
         for top, end in self.gradient.windows():
             bottom = min(end + self.longest - PANEL_ROWS, k)  # of groups that begin in the window
@@ -223,6 +225,7 @@ class _Refinement:
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = torch.zeros_like(steps)
             for row in range(top, end, PANEL_ROWS):
+                look()
                 begun = self.begun.get(row)
                 if begun is None:
                     continue

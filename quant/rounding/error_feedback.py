@@ -16,6 +16,7 @@ import torch
 
 from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.core.interrupt import look
 from exl2flow.core.memory import free_memory
 from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
 GPU_BATCH_ELEMENTS = 1 << 29
-BATCH_SHARE = 0.25  # of a GPU's free memory, for there may be two batches
-BATCH_BYTES = 8  # of a weight: its row's value, codes and a copy of them
+BATCH_SHARE = 0.25  # of a GPU's free memory, because there may be two batches
+BATCH_BYTES = 8  # per weight: its row's value, codes and a copy of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class RoundedMatrix:
     """A coded matrix before packing.
 
     codes: uint8 (k, n) in act-order; scale_codes: uint8 (g, n); max_scales: fp16 (g,);
-    perm: int64 (k,). fed_back: `U⁻ᵀ (W - Q)`, (k, n) in act-order, where it was asked for.
+    perm: int64 (k,). fed_back: `U⁻ᵀ (W - Q)`, (k, n) in act-order, if requested.
     """
 
     codes: torch.Tensor
@@ -58,7 +59,7 @@ class RoundedMatrix:
         return matrix
 
     def pack(self, bias: torch.Tensor | None) -> QuantizedMatrix:
-        """Return the matrix as it is stored."""
+        """Return the matrix in its stored form."""
         return QuantizedMatrix.encode(
             codes=self.codes,
             groups=self.groups,
@@ -73,7 +74,7 @@ class RoundedMatrix:
 class RoundingJob:
     """One matrix to round: weight fp32 (k, n) in the order of the in-features, n padded.
 
-    One that is too large for the device lies in main memory.
+    It is in main memory if too large for the device.
 
     output: fp32 (blocks, b, b), the metric of errors in one row; None: columns are independent.
     """
@@ -84,7 +85,7 @@ class RoundingJob:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Add zeros at the end of the last axis, out-features, up to the stored width."""
+    """Pad the last axis, the out-features, with zeros to the stored width."""
     missing = padded_columns(tensor.shape[-1]) - tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
@@ -92,7 +93,7 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
 def padded_weight(linear: Linear) -> torch.Tensor:
     """Return a projection's matrix fp32 (k, n) with zero columns up to the stored width.
 
-    It lies in main memory if it is too large for the device (`Tall`).
+    It is in main memory if too large for the device (`Tall`).
     """
     weight = linear.weight.T
     k, n = weight.shape
@@ -106,17 +107,17 @@ def padded_weight(linear: Linear) -> torch.Tensor:
 
 
 def near(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """Return the `padded_weight` of a projection where its own lies, if need be as narrow."""
+    """Return `padded_weight` on the device of the weights, in their dtype if it is tall."""
     return weight if weight.device == linear.weight.device else padded(linear.weight.T)
 
 
 def rows_of(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows of a matrix where the index lies."""
+    """Return rows of a matrix, on the device of the index."""
     return weight[index.to(weight.device)].to(index.device)
 
 
 def alike(jobs: Sequence[RoundingJob]) -> Iterator[list[RoundingJob]]:
-    """Divide jobs into runs that can lie side by side: of one shape and size of blocks."""
+    """Divide jobs into runs that fit side by side: the same shape and block size."""
 
     def shape(job: RoundingJob) -> tuple[torch.Size, torch.Size | None]:
         return job.weight.shape, None if job.output is None else job.output.shape
@@ -134,15 +135,13 @@ def round_matrices(
 ) -> Iterator[RoundedMatrix]:
     """Round matrices that share a Hessian, as many at a time as `batch_elements` allows.
 
-    A device that has less memory than it seemed gets fewer at a time.
-
-    Each result is independent of its company.
+    If memory runs out, fewer are rounded at a time. Each result is independent of the others.
 
     Args:
-        jobs: what to round.
+        jobs: the matrices to round.
         factor: of the Hessian.
         search: how scales are chosen.
-        keep_fed_back: whether results keep `fed_back`.
+        keep_fed_back: whether to return `fed_back`.
 
     Raises:
         TensorShapeError: the number of rows is not a multiple of 32.
@@ -152,7 +151,7 @@ def round_matrices(
         raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
     for run in alike(jobs):
         most = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
-        most = -(-len(run) // -(-len(run) // most))  # as many each time
+        most = -(-len(run) // -(-len(run) // most))  # equal batches
         while run:
             try:
                 found = _Batch(run[:most], factor, search, keep_fed_back).round()
@@ -163,25 +162,25 @@ def round_matrices(
                 log.warning("projections at a time=%d remedy=out of memory", most)
                 torch.cuda.empty_cache()
                 continue
-            while found:  # a head's takes as much memory as all else: none is kept here
+            while found:  # keep no reference: a head's takes as much memory as everything else
                 yield found.pop(0)
             run = run[most:]
 
 
 def batch_elements(device: torch.device) -> int:
-    """Return how many weights are rounded side by side, to bound memory."""
+    """Return how many weights to round side by side, to bound memory."""
     if device.type == "cpu":
         return BATCH_ELEMENTS
     return gpu_batch_elements(free_memory(device))
 
 
 def gpu_batch_elements(free: int) -> int:
-    """Return how many weights are rounded side by side on a GPU with so many bytes free."""
+    """Return how many weights to round side by side on a GPU with `free` bytes free."""
     return min(GPU_BATCH_ELEMENTS, int(free * BATCH_SHARE) // BATCH_BYTES)
 
 
 class _Batch:
-    """The columns of jobs that are alike side by side, and the state of their rounding."""
+    """Jobs of one shape side by side as columns, and the state of their rounding."""
 
     def __init__(
         self,
@@ -201,7 +200,7 @@ class _Batch:
         self.starts = group_starts(self.groups)
         self.longest = max(group.rows for groups in self.groups for group in groups)
         new = partial(torch.empty, device=factor.upper.device)
-        self.rows = Tall.empty(k, m, factor.upper.device)  # errors, once they are rounded
+        self.rows = Tall.empty(k, m, factor.upper.device)  # errors, once rounded
         for rows, part in self.rows.parts():
             for j, job in enumerate(jobs):
                 part.view(-1, *self.shape)[:, j] = rows_of(job.weight, factor.perm[rows])
@@ -209,18 +208,21 @@ class _Batch:
         self.codes = new(k, m, dtype=torch.uint8)
         self.scales = new(m)
         self.half_range = new(m)
-        panels = k // PANEL_ROWS  # groups are told apart by the panel that they begin with
+        panels = k // PANEL_ROWS  # a group is identified by its first panel
         self.scale_codes = new(panels, *self.shape, dtype=torch.uint8)
         self.max_scales = new(panels, len(jobs), dtype=torch.float16)
         self.keep_fed_back = keep_fed_back
 
     def round(self) -> list[RoundedMatrix]:
-        """Round panel after panel, feeding each panel's errors to all rows below it."""
+        """Round one panel after another, feeding each panel's errors to all rows below it."""
         for top, bottom in self.rows.windows():
             upper = self.factor.upper[top:bottom]
-            ahead = self.rows.read(top, bottom + self.longest - PANEL_ROWS)  # groups may reach on
+            ahead = self.rows.read(
+                top, bottom + self.longest - PANEL_ROWS
+            )  # groups may extend further
             rows = ahead[: bottom - top]
             for begin in range(0, len(rows), PANEL_ROWS):
+                look()
                 end = begin + PANEL_ROWS
                 panel = slice(top + begin, top + end)
                 self._begin_groups(top + begin, ahead[begin:])
@@ -267,7 +269,7 @@ class _Batch:
 
 
 def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Group]]:
-    """Return row → which matrices have a group that begins there → the group."""
+    """Return row → index of each matrix with a group that begins there → the group."""
     starts: dict[int, dict[int, Group]] = defaultdict(dict)
     for j, groups in enumerate(matrices):
         for group in groups:
@@ -276,11 +278,11 @@ def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Gro
 
 
 def first_panels(groups: Sequence[Group], device: torch.device) -> torch.Tensor:
-    """Return the panel that each group begins with, int64 (g,)."""
+    """Return the first panel of each group, int64 (g,)."""
     return device_table(tuple(group.start // PANEL_ROWS for group in groups), device)
 
 
 def side_by_side(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the blocks (blocks, b, b) of several matrices together; all have some, or none."""
+    """Concatenate the blocks (blocks, b, b) of several matrices; all have blocks, or none has."""
     blocks = [output for output in outputs if output is not None]
     return torch.cat(blocks) if blocks else None

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import SingularHessian
+from exl2flow.core.interrupt import look
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches
@@ -19,7 +20,7 @@ from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like
 log = logging.getLogger(__name__)
 
 LEAST_DAMPING = 1e-5
-IDENTITY = "identity Hessian"  # the last remedy
+IDENTITY = "identity Hessian"  # the last resort
 LEAST_MEAN = 1e-20  # a Hessian of dead inputs stays zero
 ATTEMPTS = 10  # each adds the damping once more
 LEAF = 512  # rows of a triangular matrix that are inverted at once
@@ -33,7 +34,7 @@ class HessianSum:
         self._rows = 0
 
     def add(self, x: torch.Tensor) -> None:
-        """Add the inputs of one calibration row, (t, k), or of some, (rows, t, k)."""
+        """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k)."""
         self._rows += len(x) if x.ndim == 3 else 1
         flat = x.reshape(-1, x.shape[-1])
         if x.is_cuda:
@@ -43,7 +44,7 @@ class HessianSum:
             self._sum.addmm_(flat.float().T, flat.float())
 
     def mean(self) -> torch.Tensor:
-        """Return `H`, fp32 (k, k); the identity when nothing was added. Ends the sum."""
+        """Return `H`, fp32 (k, k), the identity if nothing was added. Consumes the sum."""
         if not self._rows:
             return torch.eye(len(self._sum), device=self._sum.device)
         return self._sum.div_(self._rows)
@@ -51,17 +52,16 @@ class HessianSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedHessian:
-    """A weighted sum of matrices, made when it is wanted: each can be as large as all else.
+    """A weighted sum of matrices, computed on demand: each can be as large as everything else.
 
-    parts: of each fp32 (k, k), in the order of the in-features, what it is divided by and then
-    multiplied by.
+    parts: each matrix fp32 (k, k) in the order of the in-features, its divisor, its multiplier.
     """
 
     parts: tuple[tuple[torch.Tensor, torch.Tensor | float, float], ...]
 
     @classmethod
     def plain(cls, hessian: torch.Tensor) -> Self:
-        """Return what stands for one matrix as it is."""
+        """Wrap a single matrix."""
         return cls(parts=((hessian, 1.0, 1.0),))
 
     def diagonal(self) -> torch.Tensor:
@@ -83,10 +83,10 @@ class MixedHessian:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DampedHessian:
-    """What matrices are rounded for.
+    """The metric that matrices are rounded in.
 
-    undamped: the Hessian. perm: int64 (k,), in-features by falling diagonal. added: the damping in
-    absolute terms.
+    undamped: the Hessian. perm: int64 (k,), in-features by decreasing diagonal. added: the damping,
+    absolute.
     """
 
     undamped: MixedHessian
@@ -102,9 +102,9 @@ class DampedHessian:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HessianFactor:
-    """upper: fp32 (k, k), `U` of `hessian`, which is the identity when nothing else has a factor.
+    """upper: fp32 (k, k), `U` of `hessian`, which is the identity if nothing else has a factor.
 
-    `remedy` says what was done beside the ordinary damping, or is empty.
+    `remedy` describes what was needed beyond the usual damping, or is empty.
     """
 
     hessian: DampedHessian
@@ -113,16 +113,16 @@ class HessianFactor:
 
     @property
     def perm(self) -> torch.Tensor:
-        """In-features by falling diagonal, int64 (k,)."""
+        """In-features by decreasing diagonal, int64 (k,)."""
         return self.hessian.perm
 
 
 def relative_error(
     hessian: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor
 ) -> torch.Tensor:
-    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows that H fp32 (k, k) is of; W and Q (k, n).
+    """Return ‖X(W - Q)‖ / ‖XW‖ over the rows X of the Hessian fp32 (k, k); W and Q are (k, n).
 
-    The result is fp32 (), on the device: nothing waits for it.
+    The result is fp32 (), on the device: the host does not wait for it.
     """
     size = squared_norm(hessian, weight)
     error = squared_norm(hessian, weight, less=rounded)
@@ -142,9 +142,9 @@ def squared_norm(
 def column_chunks(
     x: torch.Tensor, less: torch.Tensor | None, *, step: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield columns of x (m, n), or of x - less, as fp32: a head can be as large as all else.
+    """Yield chunks of columns of x (m, n), or of x - less, as fp32: a head can be very large.
 
-    `less` may lie in main memory.
+    `less` may be in main memory.
     """
     for begin in range(0, x.shape[1], step):
         columns = slice(begin, min(begin + step, x.shape[1]))
@@ -153,12 +153,12 @@ def column_chunks(
 
 
 def mixed(hessian: torch.Tensor, weighted: torch.Tensor | None, share: float) -> MixedHessian:
-    """Return the Hessian that is rounded for, of mean diagonal 1.
+    """Return the Hessian to round for, with mean diagonal 1.
 
     Args:
         hessian: of the inputs, fp32 (k, k).
         weighted: of the inputs weighted by the gradients of the outputs, or None.
-        share: of `weighted` in the mean of both.
+        share: weight of `weighted` in the mean of both.
     """
     if weighted is None or share == 0:
         return MixedHessian(parts=((hessian, _mean(hessian), 1.0),))
@@ -185,9 +185,9 @@ def collect_hessians(
     Args:
         sublayer: with its own weights.
         states: fp32 (rows, t, hidden).
-        keep: rows whose outputs are wanted; all when None.
-        move: whether the outputs take the place of the states; none is returned then.
-        observe: is given each row's number and, by capture, what is read of it, (1, t, k).
+        keep: rows whose outputs to return; None: all.
+        move: whether to overwrite the states with the outputs instead of returning them.
+        observe: called with each row's number and its activations by capture, (1, t, k).
 
     Returns:
         Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
@@ -196,6 +196,7 @@ def collect_hessians(
     outputs: dict[int, torch.Tensor] = {}
     check = StatesCheck(sublayer.spec.name)
     for rows in row_batches(sublayer, states):
+        look()
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
         normed = sublayer.normed(hidden)
         inner = sublayer.inner(normed)
@@ -227,24 +228,25 @@ def collect_hessians(
 
 
 def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return captures in the order that takes the least memory where they are worked on in turn."""
+    """Return captures in the order that needs the least memory if processed one after another."""
     return sorted(hessians, key=lambda capture: -len(hessians[capture]))
 
 
 def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
-    """Return the Hessian of what the head reads of final states (rows, t, hidden), fp32 (k, k)."""
+    """Return the Hessian fp32 (k, k) of the head's inputs, from final states (rows, t, hidden)."""
     device = head.linear.weight.device
     total = HessianSum(states.shape[-1], device=device)
     for row in states:
+        look()
         total.add(head.normed(row[None].to(device)))
     return total.mean()
 
 
 def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
-    """Factor a Hessian, with remedies in place of a dead run.
+    """Factor a Hessian; apply remedies instead of failing.
 
     Args:
-        hessian: of what is read.
+        hessian: of the inputs.
         damping: added to its diagonal, as a share of the mean diagonal.
         name: the projection, for the log.
     """
@@ -267,7 +269,7 @@ def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor
 
 
 def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype, float]]:
-    """Yield what to record, the dtype to factor in, and the damping."""
+    """Yield the remedy to record, the dtype to factor in, and the damping."""
     yield "", torch.float32, damping
     for times in range(2, ATTEMPTS + 1):
         yield f"damping x{times}", torch.float32, times * damping
@@ -279,10 +281,10 @@ def upper_factor(turned: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of the inverse of a matrix, fp32 (k, k).
 
     With J the reversal of rows, `J H J = L Lᵀ` gives `H⁻¹ = Uᵀ U` with `U = J L⁻¹ J`: one
-    factorization and one triangular inverse, and the inverse of `H` itself is never made.
+    factorization and one triangular inverse; the inverse of `H` itself is never computed.
 
     Args:
-        turned: (k, k), rows and columns in reverse order; freed on the way if nobody else has it.
+        turned: (k, k), rows and columns in reverse order; freed early if unreferenced elsewhere.
 
     Raises:
         SingularHessian: a factor does not exist or is not finite.
@@ -304,6 +306,7 @@ def upper_factor(turned: torch.Tensor) -> torch.Tensor:
 
 def invert_lower(lower: torch.Tensor) -> None:
     """Invert a lower triangular matrix (k, k) in place, by halves whose products are GEMMs."""
+    look()
     k = len(lower)
     if k <= LEAF:
         identity = torch.eye(k, dtype=lower.dtype, device=lower.device)

@@ -1,8 +1,8 @@
-"""Gradients through one sublayer or the head, row by row, and the sums that they leave.
+"""Gradients through one sublayer or the head, row by row, and the sums that they add to.
 
-The loss is the cross-entropy of labels that the model draws itself, whose gradients make the Fisher
+The loss is the cross-entropy of labels drawn from the model itself, whose gradients give the Fisher
 information. Labels come from uniform numbers of a CPU generator, one per token, through the inverse
-of the cumulated probabilities: devices draw the same labels but for rounding.
+of the cumulative probabilities: devices draw the same labels up to rounding.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -11,9 +11,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
 from exl2flow.quant.sensitivity.fisher import FactorSum
-from exl2flow.quant.walk.source_model import device_of
+from exl2flow.quant.walk.source_model import device_of, non_finite_share
 
 LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
 
@@ -39,18 +40,20 @@ class Tap:
 def sublayer_backward(
     sublayer: Sublayer, states: torch.Tensor, gradient: torch.Tensor, sums: Sums
 ) -> None:
-    """Move gradients from a sublayer's output to its input, row by row.
+    """Propagate gradients from a sublayer's output to its input, row by row.
 
     Args:
         sublayer: its linears are replaced by taps.
         states: fp32 (rows, t, hidden), entering the sublayer.
-        gradient: fp32 (rows, t, hidden), of the loss by its output; in place, by its input.
+        gradient: fp32 (rows, t, hidden), with respect to its output; overwritten with the gradient
+            with respect to its input.
         sums: projection → sums that receive inputs and output gradients; may lack projections.
     """
     device = device_of(sublayer)
     taps = {name: Tap(linear) for name, linear in sublayer.linears.items()}
     sublayer.linears.update(taps)
     for row in range(len(states)):
+        look()
         hidden = states[row : row + 1].detach().clone().to(device).requires_grad_()
         with torch.enable_grad(), _repeatable(device):
             output = sublayer(hidden)
@@ -60,7 +63,7 @@ def sublayer_backward(
         for (name, tap), by_output in zip(taps.items(), found[1:], strict=True):
             if name in sums:
                 sums[name].add(tap.read[0].float(), by_output[0].float())
-        # last, for the gradient by an output may share its memory
+        # last, because the gradient of an output may share its memory
         gradient[row] = found[0][0]
     _check_gradients(gradient, where=sublayer.spec.name)
 
@@ -68,14 +71,14 @@ def sublayer_backward(
 def head_backward(
     head: Head, states: torch.Tensor, *, seed: int, sums: FactorSum | None
 ) -> torch.Tensor:
-    """Return the loss's gradient by the final states, fp32 (rows, t, hidden), where they lie.
+    """Return the gradient by the final states, fp32 (rows, t, hidden), on their device.
 
     The head's own factors need no sampled labels: over all labels, `Σ p g gᵀ = diag(p) - p pᵀ`.
 
     Args:
         head: final norm and projection.
-        states: fp32 (rows, t, hidden), not changed.
-        seed: of the labels.
+        states: fp32 (rows, t, hidden), unchanged.
+        seed: for the labels.
         sums: receives the head's factors.
     """
     device = head.linear.weight.device
@@ -95,7 +98,7 @@ def head_backward(
 def _by_normed(
     linear: Linear, normed: torch.Tensor, uniform: torch.Tensor, sums: FactorSum | None
 ) -> torch.Tensor:
-    """Return the loss's gradient by the inputs (t, k) of the head's projection.
+    """Return the gradient with respect to the inputs (t, k) of the head's projection.
 
     Args:
         linear: the projection.
@@ -106,6 +109,7 @@ def _by_normed(
     result = torch.empty_like(normed)
     step = max(1, LOGIT_ELEMENTS // len(linear.weight))
     for begin in range(0, len(normed), step):
+        look()
         part = slice(begin, begin + step)
         p = torch.softmax(linear(normed[part]).float(), dim=-1)  # (t, v)
         if sums is not None:
@@ -121,7 +125,7 @@ def _by_normed(
 def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return a label per token, int64 (t,), from probabilities (t, v) and numbers in [0, 1) (t,).
 
-    The label is the first one whose cumulated probability exceeds the number.
+    The label is the first one whose cumulative probability exceeds the number.
     """
     cumulated = p.cumsum(-1)
     wanted = uniform[:, None] * cumulated[:, -1:]  # the sum is not quite 1
@@ -130,7 +134,7 @@ def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _repeatable(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention's gradients are the same in every run."""
+    """Return a context in which attention's gradients are deterministic."""
     return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
 
@@ -138,8 +142,8 @@ def _check_gradients(gradients: torch.Tensor, *, where: str) -> None:
     finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist()
     if not all(finite):
         row = finite.index(False)
-        share = 1 - float(gradients[row].isfinite().float().mean())
         raise NonFiniteState(
-            f"gradients before `{where}` hold NaN or infinity in {share:.2%} of row {row}; try "
-            "other calibration data, or set the sensitivity's kind to `error`"
+            f"gradients before `{where}` hold NaN or infinity in "
+            f"{non_finite_share(gradients[row])} of row {row}; try other calibration data, or "
+            "set the sensitivity's kind to `error`"
         )

@@ -1,8 +1,8 @@
-"""Kronecker-Fisher factors: what an error in a matrix costs, in nats of KL divergence per token.
+"""Kronecker-Fisher factors: the cost of an error in a matrix, in nats of KL divergence per token.
 
-The Fisher information of a projection is taken as the product of a factor of its inputs and one of
-its output gradients. The output factor is kept in blocks on its diagonal: in full it would be the
-square of the out-features.
+The Fisher information of a projection is approximated by the product of a factor of its inputs and
+one of its output gradients. Only diagonal blocks of the output factor are kept: in full its size
+would be the square of the out-features.
 """
 
 import json
@@ -22,7 +22,7 @@ from exl2flow.model import ProjectionSpec
 from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
 from exl2flow.quant.rounding.hessian import HessianFactor, column_chunks, factor, mixed
 
-LEAST_TRACE = 1e-30  # of an output factor: one that is zero divides nothing
+LEAST_TRACE = 1e-30  # of an output factor, against division by zero
 CAPTURES_KEY = "captures"  # header entry: projection → [tensor of its input factor, columns]
 
 
@@ -31,7 +31,7 @@ class OutputFactor:
     """`H_O = Σ g gᵀ / T` of output gradients g, in diagonal blocks.
 
     blocks: fp32 (number, b, b), number · b = n.
-    columns: out-features as stored, a multiple of 32; `n` below. Those added have no gradient.
+    columns: out-features as stored, a multiple of 32; `n` below. Padding has no gradient.
     """
 
     blocks: torch.Tensor
@@ -55,7 +55,7 @@ class OutputFactor:
     def parts(
         self, x: torch.Tensor, less: torch.Tensor | None = None
     ) -> Iterator[tuple[Self, torch.Tensor]]:
-        """Divide the columns of x (m, n), or of x - less, and the factor with them."""
+        """Split the columns of x (m, n), or of x - less, together with the factor."""
         size = self.blocks.shape[-1]
         step = max(1, CHUNK_ELEMENTS // len(x) // size) * size
         for columns, part in column_chunks(x, less, step=step):
@@ -84,7 +84,7 @@ class OutputFactor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """What a projection's error costs; in-features are in the order of the source.
+    """The cost of a projection's error; in-features are in the order of the source.
 
     input: fp32 (k, k), `mean over p of Σ |g_p|² x xᵀ / (T tr H_O of p)`, p the projections that
     read the same activation, which share it.
@@ -111,10 +111,10 @@ def estimated_nats(
     Args:
         error: `Q - W`, (k, n), columns as stored; or Q alone.
         factors: of the projection, on the same device.
-        less: W then.
+        less: W, in that case.
 
     Returns:
-        fp32 (), on the device: nothing waits for it.
+        fp32 (), on the device: the host does not wait for it.
     """
     total = factors.input.new_zeros(())
     for output, part in factors.output.parts(error, less):
@@ -130,14 +130,14 @@ def shared_factor(
     *,
     note: Callable[[str], None] = lambda text: None,
 ) -> HessianFactor:
-    """Factor the Hessian that all projections which read one activation are rounded for.
+    """Factor the Hessian shared by all projections that read one activation.
 
     Args:
-        first: of the projections.
-        hessian: of what they read, fp32 (k, k).
-        factors: of each by name, or empty.
+        first: the first of the projections.
+        hessian: of their inputs, fp32 (k, k).
+        factors: of each projection by name, or empty.
         options: of rounding.
-        note: records what had to be done for the factor to exist.
+        note: records a remedy that the factor needed.
     """
     weighted = factors[first.name].input if factors else None
     blend = mixed(hessian, weighted, options.fisher_share)
@@ -148,7 +148,7 @@ def shared_factor(
 
 
 def block_size(columns: int, limit: int) -> int:
-    """Return the largest size of equal blocks within `limit`, a multiple of 32; 0: no limit."""
+    """Return the largest equal block size within `limit`, a multiple of 32; 0: no limit."""
     units = columns // COLUMN_MULTIPLE
     most = units if limit == 0 else max(1, limit // COLUMN_MULTIPLE)
     fits = max(count for count in range(1, min(most, units) + 1) if units % count == 0)
@@ -156,12 +156,12 @@ def block_size(columns: int, limit: int) -> int:
 
 
 class FactorSum:
-    """Sums over tokens of the two factors of one projection, fp32."""
+    """Sums over tokens for the two factors of one projection, fp32."""
 
     def __init__(
         self, in_features: int, out_features: int, *, block: int, device: torch.device
     ) -> None:
-        """Begin with zeros; `block` bounds the out-features per block, 0 is a single block."""
+        """Start at zero; `block` limits the out-features per block, 0 means a single block."""
         self.columns = padded_columns(out_features)
         size = block_size(self.columns, block)
         number = self.columns // size
@@ -190,11 +190,11 @@ class FactorSum:
         self.blocks.diagonal(dim1=-2, dim2=-1).add_(padded.view(number, size))
 
     def output(self, tokens: int) -> OutputFactor:
-        """Return the output factor of `tokens` tokens."""
+        """Return the output factor, given the number of tokens."""
         return OutputFactor(blocks=self.blocks / tokens, columns=self.columns)
 
     def factors(self, tokens: int) -> Factors:
-        """Return the factors of the projection alone."""
+        """Return the factors of this projection alone."""
         output = self.output(tokens)
         scale = tokens * max(output.trace, LEAST_TRACE)
         return Factors(input=self.input / scale, output=output)
@@ -203,7 +203,7 @@ class FactorSum:
 def storing_factors(
     path: Path, projections: tuple[ProjectionSpec, ...], sums: Mapping[str, FactorSum], tokens: int
 ) -> Callable[[], str]:
-    """Return what writes the factors of projections of one sublayer, and returns the sha256."""
+    """Return a function that writes the factors of one sublayer and returns the sha256."""
     tensors: dict[str, torch.Tensor] = {}
     captures: dict[str, tuple[str, int]] = {}
     for capture in dict.fromkeys(p.capture for p in projections):
@@ -222,7 +222,7 @@ def storing_factors(
 
 
 def read_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Factors]:
-    """Return projection → factors of a file that `storing_factors` wrote, on a device.
+    """Return projection → factors on a device, from a file of `storing_factors`.
 
     Raises:
         CorruptCheckpoint: the file is missing or damaged.
@@ -232,14 +232,14 @@ def read_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Facto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFactors:
-    """tensors: of a file, packed; captures: projection → its input factor there, its columns."""
+    """tensors: packed, by name; captures: projection → (name of its input factor, its columns)."""
 
     tensors: Mapping[str, torch.Tensor]
     captures: Mapping[str, tuple[str, int]]
 
     @classmethod
     def read(cls, path: Path, *, pinned: bool = False) -> Self:
-        """Read a file, into pinned memory if a device is to have it.
+        """Read a file, into pinned memory if it will be sent to a device.
 
         Raises:
             CorruptCheckpoint: the file is missing or damaged.
@@ -283,7 +283,7 @@ def pack_symmetric(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_symmetric(packed: torch.Tensor) -> torch.Tensor:
-    """Return the matrices fp32 (..., k, k) that `pack_symmetric` was given."""
+    """Invert `pack_symmetric`: return matrices fp32 (..., k, k)."""
     half = packed.shape[-2]
     first = packed[..., half + 1 :].triu()
     second = packed[..., half:-1].tril()
@@ -296,7 +296,7 @@ def unpack_symmetric(packed: torch.Tensor) -> torch.Tensor:
 
 
 def factor_bytes(projections: tuple[ProjectionSpec, ...], *, block: int) -> int:
-    """Return about how many bytes the factors of one sublayer take on disk."""
+    """Return the approximate size in bytes of one sublayer's factors on disk."""
     inputs = {p.capture: p.in_features**2 for p in projections}
     columns = [padded_columns(p.out_features) for p in projections]
     outputs = sum(n * block_size(n, block) for n in columns)
@@ -304,6 +304,6 @@ def factor_bytes(projections: tuple[ProjectionSpec, ...], *, block: int) -> int:
 
 
 def _split(x: torch.Tensor, number: int, size: int) -> torch.Tensor:
-    """Return the columns of (m, n) in blocks, (number, m, size), with zeros at the end."""
+    """Split the columns of (m, n) into blocks (number, m, size), padded with zeros."""
     padded = functional.pad(x, (0, number * size - x.shape[-1]))
     return padded.view(len(x), number, size).transpose(0, 1)

@@ -1,8 +1,8 @@
 """The sensitivity stage: one backward pass of the source gives the Fisher factors of every matrix.
 
-Sublayers are walked backward one at a time. States entering them are made by a forward walk that
-leaves every √L-th on disk and makes those between anew, so memory holds one sublayer, its states
-and their gradients, at any depth.
+Sublayers are walked backward one at a time. A forward walk computes the states entering them; it
+keeps every √L-th on disk and recomputes those between, so memory holds one sublayer, its states and
+their gradients, at any depth.
 """
 
 import logging
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 HEAD_FILE = "factors/head.safetensors"
 STATES_DIR = "inputs"  # in the stage folder while it runs
-KEPT_SHARE = 0.5  # of main memory may be taken by states that wait beside a GPU
-HEAD_BLOCK = 1024  # most out-features per block of the head, whose columns are very many
+KEPT_SHARE = 0.5  # of main memory, at most, for states kept beside a GPU
+HEAD_BLOCK = 1024  # most out-features per block of the head, which has very many columns
 
 
 def factor_file(index: int) -> str:
@@ -67,7 +67,7 @@ def read_factors(
     Args:
         folder: of the finished stage.
         index: of the sublayer.
-        device: where to.
+        device: of the result.
 
     Raises:
         CorruptCheckpoint: a file is missing or damaged.
@@ -80,7 +80,7 @@ def _factors_path(folder: Path, index: int | Literal["head"]) -> Path:
 
 
 class FactorFiles:
-    """The factors of a finished stage; beside a GPU, the next ones are read ahead."""
+    """The factors of a finished stage; with a GPU, the next file is read ahead."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder = folder
@@ -104,10 +104,10 @@ def spread_rows(folder: Path, count: int) -> torch.Tensor:
 
     Args:
         folder: of `tokenize`.
-        count: rows wanted.
+        count: number of rows.
 
     Returns:
-        int64 (rows, t); rows of random tokens and of noise are left out.
+        int64 (rows, t), without rows of random tokens or noise.
 
     Raises:
         CalibrationError: the mix has no text.
@@ -115,7 +115,7 @@ def spread_rows(folder: Path, count: int) -> torch.Tensor:
     ids, suited = text_rows(folder)
     if not suited:
         raise CalibrationError(
-            f"none of the {len(ids)} calibration rows is text, which gradients need; ask for "
+            f"none of the {len(ids)} calibration rows is text, which gradients need; use "
             "more rows, or set the sensitivity's kind to `error`"
         )
     count = min(count, len(suited))
@@ -123,30 +123,30 @@ def spread_rows(folder: Path, count: int) -> torch.Tensor:
 
 
 def head_block(block: int) -> int:
-    """Return the most out-features per block of the head; nothing else limits a single block."""
+    """Return the largest block size for the head, which is limited even if others are not."""
     return min(block or HEAD_BLOCK, HEAD_BLOCK)
 
 
 def states_between(count: int) -> int:
-    """Return how many sublayers lie between stored states: √count, rounded up."""
+    """Return the number of sublayers between stored states: √count, rounded up."""
     return math.ceil(math.sqrt(count))
 
 
 def kept_states(count: int) -> int:
-    """Return how many states of `count` sublayers are kept at a time at most."""
+    """Return the most states kept at a time for `count` sublayers."""
     return 2 * states_between(count)
 
 
 def disk_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
-    """Forecast the disk that the stage takes at most; the factors stay, the states go."""
+    """Forecast the stage's peak disk use in bytes; the factors stay, the states are deleted."""
     factors = sum(factor_bytes(s.projections, block=options.block) for s in spec.sublayers)
     factors += factor_bytes((spec.head,), block=head_block(options.block))
-    files = kept_states(len(spec.sublayers)) + 2  # and gradients, the last two times
+    files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
     return factors + files * options.rows * row_tokens * spec.hidden_size * DTYPE.itemsize
 
 
 def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
-    """Forecast the memory that the stage takes: states, gradients, one sublayer and its sums."""
+    """Forecast the stage's memory in bytes: states, gradients, one sublayer and its sums."""
     states = options.rows * row_tokens * spec.hidden_size
     score = spec.attention.num_heads * row_tokens**2
     largest = max(
@@ -164,10 +164,10 @@ def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) 
 
 
 class InputStates:
-    """The states entering each sublayer, those kept that cost most to make again.
+    """The states entering each sublayer; those most expensive to recompute are kept.
 
-    Beside a GPU they are kept in main memory if there is room: it makes them anew faster than a
-    disk returns them.
+    With a GPU they are kept in main memory if there is room: recomputing them is faster than
+    reading them from disk.
     """
 
     def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ class InputStates:
     def at(self, index: int) -> torch.Tensor:
         """Return the states fp32 (rows, t, hidden) entering sublayer `index`, or the head's.
 
-        Those between the last ones kept and these are kept if the way back needs them.
+        States on the way there are kept if the backward walk needs them.
         """
         folder = self.run.folder
         start, states = self._nearest(index)
@@ -202,7 +202,7 @@ class InputStates:
         return states
 
     def drop(self, from_index: int = 0) -> None:
-        """Delete the files of states entering sublayers from an index on; no resume needs them."""
+        """Delete the stored states entering sublayers from an index on, which no resume needs."""
         self.run.folder.remove([self._name(i) for i in range(from_index, len(self.order) + 1)])
 
     def _keep(self, index: int, states: torch.Tensor) -> None:
@@ -232,7 +232,7 @@ Projections = tuple[ProjectionSpec, ...]
 
 
 class _WayBack:
-    """The walk from the head to the first sublayer that lacks its factors."""
+    """The backward walk from the head to the first sublayer without factors."""
 
     def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
         self.run = run
@@ -243,7 +243,7 @@ class _WayBack:
         self.order = model.spec.sublayers
 
     def walk(self) -> None:
-        """Commit every missing file and leave nothing else behind."""
+        """Commit every missing file, then delete all stored states."""
         folder = self.run.folder
         is_open = [not folder.valid(name) for name in factor_files(self.model.spec)]
         if any(is_open):
@@ -257,7 +257,7 @@ class _WayBack:
         self.inputs.drop()
 
     def _begin(self, last_open: int, is_open: list[bool]) -> int:
-        """Take the gradients from which the walk goes on, and return how many sublayers precede."""
+        """Load or compute the gradients to start from; return how many sublayers precede them."""
         folder = self.run.folder
         folder.manifest.cursor = is_open.count(False)
         self.run.tick(folder.manifest.cursor, folder.manifest.total)
@@ -288,7 +288,7 @@ class _WayBack:
         self._finish(spec.index, name, spec.projections, sums, begun)
 
     def _sums(self, name: str, projections: Projections, *, block: int) -> Sums:
-        """Return empty sums of projections, or none if their file is there."""
+        """Return empty sums for projections, or none if their file exists."""
         if self.run.folder.valid(name):
             return {}
         device = self.model.device
@@ -300,7 +300,7 @@ class _WayBack:
     def _finish(
         self, index: int, name: str, projections: Projections, sums: Sums, begun: float
     ) -> None:
-        """Commit factors and gradients, and drop the states that no resume needs."""
+        """Commit factors and gradients, and delete the states that no resume needs."""
         folder = self.run.folder
         if sums:
             store = storing_factors(folder.path / name, projections, sums, self.tokens)

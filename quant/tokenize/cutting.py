@@ -1,7 +1,7 @@
-"""Where calibration rows are cut from a stream of tokens.
+"""Cut calibration rows from a stream of tokens.
 
-Rows follow one another while the text lasts; of articles, each row begins with a new one. When the
-text is too short, rows begin at evenly spread offsets instead and overlap.
+Rows follow one another as long as the text lasts; rows of articles each begin with a new one. If
+the text is too short, rows begin at evenly spaced offsets and overlap.
 """
 
 import math
@@ -11,20 +11,20 @@ from itertools import pairwise
 
 import torch
 
-PIECE_TOKENS = 128  # of a shuffled row
+PIECE_TOKENS = 128  # tokens per piece of a shuffled row
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Tokens of one kind of text; `starts` are where rows may begin: after the BOS of each article,
-    or at each dialogue."""
+    """Tokens of one kind of text; rows may begin at `starts`: after the BOS of each article, or at
+    each dialogue."""
 
     ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
 
 def row_offsets(stream: Stream, count: int, length: int) -> list[int]:
-    """Return where `count` rows begin, rising; equal only where the stream has too few places."""
+    """Return ascending offsets of `count` rows; they repeat only if the stream is too short."""
     last = len(stream.ids) - length
     fresh = _whole_articles(stream.starts, last, length) or range(0, last + 1, length)
     if len(fresh) >= count:
@@ -41,7 +41,7 @@ def overlaps(offsets: Sequence[int], length: int) -> bool:
 
 
 def cut(stream: Stream, offsets: Sequence[int], length: int, *, bos: int | None) -> torch.Tensor:
-    """Return int64 (count, length); of articles, the second half of the rows begins with `bos`."""
+    """Return rows int64 (count, length); for articles, the second half begins with `bos`."""
     rows = []
     for index, offset in enumerate(offsets):
         second_half = index >= len(offsets) // 2
@@ -62,7 +62,7 @@ def shuffled(
 
 
 def _whole_articles(starts: Sequence[int], last: int, length: int) -> list[int]:
-    """Return rows that each begin with an article no earlier row has reached."""
+    """Return offsets of rows that each begin with an article no earlier row has reached."""
     offsets: list[int] = []
     for start in starts:
         if start <= last and (not offsets or start >= offsets[-1] + length):

@@ -1,7 +1,7 @@
 """Calibration rows of dialogues in the model's own chat template.
 
-Two sources, spread evenly over one another: dialogues written for this purpose, and the standard
-set's texts as answers to a request that fits them. Each row begins with a dialogue.
+Two sources, evenly interleaved: dialogues written for this purpose, and texts of the standard set
+as answers to a matching request. Each row begins with a dialogue.
 """
 
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from exl2flow.calibration_data import chat, standard
 from exl2flow.core.errors import CalibrationError, ChatTemplateError, NotEnoughRows
+from exl2flow.core.interrupt import look
 from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.quant.tokenize.cutting import Stream, cut, row_offsets
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, short_notes
@@ -73,9 +74,9 @@ CONTINUE_IN: Mapping[str, str] = {
 
 
 def dialogue_stream(template: ChatTemplate, tokenizer: Tokenizer) -> Stream:
-    """Return the tokens of all dialogues as the template writes them, BOS and the like included.
+    """Return the tokens of all dialogues as the template renders them, with BOS and other markup.
 
-    Text that spells special tokens is left out: it would be read as markup.
+    Text that contains special tokens is left out: it would be read as markup.
 
     Raises:
         ChatTemplateError: the template refuses plain conversations.
@@ -84,6 +85,7 @@ def dialogue_stream(template: ChatTemplate, tokenizer: Tokenizer) -> Stream:
     marks = [token.content for token in added if token.special]
     stream = Stream()
     for dialogue in alternated([list(written_dialogues()), *asked_for().values()]):
+        look()
         if not any(mark in message.content for message in dialogue for mark in marks):
             stream.starts.append(len(stream.ids))
             stream.ids.extend(tokenizer.encode(render(template, dialogue), special=True))
@@ -109,7 +111,7 @@ def chat_rows(stream: Stream, request: RowRequest) -> CalibrationRows:
 
 
 def render(template: ChatTemplate, dialogue: Dialogue) -> str:
-    """Render a dialogue; where the template has no system turn, its text goes to the first user's.
+    """Render a dialogue; without a system turn in the template, its text joins the first user turn.
 
     Raises:
         ChatTemplateError: the template refuses the dialogue.
@@ -125,7 +127,7 @@ def render(template: ChatTemplate, dialogue: Dialogue) -> str:
 
 
 def check_template(template: ChatTemplate) -> None:
-    """Render the shortest conversation, before hours depend on it.
+    """Render the shortest conversation, as an early check.
 
     Raises:
         ChatTemplateError: the template refuses it.
@@ -135,7 +137,7 @@ def check_template(template: ChatTemplate) -> None:
 
 
 def read_dialogue(text: str) -> Dialogue:
-    """Read a dialogue whose turns begin with lines `<system>`, `<user>` or `<assistant>`.
+    """Parse a dialogue whose turns begin with lines `<system>`, `<user>` or `<assistant>`.
 
     Raises:
         CalibrationError: the text does not begin with such a line.
@@ -150,13 +152,13 @@ def read_dialogue(text: str) -> Dialogue:
 
 
 def written_dialogues(path: Path | None = None) -> Iterator[Dialogue]:
-    """Yield the dialogues that were written as such."""
+    """Yield the dialogues written for this purpose."""
     for (text,) in records(path or chat(), ["text"]):
         yield read_dialogue(text)
 
 
 def asked_for(path: Path | None = None) -> dict[str, list[Dialogue]]:
-    """Return kind → the standard set's texts as answers, requests worded in turn."""
+    """Return kind → the standard set's texts as answers to requests, with rotating wordings."""
     found: dict[str, list[Dialogue]] = {}
     wordings = {kind: cycle(texts) for kind, texts in CONTINUE_REQUESTS.items()}
     wordings["encyclopedia"] = cycle(ARTICLE_REQUESTS)
@@ -169,7 +171,7 @@ def asked_for(path: Path | None = None) -> dict[str, list[Dialogue]]:
 
 
 def alternated(sources: Iterable[Sequence[Dialogue]]) -> list[Dialogue]:
-    """Merge the sources so that each is spread evenly over the whole."""
+    """Merge the sources so that each is evenly spread over the whole."""
     placed = [
         ((index + 0.5) / len(source), order, dialogue)
         for order, source in enumerate(sources)
@@ -179,7 +181,7 @@ def alternated(sources: Iterable[Sequence[Dialogue]]) -> list[Dialogue]:
 
 
 def _as_answer(kind: str, language: str, text: str, *, wording: str) -> Dialogue | None:
-    """Make a request and its answer of a text; None when it has no second line or sentence."""
+    """Turn a text into a request and its answer; None if it has no second line or sentence."""
     if kind == "encyclopedia":
         title, _, body = text.partition("\n")
         return _exchange(wording.format(title=title), body.strip("\n"))

@@ -1,8 +1,8 @@
-"""Text to calibration rows: fixed-length token sequences a model is measured and quantized on.
+"""Turn text into calibration rows: fixed-length token sequences to measure and quantize on.
 
-The standard set is mixed from nine kinds of rows in fixed proportions, at any row count; a user's
-Parquet file is read from its start. Text that is too short gives overlapping rows instead of fewer
-(`cutting.py`), and a note says so.
+The standard set mixes nine kinds of rows in fixed proportions, at any row count; a user's Parquet
+file is read from its start. Text that is too short gives overlapping rows rather than fewer
+(`cutting.py`), with a note.
 """
 
 import logging
@@ -15,6 +15,7 @@ import torch
 
 from exl2flow.calibration_data import standard
 from exl2flow.core.errors import ConfigError, NotEnoughRows
+from exl2flow.core.interrupt import look
 from exl2flow.quant.tokenize.cutting import Stream, cut, overlaps, row_offsets, shuffled
 from exl2flow.quant.tokenize.parquet import records
 
@@ -39,7 +40,7 @@ NOISE_ID = -1
 
 
 class Encoder(Protocol):
-    """What calibration needs of a tokenizer."""
+    """The part of a tokenizer that calibration needs."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -52,10 +53,10 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequest:
-    """How many rows, how long, and mixed how.
+    """How many rows, their length and their mix.
 
-    `mix` and `noise` matter to the standard set only. Random ids are below `vocab_size`, or below
-    the tokenizer's when it is None.
+    `mix` and `noise` affect the standard set only. Random ids are below `vocab_size`, or below the
+    tokenizer's if it is None.
     """
 
     rows: int
@@ -110,7 +111,7 @@ def joined(first: CalibrationRows, second: CalibrationRows) -> CalibrationRows:
 
 
 def row_counts(request: RowRequest) -> dict[str, int]:
-    """Share the rows among the kinds by largest remainder, ties in table order."""
+    """Distribute the rows over the kinds by largest remainder, ties in table order."""
     column = ("measure", "quantize").index(request.mix)
     shares = {kind: MIX[kind][column] for kind in MIX if request.noise or kind != "noise"}
     total = sum(shares.values())
@@ -122,7 +123,7 @@ def row_counts(request: RowRequest) -> dict[str, int]:
 
 
 def short_notes(kind: str, total: int, offsets: Sequence[int], length: int) -> list[str]:
-    """Say what was done because the `total` tokens of a kind are too few."""
+    """Describe how a kind with too few tokens was handled."""
     size = f"{kind}: {total} tokens for {len(offsets)} rows of {length}"
     notes = []
     if total < length:
@@ -162,12 +163,13 @@ def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> Calibrat
 
 
 def _stream(kind: str, texts: Sequence[str], encode: Encoder) -> Stream:
-    """Tokenize one kind: articles and stories one by one with BOS and EOS, the others at once."""
+    """Tokenize one kind: articles and stories one by one with BOS and EOS, the rest in one go."""
     if kind not in ("encyclopedia", "stories"):
         between = "\n\n" if kind == "web" else "\n"
         return Stream(encode.encode(between.join(f"{text}\n" for text in texts)))
     stream = Stream()
     for text in texts:
+        look()
         body = text.partition("\n")[2].strip() if kind == "encyclopedia" else text
         ids = encode.encode(body, add_bos=True, add_eos=True)
         has_bos = ids[:1] == [encode.bos_token_id]
@@ -177,7 +179,7 @@ def _stream(kind: str, texts: Sequence[str], encode: Encoder) -> Stream:
 
 
 def _long_enough(kind: str, streams: Mapping[str, Stream], length: int) -> Stream:
-    """Return the kind's stream, followed by those of other kinds if it is shorter than a row."""
+    """Return the kind's stream, extended by other kinds if it is shorter than a row."""
     own = streams[kind]
     if len(own.ids) >= length:
         return own
@@ -199,6 +201,7 @@ def _own_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRo
     count, length = request.rows, request.row_tokens
     ids: list[int] = []
     for values in records(path, None):
+        look()
         ids += encode.encode(" ".join(values))
         if len(ids) >= count * length:
             break

@@ -25,7 +25,7 @@ from exl2flow.model import ChatTemplate, Tokenizer, check_ids, resolve
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
 
-SHARED_TOKENS = 32  # a run as long as this, found in two rows, is taken for shared text
+SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def tokenize(run: StageRun) -> None:
 
 
 def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
-    """Return what makes the rows of `chat` or `self`; None for other texts."""
+    """Return the maker of rows for `chat` or `self`; None for other texts."""
     match run.config.calibration.text:
         case "chat":
             template = ChatTemplate.load(run.config.source, tokenizer)
@@ -86,27 +86,27 @@ def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
 
 
 def text_rows(folder: Path) -> tuple[torch.Tensor, list[int]]:
-    """Return the quantizing rows int64 (rows, t), and which of them hold text."""
+    """Return the quantizing rows int64 (rows, t), and the indices of those that are text."""
     ids = load_rows(folder, "quantize")
     kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
     return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
 
 
 def judging_rows(held_out: int, rows: int) -> int:
-    """Return how many of `rows` rows of text are set aside: `held_out`, at most half."""
+    """Return how many of `rows` rows of text are held out: `held_out`, at most half."""
     return min(held_out, rows // 2)
 
 
 def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide the text among the quantizing rows of `tokenize`.
+    """Split the text rows of the quantizing mix into training and held-out rows.
 
     Args:
         folder: stage folder of `tokenize`.
-        held_out: rows to set aside; fewer if that would be more than half.
+        held_out: rows to hold out, at most half of them.
 
     Returns:
-        Rows to train on and rows that judge, int64 (rows, t); the latter spread over all kinds,
-        the former those that share no text with them.
+        Training rows and held-out rows, int64 (rows, t); the latter spread over all kinds, the
+        former without those that share text with them.
 
     Raises:
         NotEnoughRows: there are fewer than two rows of text.
@@ -124,9 +124,9 @@ def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
-    """Return the training rows that share no text with a held-out one; all, if every one does.
+    """Return the training rows that share no text with a held-out one; all of them if all do.
 
-    Rows of a text that is too short overlap, and what was trained on cannot judge.
+    Rows of a text that is too short overlap, and text that was trained on cannot judge.
     """
     known = {piece for row in held_out for piece in _pieces(row, step=1)}
     apart = [known.isdisjoint(_pieces(row, step=SHARED_TOKENS)) for row in training]
@@ -134,7 +134,7 @@ def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(row: torch.Tensor, *, step: int) -> set[tuple[int, ...]]:
-    """Return the runs of `SHARED_TOKENS` tokens that begin at every `step`-th place of a row."""
+    """Return the runs of `SHARED_TOKENS` tokens that start at every `step`-th token of a row."""
     tokens = row.tolist()
     last = max(0, len(tokens) - SHARED_TOKENS)
     return {tuple(tokens[i : i + SHARED_TOKENS]) for i in range(0, last + 1, step)}
@@ -143,7 +143,7 @@ def _pieces(row: torch.Tensor, *, step: int) -> set[tuple[int, ...]]:
 def _mixed(
     options: CalibrationOptions, tokenizer: Tokenizer, request: RowRequest, *, special: Maker | None
 ) -> CalibrationRows:
-    """Return rows of `special`, as many as the options say, followed by those of the text."""
+    """Return the rows of `special`, as many as the options say, then those of the text."""
     count = options.special_rows(request.rows)
     if special is None:
         return calibration_rows(options.file, tokenizer, request)
@@ -155,7 +155,7 @@ def _mixed(
 
 
 def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
-    """Return the first rows that the source wrote itself, from the folder of `compose`."""
+    """Return the first rows written by the source itself, from the folder of `compose`."""
     ids = read_tensors(folder / ROWS_FILE)[COMPOSED]  # (rows, t) of the larger mix
     described = read_json(folder / KINDS_FILE)
     return CalibrationRows(

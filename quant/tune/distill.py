@@ -1,7 +1,7 @@
 """Distillation of the quantized model from the source: steps, judgements, and their state.
 
-Every step's crop, rate and arithmetic follow from the seed and the step's number alone, so that a
-state saved between two steps is all that a run needs to go on.
+Every step's crop, rate and arithmetic depend only on the seed and the step's number, so a state
+saved between two steps is all that a resume needs.
 """
 
 import math
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer, build_embedding
 from exl2flow.model.spec import EMBEDDING_KEY
 from exl2flow.quant.tune.tuned_model import TunedModel
@@ -19,14 +20,14 @@ from exl2flow.quant.walk.source_model import SourceModel
 
 WARM_UP = 0.05  # share of the steps in which the rates rise
 LEAST_RATE = 0.05  # share of the rates at the last step
-KEPT_BYTES = 1 << 30  # activations up to here are kept for the backward pass, not computed again
+KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are recomputed
 BETAS = (0.9, 0.999)
-RATED_KL = 0.25  # nats at which rates hold; what is to be moved grows with the root of them
+RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
 EPSILON = 1e-12  # gradients of single embedding entries are tiny
 
 
 class NarrowLinear:
-    """A fixed linear map that is held in the dtype of its file and widened for every use."""
+    """A fixed linear map kept in the dtype of its file and widened on each use."""
 
     def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
         self._weight = linear.weight.to(dtype)
@@ -43,7 +44,7 @@ class NarrowLinear:
 
 
 class Reference:
-    """The source model, whole and fixed; computes in fp32."""
+    """The whole source model, frozen; computes in fp32."""
 
     def __init__(self, source: SourceModel) -> None:
         spec, tensors = source.spec, source.tensors
@@ -66,15 +67,16 @@ class Reference:
         """Return the states before the final norm, (b, t, hidden), of token ids (b, t)."""
         hidden = self.embedding(ids).float()
         for sublayer in self.sublayers:
+            look()
             hidden = sublayer(hidden)
         return hidden
 
 
 class Crops:
-    """Random pieces of rows: all rows in turn, in an order of each round's own."""
+    """Random pieces of rows: all rows in turn, in a new order each round."""
 
     def __init__(self, rows: torch.Tensor, *, tokens: int, seed: int, bos: int | None) -> None:
-        """Cut from rows int64 (rows, t); crops of rows that begin with `bos` begin with it, too."""
+        """Cut from rows int64 (rows, t); if a row begins with `bos`, so do its crops."""
         self.rows = rows
         self.tokens = min(tokens, rows.shape[1])
         self.seed = seed
@@ -122,7 +124,7 @@ class Distillation:
             betas=BETAS,
             eps=EPSILON,
         )
-        for value in self.values:  # made now, so that a saved state has somewhere to go
+        for value in self.values:  # allocated now, for `restore`
             self.optimizer.state[value] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(value, requires_grad=False),
@@ -135,7 +137,7 @@ class Distillation:
 
     @property
     def finished(self) -> bool:
-        """Tell whether all steps are done, or nothing has improved for long."""
+        """Tell whether all steps are done, or `patience` judgements brought no improvement."""
         return self.step >= self.options.steps or self._stale >= self.options.patience
 
     @property
@@ -145,7 +147,7 @@ class Distillation:
 
     @property
     def summary(self) -> str:
-        """The divergence on the held-out rows: first, now, best."""
+        """The divergence on the held-out rows: first, latest, best."""
         first, now, best = self.judgements[0], self.judgements[-1], min(self.judgements)
         return f"KL on rows set aside {first:.4f} -> {now:.4f}, best {best:.4f}"
 
@@ -163,7 +165,7 @@ class Distillation:
         }
 
     def advance(self) -> None:
-        """Do one step; the first judgement is to be there."""
+        """Do one step, after the first judgement."""
         share = rate_share(self.step, self.options.steps)
         distance = math.sqrt(self.judgements[0] / RATED_KL)
         for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
@@ -178,7 +180,7 @@ class Distillation:
         self.step += 1
 
     def judge_when_due(self) -> bool:
-        """Judge at every interval and after the last step; tell whether that was now."""
+        """Judge at every interval and after the last step; return whether it did."""
         is_due = self.step % self.options.interval == 0 or self.step >= self.options.steps
         if is_due:
             self.judge()
@@ -186,7 +188,7 @@ class Distillation:
 
     @torch.no_grad()
     def judge(self) -> None:
-        """Take the divergence on the held-out rows, and keep the values if it is the least.
+        """Compute the divergence on the held-out rows, and keep the values if it is the lowest.
 
         Raises:
             NonFiniteState: the first divergence is NaN or infinite.
@@ -213,13 +215,13 @@ class Distillation:
             value.copy_(best)
 
     def state(self) -> torch.Tensor:
-        """Return all that changes from step to step beside `step`, fp32 on the CPU."""
+        """Return everything that a step changes except `step` itself, fp32 on the CPU."""
         flat = [tensor.detach().reshape(-1).cpu() for tensor in self._changing()]
         return torch.cat([*flat, torch.tensor(self.judgements)])  # judgements are fp32 already
 
     @torch.no_grad()
     def restore(self, step: int, state: torch.Tensor) -> None:
-        """Go on from what `state` returned after a step."""
+        """Continue from a `state` saved after a step."""
         begin = 0
         for tensor in self._changing():
             tensor.copy_(state[begin : begin + tensor.numel()].view(tensor.shape))
@@ -238,7 +240,7 @@ class Distillation:
 
 
 def rate_share(step: int, steps: int) -> float:
-    """Return the share of the rates at a step: a linear rise, then half a cosine wave."""
+    """Return the multiplier of the rates at a step: linear warm-up, then half a cosine."""
     warm = max(1, round(WARM_UP * steps))
     if step < warm:
         return (step + 1) / warm

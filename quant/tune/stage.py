@@ -1,22 +1,21 @@
-"""The tune stage: distil what stays continuous from the source, judged on rows set aside.
+"""The tune stage: train the continuous parameters to match the source, judged on held-out rows.
 
-Adam lowers the KL divergence from the source on random crops of the calibration text. Rows that it
-never sees judge; the best state that they have met is written, which may be the first one. A run
-that was killed goes on from its last saved state and gives the same bytes.
+Adam minimizes the KL divergence from the source on random crops of the calibration text. Held-out
+rows judge; the best state on them is written, which may be the initial one. A run that was killed
+resumes from its last saved state and gives the same bytes.
 """
 
 import json
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.files import digest, write_json, write_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
@@ -40,20 +39,15 @@ TUNING_FILE = "tuning.json"  # the judgements
 
 
 def tuned_files(spec: ModelSpec) -> list[str]:
-    """Return the files of tensors of a finished `tune` stage: those of `quantize`, and plain."""
+    """Return the tensor files of a finished `tune` stage: those of `quantize`, and `plain`."""
     return [*result_files(spec), PLAIN_FILE]
 
 
-def tuned_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return norms and embedding fp16 by the source's names, from the stage folder of `tune`."""
-    return read_tensors(folder / PLAIN_FILE)
-
-
 def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
-    """Forecast the bytes on the device that tuning needs beside the process itself.
+    """Forecast the device memory in bytes that tuning needs.
 
-    The whole source as its files hold it, the codes of the whole model, Adam's state, one
-    sublayer's and the head's matrices, a step's logits, and the activations.
+    The whole source as its files store it, the codes of the whole model, Adam's state, the matrices
+    of one sublayer and the head, a step's logits, and the activations.
     """
     tensors = TensorFiles(spec.source_dir)
     sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
@@ -70,13 +64,13 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
 
 
 @tensor_cores()
-@torch.enable_grad()  # stages before this one leave inference mode behind, not gradients
+@torch.enable_grad()  # an earlier stage may have left gradients off
 def tune(run: StageRun) -> None:
-    """Write complete replacements of the files of `quantize`, and the tuned plain tensors.
+    """Write replacements for all files of `quantize`, and the tuned plain tensors.
 
     Raises:
         NotEnoughRows: the calibration rows hold less than two rows of text.
-        ReconstructionMismatch: what is packed decodes to something else than what was judged.
+        ReconstructionMismatch: a packed matrix does not decode to the one that was judged.
     """
     spec = resolve(run.config.source)
     run.folder.manifest.total = run.config.tune.steps
@@ -94,13 +88,13 @@ def tune(run: StageRun) -> None:
 
 
 def _attention(device: torch.device) -> AbstractContextManager[None]:
-    """On CUDA, use the attention whose gradient is the same in every run."""
+    """On CUDA, use the attention whose gradient is deterministic."""
     on_cuda = device.type == "cuda"
     return sdpa_kernel(SDPBackend.MATH) if on_cuda else nullcontext()
 
 
 def distill(run: StageRun, work: Distillation) -> None:
-    """Train up to the last step, saving the state now and then."""
+    """Train up to the last step, saving the state from time to time."""
     saved = run.folder.load_states()
     if saved is not None:
         work.restore(*saved)
@@ -122,10 +116,11 @@ def distill(run: StageRun, work: Distillation) -> None:
 
 
 def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
-    """Commit the files of all sublayers, of the head, the plain tensors, and the judgements."""
+    """Commit the files of all sublayers and the head, the plain tensors, and the judgements."""
     for sublayer in model.sublayers:
         linears = [(p, sublayer.linears[p.name]) for p in sublayer.spec.projections]
         _write_linears(run, sublayer_file(sublayer.spec), linears)
+        run.stop_if_asked()
     _write_linears(run, HEAD_FILE, [(model.spec.head, model.head)])
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
@@ -138,7 +133,7 @@ def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
 def _write_linears(
     run: StageRun, name: str, linears: list[tuple[ProjectionSpec, TunedLinear]]
 ) -> None:
-    """Write a file like that of `quantize`, whose report it takes over."""
+    """Write a file like that of `quantize`, with its report."""
     report = read_report(run.inputs["quantize"] / name)
     entries: dict[str, dict[str, object]] = report["projections"]  # type: ignore[assignment]  # JSON
     tensors: dict[str, torch.Tensor] = {}

@@ -1,9 +1,9 @@
-"""Quantized linear maps and norms with all that stays continuous as parameters.
+"""Quantized linear maps and norms whose continuous parts are parameters.
 
-Their forward pass is what the written file decodes to: every parameter is rounded as it is stored
-and gradients pass the rounding unchanged. A group's maximum scale is its factor `exp(p)` times the
-one it began with, so that rates are relative. Scaling a group is scaling its in-features, hence the
-gradient of `p` needs no gradient of the matrix.
+Their forward pass uses what the written file decodes to: every parameter is rounded as stored, and
+gradients pass the rounding unchanged. A group's maximum scale is `exp(p)` times its initial value,
+so rates are relative. Scaling a group scales its in-features, hence the gradient of `p` needs no
+gradient of the matrix.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from exl2flow.model.norms import RmsNorm
 
 
 class _Rounded(torch.autograd.Function):
-    """The nearest fp16 number as fp32; the gradient passes."""
+    """Round to the nearest fp16 number, as fp32; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def stored(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` fp32 as it reads after being stored as fp16, differentiable."""
+    """Return `x` rounded to fp16, as fp32; differentiable."""
     rounded: torch.Tensor = _Rounded.apply(x)  # type: ignore[no-untyped-call]  # torch's own
     return rounded
 
@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
 class Parameter:
     """A tensor to train, fp32; `rate` is its learning rate in its own units.
 
-    `is_code` tells that it is rounded to integers, so that rates know nothing of the error's size.
+    `is_code`: it is rounded to integers, so its rate does not scale with the size of the error.
     """
 
     value: torch.Tensor
@@ -84,7 +84,7 @@ class Parameter:
 class TunedLinear:
     """A quantized linear map whose maximum scales, bias and codes can be trained.
 
-    Tensors of one entry per in-feature are in the order of the in-features, not of the file.
+    Tensors with one entry per in-feature are in the order of the in-features, not of the file.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TunedLinear:
         out_features: int,
         device: torch.device,
     ) -> None:
-        """Take a stored matrix apart; of its columns the first `out_features` are used."""
+        """Unpack a stored matrix; only its first `out_features` columns are used."""
         self.matrix = matrix
         self.out_features = out_features
         self.device = device
@@ -122,7 +122,7 @@ class TunedLinear:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """What is trained."""
+        """The trained parameters."""
         options = self.options
         made = [Parameter(value=self.factors, rate=options.scale_rate)]
         if self.start_bias is not None:
@@ -148,7 +148,7 @@ class TunedLinear:
 
     @torch.no_grad()
     def signed_codes(self) -> torch.Tensor:
-        """Return the codes less their zero point, (k, n)."""
+        """Return the codes minus their zero point, (k, n)."""
         if self.codes_moved is None:
             return self.codes
         moved = (self.codes + self.codes_moved).round_()
@@ -156,7 +156,7 @@ class TunedLinear:
 
     @torch.no_grad()
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the matrix and its scales by the format's law, fp32 (k, n) each."""
+        """Return the matrix and its scales as the format decodes them, fp32 (k, n) each."""
         ops = get_ops(self.device)
         scales = ops.decode_scales(self.scale_codes, self.max_scales).float()
         steps = scales[self.group]  # (k, n)
@@ -173,7 +173,7 @@ class TunedLinear:
 
     @torch.no_grad()
     def export(self) -> QuantizedMatrix:
-        """Return the matrix as it is now stored, on the CPU."""
+        """Return the current matrix in stored form, on the CPU."""
         made = replace(self.matrix, max_scales=self.max_scales.cpu())
         if self.start_bias is not None and made.bias is not None:
             bias = made.bias.clone()
@@ -190,7 +190,7 @@ class TunedLinear:
 
 
 class TunedNorm:
-    """An RMS norm whose weight is trained."""
+    """An RMS norm with a trained weight."""
 
     def __init__(self, norm: RmsNorm, options: TuneOptions, *, name: str) -> None:
         """Take the source's norm; `name` is its key, for errors."""
@@ -199,7 +199,7 @@ class TunedNorm:
         self.parameter = sized(self.value, options.norm_rate)
 
     def current(self) -> RmsNorm:
-        """Return the norm with the weight as it is stored."""
+        """Return the norm with its weight as stored."""
         return RmsNorm(weight=stored(self.value), eps=self.eps)
 
 
@@ -219,7 +219,7 @@ def fits_half(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor to train."""
+    """Return a trainable copy of a tensor."""
     return value.detach().clone().to(device).requires_grad_()
 
 
@@ -230,7 +230,7 @@ def sized(value: torch.Tensor, rate: float) -> Parameter:
 
 
 def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Return each group's in-features, int64 (g, rows), filled with k where a group is short.
+    """Return each group's in-features, int64 (g, rows), padded with k.
 
     Args:
         place: int64 (k,), row in the file of each in-feature.

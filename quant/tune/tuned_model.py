@@ -1,6 +1,6 @@
-"""The quantized model whose norms, scales, biases, embedding and codes are parameters.
+"""The quantized model with norms, scales, biases, embedding and codes as parameters.
 
-Its forward pass gives what a reader of the written files computes, in fp32.
+Its forward pass computes what a reader of the written files would, in fp32.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from exl2flow.core.config import TuneOptions
 from exl2flow.core.files import read_tensors
+from exl2flow.core.interrupt import look
 from exl2flow.model import ProjectionSpec, SublayerSpec
 from exl2flow.model.attention import AttentionSublayer
 from exl2flow.model.decoder import Head, build_embedding
@@ -29,7 +30,7 @@ from exl2flow.quant.tune.trainable import (
 )
 from exl2flow.quant.walk.source_model import DTYPE, SourceModel
 
-LOGIT_BYTES = 1 << 26  # logits of one model held at a time
+LOGIT_BYTES = 1 << 26  # of one model's logits held at a time
 
 
 class TunedSublayer:
@@ -58,12 +59,13 @@ class TunedSublayer:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """What is trained, in a fixed order."""
+        """The trained parameters, in a fixed order."""
         made = [norm.parameter for norm in self.norms.values()]
         return made + [p for linear in self.linears.values() for p in linear.parameters]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
+        look()
         norm, *head_norms = (norm.current() for norm in self.norms.values())
         self.built.norm = norm
         if isinstance(self.built, AttentionSublayer):
@@ -72,10 +74,10 @@ class TunedSublayer:
 
 
 class TunedModel:
-    """The whole quantized model on one device, in the precision of its file."""
+    """The whole quantized model on one device, with the precision of its file."""
 
     def __init__(self, source: SourceModel, quantized: Path, options: TuneOptions) -> None:
-        """Read the source's plain tensors and the matrices in the folder of `quantize`."""
+        """Read the source's plain tensors and the matrices from the folder of `quantize`."""
         self.spec = source.spec
         embedding = build_embedding(
             source.spec, source.tensors, dtype=DTYPE, device=source.device
@@ -95,7 +97,7 @@ class TunedModel:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """What is trained, in a fixed order."""
+        """The trained parameters, in a fixed order."""
         made = [p for sublayer in self.sublayers for p in sublayer.parameters]
         made += [self.final_norm.parameter, *self.head.parameters]
         if self.embedding_rate:
@@ -107,10 +109,10 @@ class TunedModel:
 
         Args:
             ids: token ids.
-            checkpointed: keep only the states between sublayers for the backward pass.
+            checkpointed: whether to keep only the states between sublayers for the backward pass.
         """
         is_known = (ids >= 0) & (ids < len(self.embedding))
-        # not by indexing, whose gradient on several threads differs from run to run
+        # not by indexing, whose gradient is not deterministic on several threads
         hidden = stored(functional.embedding(torch.where(is_known, ids, 0), self.embedding))
         for sublayer in self.sublayers:
             if checkpointed:
@@ -120,7 +122,7 @@ class TunedModel:
         return hidden
 
     def kept_bytes(self, tokens: int) -> int:
-        """Forecast what a backward pass over `tokens` keeps unless checkpointed."""
+        """Forecast the bytes that a backward pass over `tokens` keeps unless checkpointed."""
         width = sum(
             p.in_features + 3 * p.out_features for s in self.spec.sublayers for p in s.projections
         )
@@ -130,7 +132,7 @@ class TunedModel:
         return 4 * (weights + tokens * width)
 
     def plain_tensors(self) -> dict[str, torch.Tensor]:
-        """Return embedding and norms as they are stored, fp16 on the CPU, by the source's names."""
+        """Return embedding and norms as stored, fp16 on the CPU, by the source's names."""
         norms = {key: norm for s in self.sublayers for key, norm in s.norms.items()}
         norms[FINAL_NORM_KEY] = self.final_norm
         values = {EMBEDDING_KEY: self.embedding} | {key: n.value for key, n in norms.items()}
@@ -171,6 +173,6 @@ def read_linear(
     options: TuneOptions,
     device: torch.device,
 ) -> TunedLinear:
-    """Take a quantized projection out of a file's tensors."""
+    """Build a tuned projection from a file's tensors."""
     matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
     return TunedLinear(matrix, options, out_features=projection.out_features, device=device)

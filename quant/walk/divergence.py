@@ -1,22 +1,23 @@
-"""KL divergence between two heads' predictions, a few hundred positions at a time."""
+"""KL divergence between the predictions of two heads, a few hundred positions at a time."""
 
 import torch
 
+from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear
 
-LOGIT_POSITIONS = 256  # logits exist for that many positions at a time
+LOGIT_POSITIONS = 256  # whose logits are held at a time
 
 
 def mean_divergence(
     reference: Head, expected: torch.Tensor, head: Head, found: torch.Tensor
 ) -> float:
-    """Return the divergence of predictions from final states fp32 (rows, t, hidden), in nats.
+    """Return the mean KL divergence in nats of predictions from final states.
 
     Args:
-        reference: of the source.
-        expected: final states of the source.
-        head: that is compared.
-        found: final states that it reads.
+        reference: head of the source.
+        expected: final states of the source, fp32 (rows, t, hidden).
+        head: the head to compare.
+        found: the final states that it reads, fp32 (rows, t, hidden).
     """
     device = reference.linear.weight.device
     parts = [
@@ -36,15 +37,16 @@ def divergence(
 
     Args:
         reference: head of the source.
-        expected: what it reads, (t, hidden).
-        linear: head that is compared.
-        found: what that reads, (t, hidden).
+        expected: its input, (t, hidden).
+        linear: the head to compare.
+        found: its input, (t, hidden).
     """
     total = 0.0
     pairs = zip(
         torch.split(expected, LOGIT_POSITIONS), torch.split(found, LOGIT_POSITIONS), strict=True
     )
     for x, y in pairs:
+        look()
         p = torch.log_softmax(reference(x).float(), dim=-1)
         q = torch.log_softmax(linear(y).float(), dim=-1)
         total += float((p.exp() * (p - q)).sum())

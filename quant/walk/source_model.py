@@ -10,6 +10,7 @@ import torch
 from exl2flow.core.background import pinned
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.interrupt import look
 from exl2flow.core.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
     Head,
@@ -25,11 +26,11 @@ from exl2flow.model import (
 from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 from exl2flow.quant.walk.working_memory import working_bytes
 
-NARROW = torch.float16  # of weights on a GPU, which multiplies them faster
+NARROW = torch.float16  # of weights on a GPU, for speed
 PARTS = ("weight", "bias")  # of a projection in a file
 DTYPE = torch.float32  # of weights and states while converting
-ROWS_TOGETHER = 4  # that a GPU works on at a time at most
-ROW_PARTS = 24  # of memory: a row's widest activation, fp32, takes one at most
+ROWS_TOGETHER = 4  # most rows in a batch on a GPU
+ROW_PARTS = 24  # a row's widest activation, fp32, takes at most one such part of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class SourceModel:
     tensors: TensorFiles
     device: torch.device
     dtype: torch.dtype = DTYPE
-    keeps_states: bool = True  # on the device, where they fit
+    keeps_states: bool = True  # on the device, if they fit
 
     @classmethod
     def open(
@@ -50,8 +51,8 @@ class SourceModel:
 
         Args:
             config: the conversion.
-            device: where tensors go.
-            gradients: whether some will be asked for, which narrow weights do not have.
+            device: for the tensors.
+            gradients: whether gradients are needed, which narrow weights do not have.
         """
         rope = config.rope
         spec = resolve(config.source).with_rope(scale=rope.scale, alpha=rope.alpha)
@@ -66,6 +67,7 @@ class SourceModel:
         Raises:
             NonFiniteState: a weight is NaN or infinite.
         """
+        look()
         built = build_sublayer(
             self.spec, sublayer, self.tensors, dtype=self.dtype, device=self.device
         )
@@ -77,14 +79,14 @@ class SourceModel:
             found[f"{projection.key}.weight"] = linear.weight
             if linear.bias is not None:
                 found[f"{projection.key}.bias"] = linear.bias
-        # one answer for all, for each waits for the device
+        # a single check for all, because each one waits for the device
         if not torch.stack([_is_finite(tensor) for tensor in found.values()]).all():
             for name, tensor in found.items():
                 self._check_finite(name, tensor)
         return built
 
     def sublayers(self, order: Sequence[SublayerSpec]) -> Iterator[Sublayer]:
-        """Read sublayers in turn; beside a GPU, each while the one before is worked on.
+        """Read sublayers in order; with a GPU, each while the previous one is in use.
 
         Raises:
             NonFiniteState: a weight is NaN or infinite.
@@ -108,16 +110,15 @@ class SourceModel:
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         if not _is_finite(tensor):
-            count = int((~tensor.isfinite()).sum())
             raise NonFiniteState(
-                f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in {count:,} of "
-                f"{tensor.numel():,} elements; download or export the model again"
+                f"`{name}` of `{self.spec.source_dir}` holds NaN or infinity in "
+                f"{non_finite_share(tensor)}; download or export the model again"
             )
 
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden).
 
-        They lie where `room` says. Rows that begin with a negative id become Gaussian noise
+        Their memory comes from `room`. Rows that begin with a negative id become Gaussian noise
         with the mean and deviation of all other rows (format section 6).
 
         Raises:
@@ -125,7 +126,7 @@ class SourceModel:
         """
         if self.device.type == "cuda":
             self.tensors.fetch([f"{self.spec.head.key}.weight", f"{EMBEDDING_KEY}.weight"])
-        self.head()  # used last, found out now
+        self.head()  # used last, checked first
         dtype = self.tensors.dtype(f"{EMBEDDING_KEY}.weight")
         embedding = build_embedding(self.spec, self.tensors, dtype=dtype, device=self.device)
         self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
@@ -133,6 +134,7 @@ class SourceModel:
         self._check_finite(final_norm, self.tensors.read(final_norm))
         states = self.room((*ids.shape, self.spec.hidden_size))
         for row, tokens in zip(states, ids, strict=True):
+            look()
             row.copy_(embedding(tokens[None])[0])
         noise = ids[:, 0] < 0
         if noise.any():
@@ -145,7 +147,7 @@ class SourceModel:
     def room(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fp32 memory for states: on the device if they fit there beside a sublayer's work.
 
-        What lies in main memory beside a GPU is pinned.
+        With a GPU, main memory is pinned.
         """
         if self.device.type == "cpu":
             return torch.empty(shape, dtype=DTYPE)
@@ -157,7 +159,7 @@ class SourceModel:
         return torch.empty(shape, dtype=DTYPE, pin_memory=True)
 
     def placed(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states where they are walked."""
+        """Return states in memory from `room`."""
         if self.device.type == "cpu":
             return states
         return self.room(tuple(states.shape)).copy_(states)
@@ -169,10 +171,15 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     return largest.isfinite()
 
 
-def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
-    """Yield the rows of states (rows, t, hidden) that pass a sublayer together; a CPU has one.
+def non_finite_share(tensor: torch.Tensor) -> str:
+    """Return how many elements are NaN or infinite, in words."""
+    return f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} elements"
 
-    How many depends on shapes and on the limit of memory alone, for results depend on it.
+
+def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+    """Yield batches of rows of states (rows, t, hidden) that pass a sublayer together; 1 on a CPU.
+
+    The size depends on shapes and the memory limit only, because results depend on it.
     """
     device, together = device_of(sublayer), 1
     if device.type == "cuda":
@@ -184,24 +191,24 @@ def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
 
 
 def placed_like(states: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return what was found where states lie; into pinned memory it may be on its way."""
+    """Return `found` on the device of `states`; a copy to pinned memory may still be running."""
     return pinned(found) if states.is_pinned() else found.to(states.device)
 
 
 def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return ‖found - expected‖ / ‖expected‖, (), where `found` lies."""
+    """Return ‖found - expected‖ / ‖expected‖, (), on the device of `found`."""
     there = expected.to(found.device, non_blocking=True)
     ratio: torch.Tensor = torch.linalg.vector_norm(found - there) / torch.linalg.vector_norm(there)
     return ratio
 
 
 def device_of(sublayer: Sublayer) -> torch.device:
-    """Return where a sublayer's weights lie."""
+    """Return the device of a sublayer's weights."""
     return next(iter(sublayer.linears.values())).weight.device
 
 
 class StatesCheck:
-    """Refuses NaN or infinity in hidden states; waits for the device only once."""
+    """Rejects NaN or infinity in hidden states; waits for the device only once."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -209,7 +216,7 @@ class StatesCheck:
         self._largest: list[torch.Tensor] = []
 
     def add(self, rows: Sequence[int], states: torch.Tensor) -> None:
-        """Look at states of some rows, fp32 (rows, t, hidden)."""
+        """Check the states of some rows, fp32 (rows, t, hidden)."""
         self._rows.extend(rows)
         self._largest.append(torch.linalg.vector_norm(states, ord=math.inf, dim=(1, 2)))
 
@@ -227,9 +234,8 @@ class StatesCheck:
         finite = torch.cat(self._largest).isfinite().tolist()
         for row, is_finite in zip(self._rows, finite, strict=True):
             if not is_finite:
-                share = 1 - float(found[row].isfinite().float().mean())
                 raise NonFiniteState(
-                    f"hidden states after `{self.where}` hold NaN or infinity in {share:.2%} of "
-                    f"row {row}; the model overflows on this text: check the source, or try other "
-                    "calibration data"
+                    f"hidden states after `{self.where}` hold NaN or infinity in "
+                    f"{non_finite_share(found[row])} of row {row}; the model overflows on this "
+                    "text: check the source, or try other calibration data"
                 )

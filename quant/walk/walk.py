@@ -1,7 +1,7 @@
 """Hidden states streamed through one sublayer at a time, with a commit after each.
 
-Measuring and quantizing are the same walk with different work at each stop. Work already committed
-is not repeated: its sublayers are only run forward, from the last saved states or from the start.
+Measuring and quantizing are the same walk with different work at each sublayer. Committed work is
+not repeated: those sublayers only run forward, from the last saved states or from the start.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from exl2flow.core.background import Background, to_host
+from exl2flow.core.interrupt import look
 from exl2flow.core.stage import StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
@@ -29,31 +30,31 @@ Store = Callable[[], str]
 class SublayerWork(Protocol):
     """What a walk does at each sublayer."""
 
-    again: range  # rows whose states run a second time, after those of all rows
+    again: range  # rows whose states are walked twice; the copies follow all rows
 
     def file(self, sublayer: SublayerSpec) -> str:
         """Return the name of the sublayer's result inside the stage folder."""
         ...
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """Do the work, move `states` past the sublayer in place, and return what stores the result.
+        """Do the work, advance `states` in place, and return a function that stores the result.
 
-        States are fp32 (rows, t, hidden), those of `again` last. Storing writes `path`, in another
-        thread, and returns the file's sha256.
+        States are fp32 (rows, t, hidden), those of `again` last. The function runs in another
+        thread, writes `path`, and returns the file's sha256.
         """
         ...
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """Move `states` past the sublayer in place by committed results."""
+        """Advance `states` in place through the sublayer, using committed results."""
         ...
 
     def describe(self, path: Path) -> str:
-        """Return a few words on a finished result for the log."""
+        """Describe a finished result in a few words for the log."""
         ...
 
 
 class OverSource:
-    """What works share whose states are the source's own, and whose results are JSON."""
+    """Base for work whose states are the source's own and whose results are JSON."""
 
     again = range(0)
 
@@ -62,7 +63,7 @@ class OverSource:
         return f"sublayers/{sublayer.index:04d}.json"
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: states of the source need no results."""
+        """See `SublayerWork`: the source's states need no results."""
         advance(sublayer, states)
 
 
@@ -70,6 +71,7 @@ def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
     """Run every row through a sublayer, in place."""
     check = StatesCheck(sublayer.spec.name)
     for rows in row_batches(sublayer, states):
+        look()
         output = sublayer(states[rows].to(device_of(sublayer), non_blocking=True))
         check.add(range(rows.start, rows.stop), output)
         states[rows].copy_(output, non_blocking=True)
@@ -86,7 +88,7 @@ def walk(
         model: the source.
         ids: int64 (rows, t), the calibration rows.
         work: what to do at each sublayer.
-        to_end: whether the states after the last sublayer are wanted.
+        to_end: whether to return the states after the last sublayer.
 
     Returns:
         States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
@@ -95,16 +97,16 @@ def walk(
 
 
 def remedied(model: SourceModel, work: Callable[[SourceModel], T]) -> T:
-    """Return what resumable work with a model returns.
+    """Return the result of resumable work with a model.
 
-    If it ends for lack of memory it is gone on with, its states in main memory.
+    If memory runs out, resume it with its states in main memory.
     """
     try:
         return work(model)
     except torch.OutOfMemoryError:
         if not model.keeps_states:
             raise
-        log.warning("remedy=out of memory: states wait in main memory, the walk begins again")
+        log.warning("remedy=out of memory: states move to main memory, the walk restarts")
     torch.cuda.empty_cache()  # now that nothing of the work is left
     return work(replace(model, keeps_states=False))
 

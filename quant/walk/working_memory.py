@@ -1,6 +1,6 @@
-"""GPU memory for the work on one sublayer, without the hidden states, from shapes alone.
+"""GPU memory that the work on one sublayer needs beside states, from shapes alone.
 
-States stay on the GPU if they fit beside this; otherwise they wait in main memory.
+States stay on the GPU if they fit beside this, else they go to main memory.
 """
 
 from exl2flow.model import ModelSpec, ProjectionSpec
@@ -9,14 +9,14 @@ from exl2flow.quant.walk.pinned import is_tall
 
 NARROW = 2  # bytes of a weight in the forward pass, fp16
 FLOAT = 4
-ROUNDED = 8  # bytes per weight being rounded: values, codes, decoded values
-REFINED = 7  # per weight refined side by side: gradient, old and new codes, a window's change
-TALL = 7  # per weight of a matrix too large for that: stored, codes, decoded, packed
-PASSING = 1 << 29  # a row's activations, chunks of wide matrices, library workspaces
+ROUNDED = 8  # bytes per weight while rounding: values, codes, decoded values
+REFINED = 7  # per weight while refining: gradient, codes before and after, a window's change
+TALL = 7  # per weight of a tall matrix: as in the file, codes, decoded values, packed
+PASSING = 1 << 29  # a row's activations, chunks of wide matrices, the libraries' own
 
 
 def working_bytes(spec: ModelSpec, limit: int) -> int:
-    """Return the least that the largest sublayer or the head needs, with all remedies applied.
+    """Return the least memory in bytes for the largest sublayer or the head, with all remedies.
 
     Args:
         spec: the model.
@@ -27,7 +27,7 @@ def working_bytes(spec: ModelSpec, limit: int) -> int:
 
 
 def _working(projections: tuple[ProjectionSpec, ...], limit: int) -> int:
-    """Return the larger of the peaks of `measure` and `quantize`."""
+    """Return the peak of `measure` and `quantize`."""
     sizes = {p.name: p.in_features * padded_columns(p.out_features) for p in projections}
     readers: dict[str, int] = {}  # capture → weights that read it
     widths = {p.capture: p.in_features for p in projections}
@@ -38,7 +38,7 @@ def _working(projections: tuple[ProjectionSpec, ...], limit: int) -> int:
         return 2 * hessians + TALL * weights
     largest = FLOAT * max(widths.values()) ** 2
     measuring = 3 * hessians + FLOAT * max(readers.values()) + ROUNDED * max(sizes.values())
-    # both kinds of Hessians, targets, a factor being computed, one activation's matrices refined
+    # both kinds of Hessians; targets; a factor being computed; one activation's matrices refined
     refining = (
         2 * hessians + FLOAT * weights + largest + max(largest, REFINED * max(readers.values()))
     )

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conversions import small_config
 from tiny import make_tiny
 from traces import contents
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted
+from exl2flow.core.files import read_json
 from exl2flow.core.progress import Progress, Tick, silent
+from exl2flow.core.stage import SCORE_FILE
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.tasks.stages import STAGES
 
@@ -88,3 +91,60 @@ def test_a_run_that_ended_is_gone_on_with(
         convert(config, after(stage, 5, act))
 
     assert convert(config) == undisturbed
+
+
+def wide_config(folder: Path, source: Path) -> ConversionConfig:
+    """Return a conversion with 16 rows of 512 tokens, all of them beside the source's own."""
+    return small_config(
+        source,
+        folder / "out",
+        device="cuda",
+        bpw=4.0,
+        quality="standard",
+        calibration={"rows": 16, "row_tokens": 512, "measure_rows": 5, "measure_row_tokens": 512},
+        validate_options={
+            "rows": 5,
+            "row_tokens": 512,
+            "sample_tokens": 4,
+            "fail_perplexity_ratio": 1e9,
+        },
+    )
+
+
+def convert_and_score(
+    config: ConversionConfig, progress: Progress = silent
+) -> tuple[dict[str, str], dict[str, object]]:
+    """Run all stages; return the digests of the output, and what validation found."""
+    pipeline = open_pipeline(config, STAGES)
+    for name in pipeline.stages:
+        pipeline.run(name, progress=progress)
+    files = {k: v for k, v in contents(config.out).items() if k.endswith(".safetensors")}
+    found = read_json(config.out / SCORE_FILE)
+    return files, {name: found[name] for name in ("score", "calibration")}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose products are large enough for cuBLAS to choose its kernels by the rows."""
+    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+    return make_tiny(
+        "llama",
+        tmp_path_factory.mktemp("wide"),
+        dtype=torch.float16,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        **shape,
+    )
+
+
+@pytest.mark.parametrize("stage", ["measure", "quantize"])
+def test_a_wide_model_gives_the_same_bytes_and_scores_when_resumed(
+    stage: str, wide: Path, tmp_path: Path
+) -> None:
+    """The states of a short run are not saved: all finished sublayers are replayed."""
+    undisturbed = convert_and_score(wide_config(tmp_path / "undisturbed", wide))
+    config = wide_config(tmp_path / "disturbed", wide)
+    with pytest.raises(Crash):
+        convert_and_score(config, after(stage, 3, crash))
+
+    assert convert_and_score(config) == undisturbed

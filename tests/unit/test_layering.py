@@ -40,7 +40,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),
-    "scipy": ("quant/allocate/knapsack.py",),
+    "highspy": ("quant/allocate/knapsack.py",),
     "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
     "tokenizers": ("model/tokenizer.py", "model/sentencepiece_model.py"),
     "typer": ("flows/cli/",),

@@ -5,10 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from exl2flow.core.interrupt import SIGNALS, listening
+from exl2flow.core import interrupt
+from exl2flow.core.errors import Interrupted
+from exl2flow.core.interrupt import GRACE_SECONDS, SIGNALS, listening, look
 
 TWICE = """
 import os, signal, sys, time
@@ -77,3 +81,32 @@ def test_outside_the_main_thread_nothing_is_caught() -> None:
     thread.join()
 
     assert found == [None, before]
+
+
+def test_work_goes_on_in_the_grace_period_and_ends_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    with listening():
+        look()
+        os.kill(os.getpid(), signal.SIGTERM)
+        now += GRACE_SECONDS - 0.1
+        look()
+        now += 0.2
+        with pytest.raises(Interrupted, match="everything finished is saved") as stopped:
+            look()
+
+    assert stopped.value.signum == signal.SIGTERM
+    look()
+
+
+def test_other_threads_see_the_signal_of_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "GRACE_SECONDS", 0.0)
+
+    with listening(), ThreadPoolExecutor(1) as pool:
+        pool.submit(look).result()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            pool.submit(look).result()

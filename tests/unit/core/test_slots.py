@@ -1,18 +1,23 @@
 """Device slots: who holds one, who waits, and what is left by those that die."""
 
+import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from exl2flow.core import interrupt
 from exl2flow.core import slots as module
-from exl2flow.core.errors import WriteFailed
-from exl2flow.core.slots import Slots
+from exl2flow.core.errors import Interrupted, WriteFailed
+from exl2flow.core.interrupt import listening
+from exl2flow.core.slots import Slots, turn
 
 HOLD = """
 import sys
@@ -158,3 +163,45 @@ def test_folder_that_is_somebody_elses_is_not_used(slots: Slots, tmp_path: Path)
         slots.hold(["0"], give_up).__enter__()
 
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def run_in_two_threads(device: str) -> list[str]:
+    """Return what two threads do in a turn each, the second of which begins inside the first."""
+    done: list[str] = []
+    first_has_begun, second_has_begun = threading.Event(), threading.Event()
+
+    def second() -> None:
+        first_has_begun.wait(10)
+        with turn(device):
+            done.append("second begins")
+            second_has_begun.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with turn(device):
+        done.append("first begins")
+        first_has_begun.set()
+        second_has_begun.wait(0.2 if device == "cuda" else 10)
+        done.append("first ends")
+    thread.join(10)
+    return done
+
+
+def test_threads_of_a_process_have_the_gpu_in_turn_and_the_cpu_together() -> None:
+    assert run_in_two_threads("cuda") == ["first begins", "first ends", "second begins"]
+    assert run_in_two_threads("cpu") == ["first begins", "second begins", "first ends"]
+
+
+def test_a_signal_ends_the_wait_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(interrupt, "GRACE_SECONDS", 0.0)
+
+    def wait() -> None:
+        with turn("cuda"):
+            raise AssertionError
+
+    with listening(), ThreadPoolExecutor(1) as pool, turn("cuda"):
+        waiting = pool.submit(wait)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            waiting.result(10)

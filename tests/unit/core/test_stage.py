@@ -3,7 +3,9 @@
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -230,3 +232,30 @@ def test_cached_stage_says_so_in_the_log(
         "stage=allocate cached",
         "stage=compile cached",
     ]
+
+
+def test_stages_of_two_threads_use_the_gpu_one_after_the_other(config: ConversionConfig) -> None:
+    working: list[str] = []
+    most: list[int] = []
+
+    def work(run: StageRun) -> None:
+        working.append(run.folder.manifest.stage)
+        time.sleep(0.05)
+        most.append(len(working))
+        working.pop()
+        write_note(run)
+
+    names = ("sensitivity", "measure", "judge")
+    pipelines = [Pipeline(config, (stage(name, run=work),), device="cuda") for name in names]
+    outs = [config.model_copy(update={"out": config.out / name}) for name in names]
+    for pipeline, own in zip(pipelines, outs, strict=True):
+        pipeline.config = own  # each thread has an output of its own
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [
+            pool.submit(pipeline.run, name, progress=silent)
+            for pipeline, name in zip(pipelines, names, strict=True)
+        ]:
+            done.result()
+
+    assert most == [1, 1, 1]

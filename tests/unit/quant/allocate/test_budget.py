@@ -323,7 +323,7 @@ def test_a_free_head_that_was_not_measured_is_refused(kind: str, spec: ModelSpec
         written_in_nats(path, spec, head=False)
     measurement = read_measurement(path, spec)
 
-    with pytest.raises(ConfigError, match="knows nothing of the head") as refusal:
+    with pytest.raises(ConfigError, match="does not include the head") as refusal:
         allocate_total(config_for(spec, bpw_total=8), spec, measurement)
 
     assert "`--head-bits`" in str(refusal.value)

@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -150,3 +152,25 @@ def test_ample_budget_takes_the_least_errors_everywhere() -> None:
 def test_budget_below_the_smallest_options_is_refused() -> None:
     with pytest.raises(BudgetUnreachable, match="need 7 bits, the budget is 6"):
         solve([[3, 5], [4, 9]], [[1.0, 0.5], [1.0, 0.5]], 6)
+
+
+def random_instance(seed: int) -> tuple[Table, Costs, int]:
+    """Return 200 slots of 30 options, which the solver needs some rounds for."""
+    rng = random.Random(seed)
+    bits = [[rng.randrange(10**6, 10**7) for _ in range(30)] for _ in range(200)]
+    costs = [[rng.random() for _ in range(30)] for _ in range(200)]
+    return bits, costs, sum(sorted(options)[12] for options in bits)
+
+
+def test_two_threads_solve_at_once_and_leave_stdout_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = os.fstat(1)
+    instances = [random_instance(seed) for seed in range(6)]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda instance: solve(*instance), instances))
+
+    assert os.path.samestat(os.fstat(1), before)
+    assert capfd.readouterr() == ("", "")
+    assert found == [solve(*instance) for instance in instances]

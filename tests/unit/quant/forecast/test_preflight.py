@@ -177,7 +177,7 @@ def test_a_free_head_that_will_not_be_measured_is_refused(
 
     for values in (by_error, {"measurement": measured, **target}):
         (problem,) = problems_of(config_of(source, **values))
-        assert "knows nothing of the head" in problem
+        assert "does not include the head" in problem
         preflight(config_of(source, head_bits=6, **values))
     path = written_in_nats(tmp_path / "nats.json", resolve(source))
     preflight(config_of(source, measurement=path, **by_error))

@@ -128,7 +128,8 @@ def targets_of(
     correction = Correction(strength=strength, damping=DAMPING)
     return {
         p.name: moved(
-            sublayer.linears[p.name], correction.move(hessians[p.capture], crosses[p.capture])
+            sublayer.linears[p.name],
+            correction.move(hessians[p.capture], crosses[p.capture], name=p.reads),
         )
         for p in sublayer.spec.projections
     }
@@ -240,7 +241,7 @@ def test_a_correction_that_moves_nothing_gives_the_bytes_of_none(
 def test_a_correction_that_does_harm_is_not_taken(
     corrected: Pipeline, plain: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubling(correction: Correction, hessian: torch.Tensor, *_: Any) -> torch.Tensor:
+    def doubling(correction: Correction, hessian: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.eye(len(hessian))
 
     monkeypatch.setattr(Correction, "move", doubling)
@@ -336,3 +337,37 @@ def test_inputs_that_are_dead_leave_the_weights_as_they_are(sublayer: Sublayer) 
 
     for name, linear in sublayer.linears.items():
         assert torch.equal(targets[name].weight, linear.weight)
+
+
+def test_a_hessian_without_a_factor_leaves_the_weights_and_says_so(
+    sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """So it is with a negative eigenvalue, as rounding of large sums makes it."""
+    quantized, source = (x[:1].clone() for x in states)
+    crosses = CrossProducts(sublayer, source, range(1))
+    hessians, _ = collect_hessians(sublayer, quantized, observe=crosses.add)
+    hessians["input"] -= 2 * torch.diag(hessians["input"].diagonal())
+    notes: list[str] = []
+    correction = Correction(strength=1.0, damping=1e-9, note=notes.append)
+
+    targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+
+    (first, *_) = read = sublayer.spec.reading("input")
+    assert notes == [f"{first.reads}: no correction, the damped Hessian has no Cholesky factor"]
+    for p in read:
+        assert torch.equal(targets[p.name].weight, sublayer.linears[p.name].weight)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])  # changes exponents only
+def test_least_damping_is_relative_to_the_hessian(scale: float) -> None:
+    """A Hessian of 4 tokens for 64 inputs has a factor by its damping alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 64, generator=generator)
+    hessian = x.T @ x
+
+    plain = Correction(strength=1.0, damping=0.0).move(hessian, hessian, name="x")
+    scaled = Correction(strength=1.0, damping=0.0).move(scale * hessian, scale * hessian, name="x")
+
+    assert plain is not None
+    assert scaled is not None
+    torch.testing.assert_close(scaled, plain)

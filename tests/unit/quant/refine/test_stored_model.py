@@ -100,7 +100,7 @@ def test_no_rounds_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
 def test_a_single_row_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     config = refinement(*pair, tmp_path / "out", calibration={"rows": 1})
 
-    with pytest.raises(ConfigError, match="`--rows` is 1, and one row is to judge"):
+    with pytest.raises(ConfigError, match="`--rows` is 1, and one row must judge"):
         check_refinement(config)
 
 

@@ -31,7 +31,6 @@ from exl2flow.quant.tune.stage import (
     TUNING_FILE,
     tune_memory,
     tuned_files,
-    tuned_tensors,
 )
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
@@ -154,7 +153,7 @@ def divergence(config: ConversionConfig, files: Path, ids: torch.Tensor) -> floa
     spec = resolve(config.source)
     source = build_decoder(spec, TensorFiles(config.source), dtype=torch.float32, device="cpu")
     model = build_decoder(spec, TensorFiles(config.source), dtype=torch.float32, device="cpu")
-    plain = {name: tensor.float() for name, tensor in tuned_tensors(files).items()}
+    plain = {name: tensor.float() for name, tensor in read_tensors(files / PLAIN_FILE).items()}
     model.embedding.weight = plain["model.embed_tokens.weight"]
     object.__setattr__(model.head.final_norm, "weight", plain["model.norm.weight"])
     for sublayer, name in zip([*model.sublayers, None], result_files(spec), strict=True):
@@ -212,7 +211,7 @@ def test_sizes_permutations_and_scale_codes_stay(tuned: Pipeline) -> None:
 def test_norms_and_embedding_are_written_as_fp16_and_moved(tuned: Pipeline) -> None:
     source = TensorFiles(tuned.config.source)
 
-    plain = tuned_tensors(tuned.path("tune"))
+    plain = read_tensors(tuned.path("tune") / PLAIN_FILE)
 
     assert len(plain) == 2 + 4 * 2  # embedding and final norm, four norms per layer
     for name, tensor in plain.items():
@@ -267,7 +266,7 @@ def test_what_does_not_improve_leaves_the_model_as_it_was(untuned: Callable[...,
     names = result_files(resolve(pipeline.config.source))
     assert {n: found[n] for n in names} == {n: before[n] for n in names}
     source = TensorFiles(pipeline.config.source)
-    for name, tensor in tuned_tensors(pipeline.path("tune")).items():
+    for name, tensor in read_tensors(pipeline.path("tune") / PLAIN_FILE).items():
         assert torch.equal(tensor, source.read(name).half())
 
 

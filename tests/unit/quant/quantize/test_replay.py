@@ -1,0 +1,99 @@
+"""A resumed walk replays finished sublayers with the arithmetic of the first run."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import foreign_measurement, run_until, text_parquet
+from tiny import make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.progress import silent
+from exl2flow.model import AttentionSublayer, MlpSublayer, Sublayer, resolve
+from exl2flow.quant.quantize.correction import CrossProducts
+from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing
+from exl2flow.quant.rounding import hessian
+from exl2flow.quant.walk import walk
+
+ROWS = 16
+SUBLAYERS = 4
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ConversionConfig:
+    """A conversion with correction that need not measure."""
+    source = make_tiny("llama", tmp_path / "model")
+    return small_config(
+        source,
+        tmp_path / "out",
+        bpw=4.0,
+        calibration={
+            "text": text_parquet(tmp_path / "text.parquet"),
+            "rows": ROWS,
+            "row_tokens": 32,
+            "measure_rows": 1,
+            "measure_row_tokens": 32,
+        },
+        measurement=foreign_measurement(tmp_path / "measurement.json", resolve(source)),
+        sensitivity={"kind": "error"},
+        rounding={"correction": 1.0},
+    )
+
+
+def by_fours(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+    """Yield rows as beside a GPU."""
+    return (slice(i, min(i + 4, len(states))) for i in range(0, len(states), 4))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """By what is being done, how many rows pass a sublayer together."""
+    found: dict[str, list[int]] = defaultdict(list)
+    inside = ["compute"]
+
+    def watch(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            inside.append(name)
+            result = method(*args, **kwargs)
+            inside.pop()
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def count(kind: type[AttentionSublayer] | type[MlpSublayer]) -> None:
+        method = kind.normed
+
+        def counted(sublayer: Any, hidden: torch.Tensor) -> torch.Tensor:
+            found[inside[-1]].append(len(hidden))
+            return method(sublayer, hidden)
+
+        monkeypatch.setattr(kind, "normed", counted)
+
+    watch(CrossProducts, "add")
+    watch(Quantizing, "replay")
+    count(AttentionSublayer)
+    count(MlpSublayer)
+    return found
+
+
+def test_replay_passes_rows_in_the_batches_of_the_first_run(
+    config: ConversionConfig, seen: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU takes another kernel, with other bits, for products of another shape."""
+    for module in (walk, hessian):
+        monkeypatch.setattr(module, "row_batches", by_fours)
+    pipeline = run_until(config, "quantize")
+    (pipeline.path("quantize") / HEAD_FILE).unlink()
+
+    pipeline.run("quantize", progress=silent)
+
+    source = seen["add"][: len(seen["add"]) // SUBLAYERS]
+    assert sum(source) == ROWS
+    assert seen["add"] == SUBLAYERS * source
+    assert seen["replay"] == SUBLAYERS * [*source, *(ROWS // 4) * [4]]
