@@ -7,7 +7,7 @@ Exl2FlowError
 ├── CalibrationError     ─ NotEnoughRows
 ├── QuantizationError    ─ SingularHessian · NonFiniteState · ReconstructionMismatch
 ├── AllocationError      ─ BudgetUnreachable
-├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · WriteFailed
+├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · ReadFailed · WriteFailed
 ├── KernelError          ─ BackendUnavailable
 ├── InferenceError       ─ ContextOverflow
 ├── ValidationFailed
@@ -97,6 +97,10 @@ class CorruptCheckpoint(StoreError):
 
 class WorkDirBusy(StoreError):
     """Another process works in this work directory."""
+
+
+class ReadFailed(StoreError):
+    """A file that is there could not be read: a faulty disk, a lost share or permissions."""
 
 
 class WriteFailed(StoreError):

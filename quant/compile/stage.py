@@ -18,7 +18,12 @@ import torch
 
 from exl2flow.core.background import helpers, one_ahead, to_host
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError, WriteFailed
+from exl2flow.core.errors import (
+    NonFiniteState,
+    ReconstructionMismatch,
+    SourceModelError,
+    StoreError,
+)
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     digest,
@@ -155,13 +160,16 @@ def copy_file(source: Path, target: Path) -> Path:
     """Copy a file, whole or not at all.
 
     Raises:
-        WriteFailed: it cannot be read or written.
+        SourceModelError: the source cannot be read.
+        WriteFailed: the target cannot be written.
     """
     try:
         with source.open("rb") as file, replacing(target) as copy:
             shutil.copyfileobj(file, copy)
     except OSError as error:
-        raise WriteFailed(f"cannot copy `{source}` to `{target}`: {error}") from error
+        raise SourceModelError(
+            f"cannot read `{source}`: {error.strerror or error}; check the file and its permissions"
+        ) from error
     return target
 
 
