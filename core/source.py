@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import SourceModelError, WriteFailed
-from exl2flow.core.files import FileRecord, digest, digest_of, write_json
+from exl2flow.core.files import FileRecord, digest, digest_of, exclusive, write_json
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
@@ -20,8 +20,11 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "generation_config.json",
 )
+ATTEMPTS = 3  # to read a file that changes meanwhile
 PROVENANCE = (
     "repo",
     "revision",
@@ -49,9 +52,9 @@ class SourceFingerprint:
             memory: JSON file of earlier digests, by path; made when missing.
 
         Raises:
-            SourceModelError: the folder or its weights cannot be read.
+            SourceModelError: the folder or its weights cannot be read, or a file keeps changing.
         """
-        source = source.expanduser().resolve()
+        source = source.resolve()
         try:
             paths = sorted(source.glob("*.safetensors"))
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
@@ -127,17 +130,33 @@ def provenance(source: Path) -> dict[str, Any] | None:
 
 
 def digests(paths: list[Path], memory: Path) -> dict[str, str]:
-    """Return name → sha256, reading only files that are not remembered."""
+    """Return name → sha256, reading only files that are not remembered.
+
+    Raises:
+        SourceModelError: a file keeps changing while it is read.
+    """
     remembered = _load(memory)
     result: dict[str, str] = {}
     for path in paths:
         known = remembered.get(str(path))
         if known is None or FileRecord.of(path, sha256=known.sha256) != known:
-            known = FileRecord.of(path, sha256=digest(path))
-            remembered[str(path)] = known
-            _save(memory, remembered)
+            known = _record(path)
+            _remember(memory, path, known)
         result[path.name] = str(known.sha256)
     return result
+
+
+def _record(path: Path) -> FileRecord:
+    """Digest a file that is the same before and afterwards."""
+    for _ in range(ATTEMPTS):
+        before = FileRecord.of(path, sha256=None)
+        sha256 = digest(path)
+        if FileRecord.of(path, sha256=None) == before:
+            return before.model_copy(update={"sha256": sha256})
+    raise SourceModelError(
+        f"`{path}` changes while it is read; wait until it is downloaded or copied, then repeat "
+        "the command"
+    )
 
 
 def _load(memory: Path) -> dict[str, FileRecord]:
@@ -149,8 +168,11 @@ def _load(memory: Path) -> dict[str, FileRecord]:
         return {}
 
 
-def _save(memory: Path, remembered: dict[str, FileRecord]) -> None:
+def _remember(memory: Path, path: Path, known: FileRecord) -> None:
+    """Add a digest to those that this and other processes have remembered."""
     try:
-        write_json(memory, {name: entry.model_dump() for name, entry in remembered.items()})
+        with exclusive(memory):
+            entries = {**_load(memory), str(path): known}
+            write_json(memory, {name: entry.model_dump() for name, entry in entries.items()})
     except WriteFailed:
         return  # the disk may be full or read-only: pre-flight reports that in its own words
