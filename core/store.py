@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import platform
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from exl2flow.core.errors import CorruptCheckpoint, WorkDirBusy
+from exl2flow.core.errors import CorruptCheckpoint, StoreError, WorkDirBusy, WriteFailed
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
@@ -32,6 +31,8 @@ from exl2flow.core.files import (
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+DAMAGED = ".damaged-"  # in the name of a folder set aside; the time follows
 CHECKSUM = "checksum"  # the manifest's entry on all its others
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
 STATES_SHARE = 0.1  # of the time may go into saving them, where that takes longer than usual
@@ -51,7 +52,7 @@ class StageRef(BaseModel):
 class SavedStates(BaseModel):
     """Hidden states as they enter sublayer `index`, in one of the two files."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     file: str
     index: int
@@ -59,9 +60,10 @@ class SavedStates(BaseModel):
 
 
 class StageManifest(BaseModel):
-    """What a stage folder holds; rewritten after every commit."""
+    """What a stage folder holds; rewritten after every commit.
 
-    model_config = ConfigDict(extra="forbid")
+    Fields that a newer version has added are ignored.
+    """
 
     stage: str
     schema_version: int
@@ -118,9 +120,13 @@ class StageFolder:
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> Self | None:
-        """Return the folder of a result, or None when no manifest tells of it."""
+        """Return the folder of a result, or None without an intact manifest for it.
+
+        Raises:
+            ReadFailed: the manifest is there but cannot be read.
+        """
         try:
-            manifest = StageManifest.unsealed(read_json(path / "manifest.json"))
+            manifest = StageManifest.unsealed(read_json(path / MANIFEST))
         except (CorruptCheckpoint, ValidationError):
             return None
         return cls(path, manifest) if manifest.fingerprint == fingerprint else None
@@ -133,6 +139,14 @@ class StageFolder:
     def is_complete(self) -> bool:
         """Tell whether the stage finished and all its files still hold."""
         return self.manifest.status == "complete" and all(map(self.valid, self.manifest.files))
+
+    def has_results(self) -> bool:
+        """Tell whether the folder holds finished work: a file that still holds, or states."""
+        saved = self.manifest.states
+        own = [name for name in self.manifest.files if not Path(name).is_absolute()]
+        return any(map(self.valid, own)) or (
+            saved is not None and saved.record.matches(self.path / saved.file)
+        )
 
     def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
         """Record a file that lies at its place, and how far the stage has come."""
@@ -147,7 +161,7 @@ class StageFolder:
         with self._lock:
             gone = [name for name in names if name in self.manifest.files]
             for name in gone:
-                (self.path / name).unlink(missing_ok=True)
+                _delete(self.path / name)
                 del self.manifest.files[name]
             if gone:
                 self.save()
@@ -162,7 +176,7 @@ class StageFolder:
         """Write the manifest."""
         with self._lock:
             self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
-            write_json(self.path / "manifest.json", self.manifest.sealed())
+            write_json(self.path / MANIFEST, self.manifest.sealed())
 
     def states_are_due(self) -> bool:
         """Tell whether to save states now; a new interval begins if so.
@@ -200,10 +214,66 @@ class StageFolder:
     def complete(self) -> None:
         """Mark the stage complete and drop what only a resume needs."""
         for path in self.path.glob("states-?.safetensors"):
-            path.unlink()
+            _delete(path)
         self.manifest.status = "complete"
         self.manifest.states = None
         self.save()
+
+
+def _set_aside(path: Path, stage: str) -> None:
+    """Rename a folder whose manifest is damaged or unknown; `exl2flow clean` deletes it.
+
+    Raises:
+        WriteFailed: it cannot be renamed.
+    """
+    if not path.exists() or (path.is_dir() and not any(_finished_files(path))):
+        return
+    target = path.with_name(f"{path.name}{DAMAGED}{time.strftime('%Y%m%dT%H%M%S')}")
+    while target.exists():
+        target = target.with_name(f"{target.name}-")
+    try:
+        path.rename(target)
+    except OSError as error:
+        raise WriteFailed(f"cannot set `{path}` aside: {error.strerror}; move it away") from error
+    log.warning(
+        "stage `%s` begins anew: its manifest is damaged, or another version's; what was there is "
+        "kept in `%s` until `exl2flow clean`",
+        stage,
+        target,
+    )
+
+
+def _finished_files(path: Path) -> Iterator[Path]:
+    return (p for p in path.rglob("*") if p.is_file() and not p.name.endswith(TEMPORARY_SUFFIX))
+
+
+def _refuse_other_device(folder: StageFolder, device: str) -> None:
+    """Refuse to mix the results of two device classes.
+
+    Raises:
+        StoreError: the folder holds some of another one.
+    """
+    found = folder.manifest
+    if not folder.has_results():
+        return
+    is_lost = found.device == "cuda" and device == "cpu"
+    way_out = (
+        "make the GPU visible again" if is_lost else f"continue with `--device {found.device}`"
+    )
+    raise StoreError(
+        f"stage `{found.stage}` was begun on {found.device} ({found.cursor} of {found.total} done) "
+        f"and this run is on {device}: {way_out}, or begin the stage anew with `--restart` or by "
+        f"deleting `{folder.path}`"
+    )
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise WriteFailed(
+            f"cannot delete `{path}`: {error.strerror}; move it away and repeat the command"
+        ) from error
 
 
 class WorkDir:
@@ -234,14 +304,22 @@ class WorkDir:
         options: Mapping[str, object],
         device: str,
     ) -> StageFolder:
-        """Open a stage folder for work: resume a partial one of this device class, or begin."""
+        """Open a stage folder for work: resume a partial one of this device class, or begin.
+
+        Nothing that was finished is deleted: what cannot be resumed is set aside or refused.
+
+        Raises:
+            StoreError: the stage was begun on another device class.
+            ReadFailed: the manifest, or a file that it lists, cannot be read.
+        """
         path = self.path(ref)
         folder = StageFolder.load(path, ref.fingerprint)
-        if folder is None or folder.manifest.device != device:
-            if path.exists():
-                why = "its manifest is damaged" if folder is None else "it ran on another device"
-                log.warning("stage `%s` begins anew: %s (`%s`)", ref.stage, why, path)
-            shutil.rmtree(path, ignore_errors=True)
+        if folder is None:
+            _set_aside(path, ref.stage)
+        elif folder.manifest.device != device:
+            _refuse_other_device(folder, device)
+            folder = None
+        if folder is None:
             manifest = StageManifest(
                 stage=ref.stage,
                 schema_version=schema,
@@ -252,7 +330,7 @@ class WorkDir:
             )
             folder = StageFolder(path, manifest)
         for leftover in path.rglob(f".*{TEMPORARY_SUFFIX}"):
-            leftover.unlink()
+            _delete(leftover)
         folder.manifest.status = "partial"
         folder.manifest.versions = versions()
         folder.save()
@@ -275,7 +353,7 @@ class WorkDir:
         Raises:
             WorkDirBusy: another holds one of them, or the whole directory.
         """
-        output = digest_of(str(out.expanduser().resolve()))[:16]
+        output = digest_of(str(out.resolve()))[:16]
         with (
             self._held(self.root / "lock", fcntl.LOCK_SH),
             self._held(self.root / "locks" / ref.path.replace("/", "-"), fcntl.LOCK_EX),
