@@ -22,6 +22,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.naming import model_name
 from exl2flow.core.options import Device as Device
 from exl2flow.core.options import Options as Options
+from exl2flow.core.options import user_path
 from exl2flow.core.publication import PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
@@ -83,7 +84,9 @@ class CalibrationOptions(Options):
     @field_validator("text", mode="before")
     @classmethod
     def _path_as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, Path) else value
+        if isinstance(value, str) and value.startswith("~"):
+            value = Path(value)
+        return str(user_path(value)) if isinstance(value, Path) else value
 
     @property
     def file(self) -> Path | None:
@@ -271,7 +274,7 @@ class SharedOptions(Options):
     def _check(self) -> Self:
         if self.head_bits is not None and self.head_bits not in HEAD_BITS:
             raise ValueError(f"`head_bits` is {self.head_bits}; choose one of {HEAD_BITS}")
-        if self.out.expanduser().resolve() == self.source.expanduser().resolve():
+        if self.out.resolve() == self.source.resolve():
             raise ValueError("`out` is the source folder; choose another one")
         return self
 

@@ -55,11 +55,6 @@ class SweepConfig(SharedOptions):
         return self
 
     @property
-    def work_dir_root(self) -> Path:
-        """Where the work directories of all models lie."""
-        return (self.work_root or self.out.expanduser().resolve().parent / ".exl2flow").resolve()
-
-    @property
     def run_name(self) -> str:
         """Model and bitrates, for people."""
         return f"{model_name(self.source)}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
@@ -72,7 +67,7 @@ class SweepConfig(SharedOptions):
         shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
         own = {
             "bpw": bpw,
-            "out": self.out.expanduser().resolve() / bitrate_name(bpw),
+            "out": self.out.resolve() / bitrate_name(bpw),
             "work_root": self.work_dir_root,
             "publish": None,
         }

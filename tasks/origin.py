@@ -104,7 +104,7 @@ def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: 
 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
     """Return what will be recorded of a source that is about to be converted."""
-    known = provenance(source.expanduser())
+    known = provenance(source)
     if known is not None:
         return _as_told(origin_from(known), options, hub)
     wanted = hub_model(source, work_root)

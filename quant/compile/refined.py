@@ -61,7 +61,7 @@ def recompile(run: StageRun) -> None:
         ReconstructionMismatch: a file read back differs from what was written.
     """
     config = refinement(run.config)
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     check_output_folder(out, config.source)
     stored = StoredModel.open(config, run.device)
     judgement = read_json(run.inputs["judge"] / JUDGEMENT_FILE)
@@ -127,7 +127,7 @@ def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, An
         "predicted_kl": predicted_kl(layers),
         "layers": layers,
     }
-    path = config.out.expanduser().resolve() / RECORD_FILE
+    path = config.out.resolve() / RECORD_FILE
     write_json(path, record)
     return path
 
@@ -159,7 +159,7 @@ def _compare(out: Path, tensors: TensorFiles) -> None:
 def _options(config: ConversionConfig) -> dict[str, object]:
     model = refinement(config).model
     return {
-        "out": str(config.out.expanduser().resolve()),
+        "out": str(config.out.resolve()),
         "source": str(config.source.resolve()),
         "model": str(model.resolve()),
         "files": {path.name: digest(path) for path in other_files(model) if path.is_file()},

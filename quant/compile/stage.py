@@ -121,7 +121,7 @@ def compile_model(run: StageRun) -> None:
     """
     config = run.config
     spec = resolve(config.source)
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     check_output_folder(out, config.source)
     quantized = _quantized(run)
     choice = read_choice(run.inputs["allocate"])
@@ -299,7 +299,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
 def _options(config: ConversionConfig) -> dict[str, object]:
     files = [config.source / "config.json", *carried_files(config.source)]
     return {
-        "out": str(config.out.expanduser().resolve()),
+        "out": str(config.out.resolve()),
         "source": str(config.source.resolve()),
         "shard_size_mb": config.shard_size_mb,
         "files": {path.name: digest(path) for path in files if path.is_file()},

@@ -100,7 +100,7 @@ def preflight(config: ConversionConfig) -> Plan:
 
 def _check_writable(folder: Path) -> None:
     """Find the nearest existing parent and ask whether it can be written."""
-    existing = folder.expanduser().resolve()
+    existing = folder.resolve()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -252,7 +252,7 @@ def _plan(
         card=card,
         gpu_needs=gpu_needs(config, spec, card, output=plain + packed) if card else {},
         work_dir=str(config.work_dir_root),
-        out=str(config.out.expanduser().resolve()),
+        out=str(config.out.resolve()),
     )
 
 
