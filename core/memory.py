@@ -11,14 +11,18 @@ WORKSPACE_SHARE = 0.04  # of a limit: what libraries take as they work
 _limits: dict[torch.device, int] = {}  # bytes of tensors, of devices whose use is limited
 
 
+def usable(most: int) -> int:
+    """Return how many bytes tensors may take when a process may use `most` of a GPU."""
+    return max(0, int(most * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
+
+
 def limit_memory(device: torch.device, most: int | None) -> None:
     """Let this process use at most so many bytes of a GPU, all included; None: all there is."""
     if device.type == "cpu":
         return
     own = _indexed(device)
     _, total = torch.cuda.mem_get_info(own)
-    used = total if most is None else min(most, total)
-    _limits[own] = max(0, int(used * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
+    _limits[own] = usable(total if most is None else min(most, total))
     torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
 
 

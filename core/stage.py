@@ -59,7 +59,10 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One node of the pipeline: a plain resumable function and what determines its result."""
+    """One node of the pipeline: a plain resumable function and what determines its result.
+
+    gpu_options: options that change the result on a GPU only.
+    """
 
     name: str
     schema: int
@@ -67,6 +70,7 @@ class Stage:
     options: Callable[[ConversionConfig], Mapping[str, object]]
     run: Callable[[StageRun], None]
     enabled: Callable[[ConversionConfig], bool] = lambda config: True
+    gpu_options: Callable[[ConversionConfig], Mapping[str, object]] = lambda config: {}
 
 
 class Pipeline:
@@ -82,7 +86,8 @@ class Pipeline:
         self.refs: dict[str, StageRef] = {}
         self._options: dict[str, dict[str, object]] = {}
         for stage in self.stages.values():
-            self._options[stage.name] = dict(stage.options(config))
+            on_gpu = stage.gpu_options(config) if device == "cuda" else {}
+            self._options[stage.name] = {**stage.options(config), **on_gpu}
             identity = {
                 "stage": stage.name,
                 "schema": stage.schema,
