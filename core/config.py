@@ -246,6 +246,11 @@ class SharedOptions(Options):
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
     )
+    clean_after: bool = Field(
+        False,
+        description="when all is finished, remove from the work root what no finished conversion "
+        "needs: quantized tensors that are in the output, stages of replaced outputs",
+    )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     calibration: CalibrationOptions = CalibrationOptions()
     rope: RopeOptions = RopeOptions()

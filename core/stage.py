@@ -82,7 +82,7 @@ class Pipeline:
         self.device = device
         self.stages = {stage.name: stage for stage in stages if stage.enabled(config)}
         source = SourceFingerprint.of(config.source, memory=config.work_dir_root / "digests.json")
-        self.work = WorkDir(config.work_dir_root / f"{source.slug}-{source.fingerprint[:12]}")
+        self.work = WorkDir(config.work_dir_root / WorkDir.name_of(source))
         self.refs: dict[str, StageRef] = {}
         self._options: dict[str, dict[str, object]] = {}
         for stage in self.stages.values():
@@ -105,8 +105,12 @@ class Pipeline:
         return self.work.path(self.refs[name])
 
     def is_complete(self, name: str) -> bool:
-        """Tell whether a stage needs no work."""
-        return self.work.is_complete(self.refs[name])
+        """Tell whether a stage needs no work: a cleared one, if what was made of it is complete."""
+        if self.work.is_complete(self.refs[name]):
+            return True
+        readers = [stage.name for stage in self.stages.values() if name in stage.inputs]
+        is_cleared = bool(readers) and self.work.is_cleared(self.refs[name])
+        return is_cleared and all(map(self.is_complete, readers))
 
     def run(self, name: str, *, progress: Progress) -> StageRef:
         """Run a stage unless its result is there, and return its reference.

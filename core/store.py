@@ -6,14 +6,12 @@
 import fcntl
 import logging
 import os
-import platform
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,12 +26,14 @@ from exl2flow.core.files import (
     write_json,
     write_tensors,
 )
+from exl2flow.core.manifest import SavedStates, StageManifest
+from exl2flow.core.manifest import versions as versions
+from exl2flow.core.source import SourceFingerprint
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 DAMAGED = ".damaged-"  # in the name of a folder set aside; the time follows
-CHECKSUM = "checksum"  # the manifest's entry on all its others
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
 STATES_SHARE = 0.1  # of the time may go into saving them, where that takes longer than usual
 STATES_LONGEST = 15  # intervals without saving, however long it takes
@@ -47,63 +47,6 @@ class StageRef(BaseModel):
     stage: str
     fingerprint: str
     path: str
-
-
-class SavedStates(BaseModel):
-    """Hidden states as they enter sublayer `index`, in one of the two files."""
-
-    model_config = ConfigDict(frozen=True)
-
-    file: str
-    index: int
-    record: FileRecord
-
-
-class StageManifest(BaseModel):
-    """What a stage folder holds; rewritten after every commit.
-
-    Fields that a newer version has added are ignored.
-    """
-
-    stage: str
-    schema_version: int
-    fingerprint: str
-    inputs: dict[str, str]
-    options: dict[str, object]
-    device: str
-    status: Literal["partial", "complete"] = "partial"
-    cursor: int = 0
-    total: int = 0
-    files: dict[str, FileRecord] = {}
-    states: SavedStates | None = None
-    notes: list[str] = []
-    seconds: float = 0.0
-    versions: dict[str, str] = {}
-
-    def sealed(self) -> dict[str, object]:
-        """Return the JSON content with a checksum, by which an altered manifest is noticed."""
-        content = self.model_dump(mode="json")
-        return {**content, CHECKSUM: digest_of(content)}
-
-    @classmethod
-    def unsealed(cls, content: object) -> Self:
-        """Read what `sealed` returned.
-
-        Raises:
-            CorruptCheckpoint: the content is not what was sealed.
-        """
-        if not isinstance(content, dict) or content.pop(CHECKSUM, None) != digest_of(content):
-            raise CorruptCheckpoint("the checksum of a manifest does not hold")
-        return cls.model_validate(content)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that can change a result."""
-    return {
-        "exl2flow": version("exl2flow"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
 
 
 class StageFolder:
@@ -125,11 +68,20 @@ class StageFolder:
         Raises:
             ReadFailed: the manifest is there but cannot be read.
         """
+        found = cls.found(path)
+        return found if found and found.manifest.fingerprint == fingerprint else None
+
+    @classmethod
+    def found(cls, path: Path) -> Self | None:
+        """Return a folder with the result of any fingerprint, or None without an intact manifest.
+
+        Raises:
+            ReadFailed: the manifest is there but cannot be read.
+        """
         try:
-            manifest = StageManifest.unsealed(read_json(path / MANIFEST))
+            return cls(path, StageManifest.unsealed(read_json(path / MANIFEST)))
         except (CorruptCheckpoint, ValidationError):
             return None
-        return cls(path, manifest) if manifest.fingerprint == fingerprint else None
 
     def valid(self, name: str) -> bool:
         """Tell whether a committed file still holds what was committed."""
@@ -211,6 +163,19 @@ class StageFolder:
             return None
         return saved.index, read_tensors(self.path / saved.file)["states"]
 
+    def tensor_files(self) -> list[Path]:
+        """Return the safetensors files in the folder."""
+        return sorted(self.path.rglob("*.safetensors"))
+
+    def clear(self, aside: Path) -> None:
+        """Move the tensors of a complete stage to a folder aside; what is small stays."""
+        with self._lock:
+            kept = {n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")}
+            self.manifest.files, self.manifest.status = kept, "cleared"
+            self.save()
+            for number, path in enumerate(self.tensor_files()):
+                path.rename(aside / str(number))
+
     def complete(self) -> None:
         """Mark the stage complete and drop what only a resume needs."""
         for path in self.path.glob("states-?.safetensors"):
@@ -282,6 +247,11 @@ class WorkDir:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @staticmethod
+    def name_of(source: SourceFingerprint) -> str:
+        """Return the name of a source's folder in a work root."""
+        return f"{source.slug}-{source.fingerprint[:12]}"
+
     def ref(self, stage: str, fingerprint: str) -> StageRef:
         """Return the reference of a stage result, whether it exists or not."""
         return StageRef(stage=stage, fingerprint=fingerprint, path=f"{stage}/{fingerprint[:16]}")
@@ -294,6 +264,11 @@ class WorkDir:
         """Tell whether a stage result is there, whole and unaltered."""
         folder = StageFolder.load(self.path(ref), ref.fingerprint)
         return folder is not None and folder.is_complete()
+
+    def is_cleared(self, ref: StageRef) -> bool:
+        """Tell whether a stage was complete before `exl2flow clean` removed its tensors."""
+        folder = StageFolder.load(self.path(ref), ref.fingerprint)
+        return folder is not None and folder.manifest.status == "cleared"
 
     def open(
         self,
@@ -316,6 +291,8 @@ class WorkDir:
         folder = StageFolder.load(path, ref.fingerprint)
         if folder is None:
             _set_aside(path, ref.stage)
+        elif folder.manifest.status == "cleared":
+            folder = None
         elif folder.manifest.device != device:
             _refuse_other_device(folder, device)
             folder = None

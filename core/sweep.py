@@ -62,7 +62,7 @@ class SweepConfig(SharedOptions):
     def conversion(self, bpw: float) -> ConversionConfig:
         """Return the conversion of one bitrate; all of them share their work directory.
 
-        It publishes nothing: the sweep does, when all bitrates are made.
+        It neither publishes nor cleans: the sweep does, when all bitrates are made.
         """
         shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
         own = {
@@ -70,6 +70,7 @@ class SweepConfig(SharedOptions):
             "out": self.out.resolve() / bitrate_name(bpw),
             "work_root": self.work_dir_root,
             "publish": None,
+            "clean_after": False,
         }
         return ConversionConfig.model_validate({**shared, **own})
 

@@ -119,7 +119,7 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
         out / SWEEP_FILE,
         {
             "source": str(config.source.resolve()),
-            "options": config.model_dump(mode="json", exclude={"work_root", "out"}),
+            "options": config.model_dump(mode="json", exclude={"work_root", "out", "clean_after"}),
             "versions": versions(),
             "bitrates": {
                 name: _bitrate(pipeline, reports.get(name), failures.get(name))

@@ -43,7 +43,7 @@ ALLOTTING = (
     *("measurement", "allocate", "tune"),
 )
 NOT_RECORDED = {
-    *("work_root", "out", "token_block", "publish", "quality", "shard_size_mb"),
+    *("work_root", "out", "token_block", "publish", "clean_after", "quality", "shard_size_mb"),
     *ALLOTTING,
 }
 

@@ -56,7 +56,7 @@ from exl2flow.quant.tune.stage import TUNING_FILE
 log = logging.getLogger(__name__)
 
 NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".index.json")
-NOT_RECORDED = {"work_root", "out", "token_block", "publish"}
+NOT_RECORDED = {"work_root", "out", "token_block", "publish", "clean_after"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 
 
