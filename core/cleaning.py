@@ -86,8 +86,10 @@ class _Work:
         """Yield (output folder, fingerprint of `validate`, time) of finished conversions."""
         for fingerprint, folder in self.stages.items():
             made = self.stages.get(folder.manifest.inputs.get(OUTPUT, ""))
-            is_done = folder.manifest.status == "complete" and made is not None
-            if folder.manifest.stage == LAST and is_done and made.manifest.status == "complete":
+            if folder.manifest.stage != LAST or made is None:
+                continue
+            statuses = {self.stages[f].manifest.status for f in self.led_to([fingerprint])}
+            if "partial" not in statuses:  # none was lost and is being made again
                 time = max(_time(folder), _time(made))
                 yield str(made.manifest.options.get("out")), fingerprint, time
 
@@ -103,7 +105,7 @@ class _Root:
     @cached_property
     def works(self) -> list[_Work]:
         names = (path for path in self.path.iterdir() if path.is_dir() and path.name != "sources")
-        return [_Work.read(path) for path in sorted(names) if (path / "locks").is_dir()]
+        return [_Work.read(path) for path in sorted(names) if (path / "lock").is_file()]
 
     @cached_property
     def finished(self) -> dict[Path, set[str]]:
@@ -169,7 +171,7 @@ class _Root:
 
     def _sources(self) -> Iterator[Item]:
         """Yield fetched models that no conversion needs which stays."""
-        busy = {work.path.name for work in self.works if self.needed(work)}
+        used = {work.path.name for work in self.works if self.needed(work)}
         known = {work.path.name for work in self.works if work.stages}
         named = {
             work.stages[fingerprint].manifest.options.get("source")
@@ -184,7 +186,7 @@ class _Root:
             elif not provenance_file(folder).exists():
                 if self.partial:
                     yield _item(folder, "its download is not finished")
-            elif (name := self._work_name(folder)) is not None and name not in busy:
+            elif (name := self._work_name(folder)) is not None and name not in used:
                 if name in known:
                     yield _item(folder, "no finished conversion needs it")
                 elif self.partial:
@@ -245,7 +247,7 @@ def _clean(root: Path, *, keep_latest: int, partial: bool, skip_busy: bool) -> l
     moved: list[Path] = []
     with ExitStack() as locks:
         busy = []
-        for path in sorted(path.parent for path in root.glob("*/locks")):
+        for path in sorted(path.parent for path in root.glob("*/lock")):
             try:
                 locks.enter_context(WorkDir(path).lock())
             except WorkDirBusy:

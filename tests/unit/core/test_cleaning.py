@@ -234,6 +234,19 @@ def test_conversion_that_was_begun_keeps_all_that_it_would_resume_from(
     assert list(half.stages)[list(half.stages).index(last) :] == RAN
 
 
+def test_replaced_stage_that_is_being_made_again_stays(
+    config: ConversionConfig, root: Path
+) -> None:
+    old = convert(config)
+    clean(root)
+    convert(other(config, bpw=3.0))
+
+    begun(config, "quantize")  # which had been cleared
+
+    assert stages_of(old, *old.stages).isdisjoint(paths(unneeded(root)))
+    assert old.path("quantize") in paths(unneeded(root, partial=True))
+
+
 def test_measurement_alone_goes_only_with_what_is_not_finished(
     config: ConversionConfig, root: Path
 ) -> None:
