@@ -1,10 +1,10 @@
 """What a work root holds that no finished conversion needs, and how it is removed.
 
 A conversion is finished when its `validate` is complete. For each output folder the newest finished
-conversions are kept, with every stage that led to them. All other stages belong to conversions that
-were begun, and are kept unless the caller says otherwise: a resume would go on from them.
+conversions are kept, with all stages they depend on. The stages of unfinished conversions are kept
+unless the caller says otherwise, because a resume would continue from them.
 
-What goes is renamed while the work directories are locked and deleted afterwards: no run waits.
+Folders are renamed while the work directories are locked, and deleted afterwards: no run waits.
 """
 
 import logging
@@ -37,7 +37,7 @@ REMOVED = ".removed-"  # in the name of what is being deleted; the time follows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Something that can go: a folder, or the tensors in a stage folder.
+    """Something that can be removed: a folder, or the tensors in a stage folder.
 
     path: below the work root; size: bytes of its files.
     """
@@ -72,7 +72,7 @@ class _Work:
         return work
 
     def led_to(self, fingerprints: Iterable[str]) -> set[str]:
-        """Return the fingerprints of these stages and of all stages that they were made from."""
+        """Return the fingerprints of these stages and of all stages they depend on."""
         found: set[str] = set()
         open_ones = list(fingerprints)
         while open_ones:
@@ -96,7 +96,7 @@ class _Work:
 
 @dataclass(frozen=True, kw_only=True)
 class _Root:
-    """A work root, and what in it is needed."""
+    """A work root and what it needs."""
 
     path: Path
     keep_latest: int
@@ -109,7 +109,7 @@ class _Root:
 
     @cached_property
     def finished(self) -> dict[Path, set[str]]:
-        """Work directory → stages that led to the newest finished conversions of an output."""
+        """Work directory → stages of the newest finished conversions for each output."""
         by_output = defaultdict(list)
         for work in self.works:
             for out, fingerprint, time in work.finished():
@@ -123,7 +123,7 @@ class _Root:
 
     @cached_property
     def begun(self) -> dict[Path, set[str]]:
-        """Work directory → stages that led to what is in no finished conversion, old or new."""
+        """Work directory → stages of unfinished conversions, with all they depend on."""
         found = {}
         for work in self.works:
             done = work.led_to(fingerprint for _, fingerprint, _ in work.finished())
@@ -131,11 +131,11 @@ class _Root:
         return found
 
     def needed(self, work: _Work) -> set[str]:
-        """Return the fingerprints of stages that stay."""
+        """Return the fingerprints of the stages to keep."""
         return self.finished[work.path] | (set() if self.partial else self.begun[work.path])
 
     def items(self) -> Iterator[Item]:
-        """Yield all that can go."""
+        """Yield everything that can be removed."""
         for work in self.works:
             yield from self._stages(work)
             yield from self._tensors(work)
@@ -158,7 +158,7 @@ class _Root:
                 yield _item(folder.path, "replaced: its output was made anew since then")
 
     def _tensors(self, work: _Work) -> Iterator[Item]:
-        """Yield tensors that are in complete outputs, and that no begun conversion reads."""
+        """Yield tensors that are in complete outputs and that no unfinished conversion reads."""
         kept = self.finished[work.path] - (set() if self.partial else self.begun[work.path])
         outputs = [f for f in kept if work.stages[f].manifest.stage == OUTPUT]
         lost = [f for f in outputs if not work.stages[f].is_complete()]
@@ -170,7 +170,7 @@ class _Root:
                 yield Item(path=folder.path, why=why, size=size, is_tensors=True)
 
     def _sources(self) -> Iterator[Item]:
-        """Yield fetched models that no conversion needs which stays."""
+        """Yield fetched models that none of the remaining conversions needs."""
         used = {work.path.name for work in self.works if self.needed(work)}
         known = {work.path.name for work in self.works if work.stages}
         named = {
@@ -202,12 +202,12 @@ class _Root:
 
 
 def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list[Item]:
-    """Return what nothing finished needs.
+    """Return what no finished conversion needs.
 
     Args:
         root: the work root.
-        keep_latest: finished conversions to keep of each output folder.
-        partial: whether what is not finished counts as well.
+        keep_latest: finished conversions to keep for each output folder.
+        partial: whether to include unfinished conversions.
 
     Raises:
         ConfigError: the folder is no work root.
@@ -224,15 +224,15 @@ def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list
 def clean(
     root: Path, *, keep_latest: int = 1, partial: bool = False, skip_busy: bool = False
 ) -> list[Item]:
-    """Remove what nothing finished needs, and return it.
+    """Remove what no finished conversion needs, and return it.
 
     Args:
         root, keep_latest, partial: see `unneeded`.
-        skip_busy: whether to leave out a work directory in which a run works, instead of refusing.
+        skip_busy: whether to skip a work directory that is in use instead of refusing.
 
     Raises:
         ConfigError: the folder is no work root.
-        WorkDirBusy: a run works in it.
+        WorkDirBusy: a run is using it.
         WriteFailed: something cannot be removed.
     """
     try:
@@ -266,12 +266,12 @@ def _clean(root: Path, *, keep_latest: int, partial: bool, skip_busy: bool) -> l
 
 
 def clean_after(config: SharedOptions) -> None:
-    """Clean the work root at the end of a run if the options say so, but where others work."""
+    """Clean the work root after a run if the options say so; skip directories in use."""
     if not config.clean_after:
         return
     try:
         items = clean(config.work_dir_root, skip_busy=True)
-    except StoreError as error:  # what was made is finished all the same
+    except StoreError as error:  # the run itself succeeded
         log.warning("not cleaned: %s", error)
         return
     size = sum(item.size for item in items)
@@ -279,7 +279,7 @@ def clean_after(config: SharedOptions) -> None:
 
 
 def _move(item: Item) -> Path:
-    """Rename what goes, or move the tensors out of a stage folder, and return where they are."""
+    """Rename a folder, or move the tensors out of a stage folder; return the new place."""
     path = item.path
     if REMOVED in path.name:
         return path

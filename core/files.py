@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from exl2flow.core.errors import CorruptCheckpoint, ReadFailed, WriteFailed
 
 TEMPORARY_SUFFIX = ".partial"
-JSON_PIECES = 4096  # of a JSON text that are in memory at a time
+JSON_PIECES = 4096  # pieces of JSON text in memory at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -39,7 +39,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class FileRecord(BaseModel):
-    """What a file was when it was committed; `sha256` is None for files cheap to make again."""
+    """State of a file when it was committed; `sha256` is None if it is cheap to make again."""
 
     model_config = ConfigDict(frozen=True)  # fields of newer versions are ignored
 
@@ -50,14 +50,14 @@ class FileRecord(BaseModel):
 
     @classmethod
     def of(cls, path: Path, *, sha256: str | None) -> "FileRecord":
-        """Return the record of an existing file with a digest that the caller knows."""
+        """Return the record of an existing file whose digest the caller knows."""
         stat = path.stat()
         return cls(
             sha256=sha256, size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns
         )
 
     def matches(self, path: Path) -> bool:
-        """Tell whether `path` holds what was recorded, reading it only if its times moved.
+        """Return whether `path` is as recorded; it is read only if its times differ.
 
         Raises:
             ReadFailed: the file is there but cannot be read.
@@ -116,7 +116,7 @@ class Writer(Protocol):
 
 
 class _Checked:
-    """Names the target in errors of writing, and in no others of the same block."""
+    """Reports errors of writing with the target's name; other errors of the block pass."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -128,9 +128,9 @@ class _Checked:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Writer]:
-    """Open a file that takes the place of `path` when the block ends without an error.
+    """Open a file that replaces `path` when the block ends without an error.
 
-    Several may write at the same time: the last one that ends wins, no reader sees half a file.
+    Several writers may run at the same time: the last to finish wins, nobody reads half a file.
 
     Raises:
         WriteFailed: the disk is full, a size limit is reached or permissions forbid it.
@@ -226,7 +226,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, *, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Read a JSON file; `hook` gives what stands for each object in it, the inner ones first.
+    """Read a JSON file; `hook` replaces each object in it, inner ones first.
 
     Raises:
         CorruptCheckpoint: the file is missing or not JSON.
@@ -237,7 +237,7 @@ def read_json(path: Path, *, hook: Callable[[dict[str, Any]], Any] | None = None
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the little-endian bytes of a CPU tensor without copying when it is contiguous."""
+    """Return a tensor's little-endian bytes, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -268,14 +268,14 @@ def write_layout(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write a safetensors file atomically, holding one tensor at a time, and return its sha256.
+    """Write a safetensors file atomically, one tensor in memory at a time; return its sha256.
 
-    A thread hashes what is written.
+    Another thread computes the hash.
 
     Args:
         path: the file.
         layout: name → (dtype, shape), in the order of `tensors`.
-        tensors: the contents; drawn one by one.
+        tensors: the contents, consumed one by one.
         metadata: text for the header.
     """
     sha = hashlib.sha256()

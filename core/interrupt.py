@@ -1,4 +1,4 @@
-"""A first SIGINT or SIGTERM asks the stage to commit and stop, a second one exits at once."""
+"""The first SIGINT or SIGTERM makes the stage commit and stop, the second exits immediately."""
 
 import os
 import signal
@@ -11,28 +11,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Set by the first signal; long loops look at `signum` after each commit."""
+    """Set by the first signal; long loops check `signum` after each commit."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal: remember the first, leave the process on the second."""
+        """Handle a signal: remember the first, exit on the second."""
         if self.signum is not None:
             os._exit(128 + signum)
         self.signum = signum
         os.write(2, b"\nstopping after the current sublayer; repeat the signal to stop at once\n")
 
 
-_listener: StopRequest | None = None  # that of the outermost block in the main thread
+_listener: StopRequest | None = None  # of the outermost block in the main thread
 
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
     """Catch the signals while the block runs.
 
-    Blocks inside it, those of other threads as well, share its request. In a thread without such
-    a block the request stays unset, for only the main thread may catch signals.
+    Nested blocks share its request, also in other threads. A thread without an outer block gets a
+    request that stays unset, because only the main thread can catch signals.
     """
     global _listener
     if _listener is not None or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""What a stage folder says of itself: a sealed manifest."""
+"""The manifest of a stage folder, sealed by a checksum."""
 
 import platform
 from importlib.metadata import version
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from exl2flow.core.errors import CorruptCheckpoint
 from exl2flow.core.files import FileRecord, digest_of
 
-CHECKSUM = "checksum"  # the manifest's entry on all its others
+CHECKSUM = "checksum"  # of all other entries of the manifest
 
 
 class SavedStates(BaseModel):
@@ -45,7 +45,7 @@ class StageManifest(BaseModel):
     versions: dict[str, str] = {}
 
     def sealed(self) -> dict[str, object]:
-        """Return the JSON content with a checksum, by which an altered manifest is noticed."""
+        """Return the JSON content with a checksum that reveals alterations."""
         content = self.model_dump(mode="json")
         return {**content, CHECKSUM: digest_of(content)}
 
@@ -54,10 +54,10 @@ class StageManifest(BaseModel):
         """Read what `sealed` returned.
 
         Raises:
-            CorruptCheckpoint: the content is not what was sealed.
+            CorruptCheckpoint: the checksum is wrong.
         """
         if not isinstance(content, dict) or content.pop(CHECKSUM, None) != digest_of(content):
-            raise CorruptCheckpoint("the checksum of a manifest does not hold")
+            raise CorruptCheckpoint("the checksum of a manifest is wrong")
         return cls.model_validate(content)
 
 

@@ -1,4 +1,4 @@
-"""The base of all groups of options: what a form shows and a JSON file holds."""
+"""The base of all option groups, as forms show them and JSON files hold them."""
 
 import os
 from pathlib import Path
@@ -29,7 +29,7 @@ def user_path(path: Path) -> Path:
     """Return a path with the user's folder for `~`.
 
     Raises:
-        ValueError: it is not UTF-8, as everything that is recorded.
+        ValueError: it is not UTF-8, which all records need.
     """
     try:
         str(path).encode()

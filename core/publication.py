@@ -1,4 +1,4 @@
-"""What a user can set when models are published, by themselves or at the end of a conversion."""
+"""Options for publishing models, on their own or at the end of a conversion."""
 
 import re
 from pathlib import Path
@@ -17,12 +17,12 @@ def _is_a_name(repo: str) -> str:
     return repo
 
 
-# The pattern is for forms: as a bound of the field it would be what users are told
+# The pattern is for forms only: as a bound it would replace the error message above
 RepoName = Annotated[str, AfterValidator(_is_a_name), Field(json_schema_extra={"pattern": REPO})]
 
 
 class PublishOptions(Options):
-    """Where finished models go on the Hugging Face Hub, and under which conditions."""
+    """Where to publish finished models on the Hugging Face Hub, and on which conditions."""
 
     repo: RepoName = Field(
         description="repository on the Hub that receives a branch per bitrate, as org/name-exl2; "
@@ -54,7 +54,7 @@ class PublishOptions(Options):
 
 
 class PublishConfig(PublishOptions):
-    """Which models go where on the Hugging Face Hub, and under which conditions."""
+    """Which models to publish where on the Hugging Face Hub, and on which conditions."""
 
     models: tuple[Path, ...] = Field(
         min_length=1, description="folders of converted models, one per bitrate, of one source"

@@ -1,6 +1,6 @@
-"""Which model a source is: a folder or a name on the Hub, where a folder came from, its digests.
+"""The identity of a source: a folder or a model on the Hub, its origin, its digests.
 
-Digests cover all files that determine a conversion, and are remembered.
+Digests cover all files that determine a conversion; they are remembered between runs.
 """
 
 import json
@@ -45,11 +45,11 @@ class SourceFingerprint:
 
     @classmethod
     def of(cls, source: Path, *, memory: Path) -> "SourceFingerprint":
-        """Digest the model's files, reusing digests remembered for unchanged files.
+        """Digest the model's files; unchanged files are not read again.
 
         Args:
             source: the model's folder.
-            memory: JSON file of earlier digests, by path; made when missing.
+            memory: JSON file of earlier digests by path; created when missing.
 
         Raises:
             SourceModelError: the folder or its weights cannot be read, or a file keeps changing.
@@ -77,28 +77,29 @@ class HubModel:
 
     @classmethod
     def of(cls, source: Path | str) -> "HubModel | None":
-        """Return what `org/name` or `org/name@revision` means, None of anything else."""
+        """Parse `org/name` or `org/name@revision`; None for anything else."""
         match = HUB_ID.fullmatch(str(source))
         return match and cls(repo=match["repo"], revision=match["revision"])
 
     @property
     def name(self) -> str:
-        """The part behind the organization."""
+        """The part after the organization."""
         return self.repo.rpartition("/")[2]
 
     def is_begun(self, work_root: Path) -> bool:
-        """Tell whether a fetch has begun a model of this name below a work root."""
+        """Return whether a work root holds a model of this name, fetched at least in part."""
         return any(work_root.glob(f"sources/*/{self.name}"))
 
 
 def hub_model(source: Path, work_root: Path) -> HubModel | None:
-    """Return the model on the Hub that a source means, None of a folder.
+    """Return the model on the Hub that a source names, None for a folder.
 
-    A folder goes before the Hub. Beside a folder `org`, `org/name` is taken for a mistyped path,
-    unless its fetch has begun: output or work root may have made that folder.
+    An existing folder takes precedence over the Hub. If there is a folder `org`, then `org/name` is
+    considered a mistyped path, unless the model's fetch has begun: the folder may have been created
+    for the output or the work root.
 
     Raises:
-        SourceModelError: it is such a path.
+        SourceModelError: the source is a mistyped path.
     """
     wanted = HubModel.of(source)
     if wanted is None or source.exists():
@@ -113,12 +114,12 @@ def hub_model(source: Path, work_root: Path) -> HubModel | None:
 
 
 def provenance_file(source: Path) -> Path:
-    """Return where it says which repository and commit a folder came from."""
+    """Return the file that records the repository and commit of a fetched folder."""
     return source.with_name(f"{source.name}.source.json")
 
 
 def provenance(source: Path) -> dict[str, Any] | None:
-    """Return what was recorded when a folder came from the Hub, None of other folders.
+    """Return what was recorded when a folder was fetched from the Hub, None for others.
 
     Keys: repo, revision, commit, license, license_name, license_link, gated.
     """
@@ -130,7 +131,7 @@ def provenance(source: Path) -> dict[str, Any] | None:
 
 
 def digests(paths: list[Path], memory: Path) -> dict[str, str]:
-    """Return name → sha256, reading only files that are not remembered.
+    """Return name → sha256, reading only files that changed or are new.
 
     Raises:
         SourceModelError: a file keeps changing while it is read.
@@ -147,7 +148,7 @@ def digests(paths: list[Path], memory: Path) -> dict[str, str]:
 
 
 def _record(path: Path) -> FileRecord:
-    """Digest a file that is the same before and afterwards."""
+    """Digest a file, again if it changes meanwhile."""
     for _ in range(ATTEMPTS):
         before = FileRecord.of(path, sha256=None)
         sha256 = digest(path)
@@ -160,7 +161,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def _load(memory: Path) -> dict[str, FileRecord]:
-    """Return the remembered digests; an unreadable memory only costs time."""
+    """Return the remembered digests; an unreadable memory costs time only."""
     try:
         entries = json.loads(memory.read_bytes())
         return {name: FileRecord.model_validate(entry) for name, entry in entries.items()}
@@ -169,7 +170,7 @@ def _load(memory: Path) -> dict[str, FileRecord]:
 
 
 def _remember(memory: Path, path: Path, known: FileRecord) -> None:
-    """Add a digest to those that this and other processes have remembered."""
+    """Add a digest to those that this and other processes remember."""
     try:
         with exclusive(memory):
             entries = {**_load(memory), str(path): known}

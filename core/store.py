@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 DAMAGED = ".damaged-"  # in the name of a folder set aside; the time follows
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
-STATES_SHARE = 0.1  # of the time may go into saving them, where that takes longer than usual
-STATES_LONGEST = 15  # intervals without saving, however long it takes
+STATES_SHARE = 0.1  # of the time may be spent on saving them, if that takes longer than usual
+STATES_LONGEST = 15  # intervals between saves at most
 
 
 class StageRef(BaseModel):
-    """All that stages and tasks exchange: which result, and where."""
+    """What stages and tasks exchange: which result, and where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,12 +50,12 @@ class StageRef(BaseModel):
 
 
 class StageFolder:
-    """One stage's folder: commits files to its manifest, and knows which of them still hold."""
+    """One stage's folder: commits files to its manifest and checks whether they are intact."""
 
     def __init__(self, path: Path, manifest: StageManifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._lock = threading.RLock()  # results are stored by a thread of their own
+        self._lock = threading.RLock()  # a background thread stores results
         self._states_time = time.monotonic()
         self._states_cost = 0.0
         self._begun = time.monotonic()
@@ -63,7 +63,7 @@ class StageFolder:
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> Self | None:
-        """Return the folder of a result, or None without an intact manifest for it.
+        """Return the folder of a result, None without an intact manifest for it.
 
         Raises:
             ReadFailed: the manifest is there but cannot be read.
@@ -73,7 +73,7 @@ class StageFolder:
 
     @classmethod
     def found(cls, path: Path) -> Self | None:
-        """Return a folder with the result of any fingerprint, or None without an intact manifest.
+        """Return a folder whatever its fingerprint, None without an intact manifest.
 
         Raises:
             ReadFailed: the manifest is there but cannot be read.
@@ -84,16 +84,16 @@ class StageFolder:
             return None
 
     def valid(self, name: str) -> bool:
-        """Tell whether a committed file still holds what was committed."""
+        """Return whether a committed file is unchanged."""
         record = self.manifest.files.get(name)
         return record is not None and record.matches(self.path / name)
 
     def is_complete(self) -> bool:
-        """Tell whether the stage finished and all its files still hold."""
+        """Return whether the stage is finished and all its files are unchanged."""
         return self.manifest.status == "complete" and all(map(self.valid, self.manifest.files))
 
     def has_results(self) -> bool:
-        """Tell whether the folder holds finished work: a file that still holds, or states."""
+        """Return whether the folder holds finished work: an unchanged file, or states."""
         saved = self.manifest.states
         own = [name for name in self.manifest.files if not Path(name).is_absolute()]
         return any(map(self.valid, own)) or (
@@ -101,7 +101,7 @@ class StageFolder:
         )
 
     def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
-        """Record a file that lies at its place, and how far the stage has come."""
+        """Record a file that has been written, and the progress of the stage."""
         with self._lock:
             self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
             if cursor is not None:
@@ -119,7 +119,7 @@ class StageFolder:
                 self.save()
 
     def note(self, text: str) -> None:
-        """Keep a sentence for the report; stored with the next commit."""
+        """Add a sentence to the report; it is stored with the next commit."""
         with self._lock:
             if text not in self.manifest.notes:
                 self.manifest.notes.append(text)
@@ -131,9 +131,9 @@ class StageFolder:
             write_json(self.path / MANIFEST, self.manifest.sealed())
 
     def states_are_due(self) -> bool:
-        """Tell whether to save states now; a new interval begins if so.
+        """Return whether to save states now; if so, a new interval begins.
 
-        The more time saving took, the longer the interval.
+        The longer saving takes, the longer the interval.
         """
         longest = STATES_LONGEST * STATES_INTERVAL_SECONDS
         pause = min(max(STATES_INTERVAL_SECONDS, self._states_cost / STATES_SHARE), longest)
@@ -144,7 +144,7 @@ class StageFolder:
         return True
 
     def save_states(self, states: torch.Tensor, index: int) -> None:
-        """Store the hidden states entering sublayer `index`, in main memory."""
+        """Save the hidden states entering sublayer `index`, which are in main memory."""
         begun = time.monotonic()
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
@@ -157,7 +157,7 @@ class StageFolder:
         self._states_cost = self._states_time - begun
 
     def load_states(self) -> tuple[int, torch.Tensor] | None:
-        """Return (sublayer index, states) of the last saved states, if they still hold."""
+        """Return (sublayer index, states) of the last saved states if they are intact."""
         saved = self.manifest.states
         if saved is None or not saved.record.matches(self.path / saved.file):
             return None
@@ -177,7 +177,7 @@ class StageFolder:
                 path.rename(aside / str(number))
 
     def complete(self) -> None:
-        """Mark the stage complete and drop what only a resume needs."""
+        """Mark the stage complete and delete what only a resume needs."""
         for path in self.path.glob("states-?.safetensors"):
             _delete(path)
         self.manifest.status = "complete"
@@ -201,8 +201,8 @@ def _set_aside(path: Path, stage: str) -> None:
     except OSError as error:
         raise WriteFailed(f"cannot set `{path}` aside: {error.strerror}; move it away") from error
     log.warning(
-        "stage `%s` begins anew: its manifest is damaged, or another version's; what was there is "
-        "kept in `%s` until `exl2flow clean`",
+        "stage `%s` begins anew: its manifest is damaged or from another version; the old folder "
+        "is kept as `%s`, `exl2flow clean` removes it",
         stage,
         target,
     )
@@ -261,12 +261,12 @@ class WorkDir:
         return self.root / ref.path
 
     def is_complete(self, ref: StageRef) -> bool:
-        """Tell whether a stage result is there, whole and unaltered."""
+        """Return whether a stage result is complete and unaltered."""
         folder = StageFolder.load(self.path(ref), ref.fingerprint)
         return folder is not None and folder.is_complete()
 
     def is_cleared(self, ref: StageRef) -> bool:
-        """Tell whether a stage was complete before `exl2flow clean` removed its tensors."""
+        """Return whether a stage was complete before `exl2flow clean` removed its tensors."""
         folder = StageFolder.load(self.path(ref), ref.fingerprint)
         return folder is not None and folder.manifest.status == "cleared"
 
@@ -315,20 +315,20 @@ class WorkDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the whole work directory; the kernel lets it go when the process ends, however.
+        """Lock the whole work directory; the kernel releases it whenever the process ends.
 
         Raises:
-            WorkDirBusy: another process holds it, or one of its stages.
+            WorkDirBusy: another process holds it or one of its stages.
         """
         with self._held(self.root / "lock", fcntl.LOCK_EX):
             yield
 
     @contextmanager
     def lock_stage(self, ref: StageRef, out: Path) -> Iterator[None]:
-        """Hold a stage folder and what it writes to; other stages may run beside it.
+        """Lock a stage folder and its output folder; other stages may run at the same time.
 
         Raises:
-            WorkDirBusy: another holds one of them, or the whole directory.
+            WorkDirBusy: another process holds one of them or the whole directory.
         """
         output = digest_of(str(out.resolve()))[:16]
         with (
@@ -340,7 +340,7 @@ class WorkDir:
 
     @contextmanager
     def _held(self, path: Path, mode: int) -> Iterator[None]:
-        """Hold a lock file; one that is not shared tells the owner's process id."""
+        """Hold a lock file; an exclusive one contains the owner's process id."""
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -359,7 +359,7 @@ class WorkDir:
             os.close(handle)
 
     def _owner(self, path: Path) -> str:
-        """Return the process id in a lock file that is held, first in those of stages."""
+        """Return the process id in a lock file that is held; those of stages come first."""
         for held in (*sorted((self.root / "locks").glob("*")), path):
             with held.open("rb") as file:
                 try:

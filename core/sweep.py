@@ -1,4 +1,4 @@
-"""A sweep: several conversions of one model of which only the bits per weight differ."""
+"""A sweep: conversions of one model that differ only in bits per weight."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Bits = Annotated[float, Field(ge=2, le=8)]
 
 
 def bitrate_name(bpw: float) -> str:
-    """Return the name of a bitrate's folder, and of its branch when it is published: `4.0bpw`."""
+    """Return the name of a bitrate's folder and of its branch on the Hub, as `4.0bpw`."""
     return f"{float(bpw)}bpw"
 
 
@@ -42,7 +42,7 @@ class SweepConfig(SharedOptions):
     @field_validator("bpw", mode="before")
     @classmethod
     def _in_order(cls, value: Any) -> Any:
-        """Bring bitrates in rising order, each once."""
+        """Sort bitrates and drop duplicates."""
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         if is_list and all(isinstance(bits, int | float) for bits in value):
             return tuple(sorted({float(bits) for bits in value}))
@@ -75,5 +75,5 @@ class SweepConfig(SharedOptions):
         return ConversionConfig.model_validate({**shared, **own})
 
     def conversions(self) -> dict[str, ConversionConfig]:
-        """Return name → conversion, rising."""
+        """Return name → conversion, in rising order."""
         return {bitrate_name(bpw): self.conversion(bpw) for bpw in self.bpw}

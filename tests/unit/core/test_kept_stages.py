@@ -70,7 +70,7 @@ def test_folder_without_an_intact_manifest_is_set_aside(
     (kept,) = set_aside(completed)
     assert (kept / "a").read_text() == "content of a"
     assert not (completed.path / "a").exists()
-    assert f"kept in `{kept}`" in caplog.text
+    assert f"kept as `{kept}`" in caplog.text
 
 
 def test_folders_set_aside_in_the_same_second_are_all_kept(
