@@ -1,21 +1,18 @@
 """What `clean` finds and removes: work roots of toy stages that write real files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
 
-from exl2flow.core.cleaning import Item, clean, clean_after, unneeded
+from exl2flow.core.cleaning import clean, clean_after, unneeded
 from exl2flow.core.config import ConversionConfig, build_config
-from exl2flow.core.errors import ConfigError, Exl2FlowError, WorkDirBusy
-from exl2flow.core.files import digest, write_json, write_tensors, write_text
+from exl2flow.core.errors import ConfigError, WorkDirBusy
 from exl2flow.core.progress import silent
-from exl2flow.core.source import provenance_file
-from exl2flow.core.stage import Pipeline, Stage, StageRun
+from exl2flow.core.stage import Pipeline
 
-RAN: list[str] = []
-FAILING: set[str] = set()
+TENSORS = 2 * (1000 * 8)  # bytes of the contents of `quantize`
 
 
 @pytest.fixture(autouse=True)
@@ -23,54 +20,6 @@ def nothing_ran() -> Iterator[None]:
     yield
     RAN.clear()
     FAILING.clear()
-
-
-def noted(run: StageRun) -> None:
-    name = run.folder.manifest.stage
-    RAN.append(name)
-    write_text(run.folder.path / "note", name)
-    run.folder.commit("note", digest(run.folder.path / "note"), cursor=1)
-    if name in FAILING:
-        raise Exl2FlowError("half way")
-
-
-def quantized(run: StageRun) -> None:
-    noted(run)
-    for index in range(2):
-        name = f"sublayers/{index}.safetensors"
-        sha256 = write_tensors(run.folder.path / name, {"q": torch.full((1000,), index)})
-        run.folder.commit(name, sha256, cursor=index + 1)
-
-
-def compiled(run: StageRun) -> None:
-    noted(run)
-    for path in sorted((run.inputs["quantize"] / "sublayers").iterdir()):
-        target = run.config.out / path.name
-        write_text(target, str(run.folder.manifest.fingerprint))
-        run.folder.commit(str(target), digest(target))
-
-
-def places(config: ConversionConfig) -> dict[str, object]:
-    return {"out": str(config.out.resolve()), "source": str(config.source.resolve())}
-
-
-def stage(
-    name: str,
-    *inputs: str,
-    options: Callable[[ConversionConfig], dict[str, object]] = lambda config: {},
-    run: Callable[[StageRun], None] = noted,
-) -> Stage:
-    return Stage(name=name, schema=1, inputs=inputs, options=options, run=run)
-
-
-STAGES = (
-    stage("measure"),
-    stage("allocate", "measure", options=lambda config: {"bpw": config.bpw}),
-    stage("quantize", "allocate", run=quantized),
-    stage("compile", "allocate", "quantize", options=places, run=compiled),
-    stage("validate", "compile", options=lambda c: {"rows": c.validate_options.rows}),
-)
-TENSORS = 2 * (1000 * 8)  # bytes of the contents of `quantize`
 
 
 @pytest.fixture
@@ -81,41 +30,6 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, root: Path) -> ConversionConfig:
     return build_config(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
-
-
-def model(folder: Path, content: str = "{}") -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(content)
-    return folder
-
-
-def other(config: ConversionConfig, **values: object) -> ConversionConfig:
-    return config.model_copy(update=values)
-
-
-def convert(config: ConversionConfig) -> Pipeline:
-    pipeline = Pipeline(config, STAGES, device="cpu")
-    for name in pipeline.stages:
-        if not pipeline.is_complete(name):
-            pipeline.run(name, progress=silent)
-    return pipeline
-
-
-def begun(config: ConversionConfig, failing: str) -> Pipeline:
-    """Return a conversion that ended in one of its stages."""
-    FAILING.add(failing)
-    with pytest.raises(Exl2FlowError, match="half way"):
-        convert(config)
-    FAILING.clear()
-    return Pipeline(config, STAGES, device="cpu")
-
-
-def stages_of(pipeline: Pipeline, *names: str) -> set[Path]:
-    return {pipeline.path(name) for name in names}
-
-
-def paths(items: list[Item], *, tensors: bool = False) -> set[Path]:
-    return {item.path for item in items if item.is_tensors == tensors}
 
 
 def test_of_a_finished_conversion_only_the_quantized_tensors_can_go(
@@ -338,59 +252,6 @@ def test_other_folders_are_refused(text: str, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"`.*/x` is no work root; give the folder of check"):
         clean(path)
-
-
-def fetched(root: Path, commit: str) -> Path:
-    folder = model(root / "sources" / commit / "name", f'{{"commit": "{commit}"}}')
-    write_json(provenance_file(folder), {"commit": commit})
-    return folder
-
-
-def test_revision_goes_when_its_output_was_made_from_a_newer_one(
-    config: ConversionConfig, root: Path
-) -> None:
-    old, new = fetched(root, "aaaa"), fetched(root, "bbbb")
-    first = convert(other(config, source=old))
-    assert old not in paths(unneeded(root))
-
-    second = convert(other(config, source=new))
-    removed = paths(clean(root))
-
-    assert removed == {old} | stages_of(first, *first.stages)
-    assert not old.parent.exists()
-    assert provenance_file(new).exists()
-    assert all(map(second.is_complete, second.stages))
-
-
-def test_revision_stays_for_a_finished_conversion_into_another_folder(
-    config: ConversionConfig, root: Path
-) -> None:
-    old, new = fetched(root, "aaaa"), fetched(root, "bbbb")
-    convert(other(config, source=old))
-    convert(other(config, source=new, out=config.out.with_name("other")))
-
-    assert paths(unneeded(root)) == set()
-
-
-def test_source_of_a_conversion_that_was_begun_stays(config: ConversionConfig, root: Path) -> None:
-    source = fetched(root, "aaaa")
-    begun(other(config, source=source), "quantize")
-
-    assert unneeded(root) == []
-    assert source in paths(unneeded(root, partial=True))
-
-
-def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(
-    root: Path,
-) -> None:
-    whole, half = fetched(root, "aaaa"), fetched(root, "bbbb")
-    provenance_file(half).unlink()
-
-    assert unneeded(root) == []
-    assert {item.path: item.why for item in unneeded(root, partial=True)} == {
-        whole: "fetched, never converted",
-        half: "its download is not finished",
-    }
 
 
 def test_cleaning_afterwards_is_an_option_and_harms_no_run(
