@@ -1,4 +1,4 @@
-"""Reading and storing beside computing: copies off a device, threads that write and read ahead."""
+"""Overlap I/O with compute: copies off a device, background writes, read-ahead."""
 
 import logging
 import time
@@ -16,14 +16,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 HELPERS = 8
-MOST_WAITING = 2  # results that wait to be written, each with its memory
+MOST_WAITING = 2  # results queued for writing; each holds its memory
 
 
 class Background:
-    """Does work in order in a thread of its own while the caller goes on; a context manager.
+    """Run work in order in a background thread; a context manager.
 
-    Leaving the block waits for all work. What work raises is raised in the caller, and no other
-    work is done after it. Where the CPU computes, too, it does the work at once.
+    Leaving the block waits for all work. An exception is raised again in the caller, and the rest
+    of the queue is dropped. If the model itself runs on the CPU, work runs immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Background:
         self._at_once = device.type == "cpu"
         self._waiting: deque[Future[None]] = deque()
         self._failed = False
-        self._seconds = 0.0  # that the caller waited for room
+        self._seconds = 0.0  # the caller spent waiting for room
 
     def __enter__(self) -> Self:
         return self
@@ -47,10 +47,10 @@ class Background:
         finally:
             self._pool.shutdown()
         if self._seconds > 1:
-            log.info("waited %.1fs for what was being stored", self._seconds)
+            log.info("waited %.1fs for results to be written", self._seconds)
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do `work` after what was submitted before; waits while `MOST_WAITING` pieces wait."""
+        """Queue `work`; block while `MOST_WAITING` items are pending."""
         if self._at_once:
             work()
             return
@@ -58,7 +58,7 @@ class Background:
         self._waiting.append(self._pool.submit(copy_context().run, self._do, work))
 
     def store(self, write: Callable[[], T], commit: Callable[[T], None]) -> None:
-        """Give `commit` what `write` returns: several write at the same time, each is in order."""
+        """Pass the result of `write` to `commit`; writes run in parallel, commits in order."""
         if self._at_once:
             commit(write())
             return
@@ -67,7 +67,7 @@ class Background:
         self.submit(lambda: commit(written.result()))
 
     def is_idle(self) -> bool:
-        """Tell whether all work is done."""
+        """Return whether all work is done."""
         return all(work.done() for work in self._waiting)
 
     def _make_room(self) -> None:
@@ -93,12 +93,12 @@ class Background:
 
 @cache
 def helpers() -> ThreadPoolExecutor:
-    """Return threads that read files ahead of their use, and write, decode and hash."""
+    """Return the shared threads that read ahead, write, decode and hash."""
     return ThreadPoolExecutor(HELPERS, thread_name_prefix="exl2flow-helper")
 
 
 def one_ahead(works: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield what works return; each is begun while the one before is used."""
+    """Yield the result of each function; the next one runs while a result is being used."""
     ahead: Future[T] | None = None
     for work in works:
         begun = helpers().submit(work)
@@ -113,14 +113,14 @@ HostTensors = Callable[[], dict[str, torch.Tensor]]
 
 
 def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostTensors:
-    """Begin to copy tensors to main memory beside the device's own work.
+    """Start copying tensors to main memory while the device keeps working.
 
     Args:
-        tensors: by name; those in main memory are passed on as they are.
-        hold: the device's later work waits for the copies, for it changes the tensors.
+        tensors: by name; those already in main memory are returned as they are.
+        hold: make later work on the device wait, because it changes the tensors.
 
     Returns:
-        What waits for the copies and returns them; any thread may call it.
+        A function that waits for the copies and returns them; any thread may call it.
     """
     device = next((t.device for t in tensors.values() if t.is_cuda), None)
     if device is None:
@@ -143,13 +143,13 @@ def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostT
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in pinned memory, to which it may be on its way."""
+    """Return a copy in pinned memory; the copy may still be in progress."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
 
 def on_its_way(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a tensor of main memory on a device; to a GPU it is sent without waiting for it."""
+    """Copy a tensor from main memory to a device; to a GPU without waiting."""
     if torch.device(device).type == "cpu":
         return tensor
     source = tensor if tensor.is_pinned() else pinned(tensor)
@@ -158,5 +158,5 @@ def on_its_way(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
 
 @lru_cache(maxsize=128)
 def own_stream(device: torch.device, purpose: Hashable) -> torch.cuda.Stream:
-    """Return the stream of a device that is kept for a purpose."""
+    """Return the CUDA stream that a device reserves for a purpose."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here

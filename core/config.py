@@ -22,6 +22,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.naming import model_name
 from exl2flow.core.options import Device as Device
 from exl2flow.core.options import Options as Options
+from exl2flow.core.options import user_path
 from exl2flow.core.publication import PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
@@ -32,14 +33,14 @@ CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
 DEFAULT_BPW = 4.0
-# How forms ask for a size: pydantic's own schema has choices within a choice, shown without names
+# Schema of a size for forms: pydantic's own nests choices, which forms show without names
 SIZE_CHOICES: list[JsonValue] = [
     {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
     {"type": "integer", "minimum": 1},
 ]
 DEFAULT_HEAD_BITS = 6
 
-# What a preset changes of the defaults below, which are `standard`
+# How presets differ from the defaults below, which are `standard`
 PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "fast": {
         "sensitivity": {"rows": 8},
@@ -61,7 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 
 
 class CalibrationOptions(Options):
-    """Which token rows Hessians and errors are taken from."""
+    """Which token rows are used for Hessians and errors."""
 
     BUILT_IN: ClassVar[tuple[str, ...]] = ("standard", "chat", "self")
 
@@ -83,7 +84,9 @@ class CalibrationOptions(Options):
     @field_validator("text", mode="before")
     @classmethod
     def _path_as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, Path) else value
+        if isinstance(value, str) and value.startswith("~"):
+            value = Path(value)
+        return str(user_path(value)) if isinstance(value, Path) else value
 
     @property
     def file(self) -> Path | None:
@@ -92,27 +95,27 @@ class CalibrationOptions(Options):
 
     @property
     def dataset(self) -> str:
-        """The text's name for records: of a file without its folder, of others in brackets."""
+        """The text's name for records: a file name without its folder, others in brackets."""
         if self.file is not None:
             return self.file.name
         return "(default)" if self.text == "standard" else f"({self.text})"
 
     def special_rows(self, rows: int) -> int:
-        """Return how many of `rows` rows `chat` or `self` makes; 0 for other texts."""
+        """Return how many of `rows` rows are made by `chat` or `self`; 0 for other texts."""
         if self.text not in ("chat", "self"):
             return 0
         return max(1, int(rows * self.share + 0.5))
 
 
 class RopeOptions(Options):
-    """Overrides of the rotary position embedding during conversion only."""
+    """Overrides for the rotary position embedding, during conversion only."""
 
     scale: float | None = Field(None, gt=0, description="divide positions by this")
     alpha: float | None = Field(None, gt=0, description="NTK factor on the rotary base")
 
 
 class SensitivityOptions(Options):
-    """What an error in a matrix is held to cost."""
+    """How the cost of an error in a matrix is estimated."""
 
     kind: Literal["fisher", "error"] = Field(
         "fisher",
@@ -127,7 +130,7 @@ class SensitivityOptions(Options):
 
 
 class RoundingOptions(Options):
-    """How matrices are rounded once their parameters are chosen."""
+    """How matrices are rounded once their quantization parameters are chosen."""
 
     scale_search: ScaleSearch = Field(
         "column",
@@ -143,17 +146,20 @@ class RoundingOptions(Options):
         0.5,
         ge=0,
         le=1,
-        description="how far matrices make up for the errors before them, where that helps",
+        description="how far matrices compensate for errors of earlier layers, where that helps",
     )
     fisher_share: float = Field(
-        0.5, ge=0, le=1, description="share of the gradient-weighted Hessian in the one rounded for"
+        0.5,
+        ge=0,
+        le=1,
+        description="share of the gradient-weighted Hessian in the Hessian used for rounding",
     )
 
 
 class TuneOptions(Options):
-    """How what stays continuous is distilled from the source after quantizing.
+    """How continuous parameters are distilled from the source after quantizing.
 
-    Rates are Adam's for a divergence of 0.25 nats at the start; they follow the root of it.
+    Learning rates are Adam's for an initial divergence of 0.25 nats; they scale with its root.
     """
 
     steps: int = Field(0, ge=0, description="steps of distillation; 0: none")
@@ -166,26 +172,26 @@ class TuneOptions(Options):
         2e-3, ge=0, description="rate of the embedding, in units of its root mean square"
     )
     code_rate: float = Field(0, ge=0, description="rate of the codes, in code units; 0: they stay")
-    held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
-    interval: int = Field(50, ge=1, description="steps between judgements")
-    patience: int = Field(20, ge=1, description="judgements without improvement before stopping")
-    seed: int = Field(0, ge=0, description="seed of the crops that steps see")
+    held_out_rows: int = Field(4, ge=1, description="rows of text that are only evaluated")
+    interval: int = Field(50, ge=1, description="steps between evaluations")
+    patience: int = Field(20, ge=1, description="evaluations without improvement before stopping")
+    seed: int = Field(0, ge=0, description="seed of the crops used by steps")
 
 
 class AllocateOptions(Options):
-    """How bits are allotted."""
+    """How bits are allocated."""
 
     objective: Objective = Field(
         "power", description="log: sum of ln error; sum: of error; power: of error ** power"
     )
     power: float = Field(2.0, gt=0, le=8, description="exponent of the objective `power`")
     rounds: int = Field(
-        0, ge=0, description="further rounds, in which whole allocations are tried and corrected"
+        0, ge=0, description="further rounds, which try whole allocations and correct them"
     )
 
 
 class ValidateOptions(Options):
-    """What the result is compared on, and when it is refused."""
+    """Which text the result is evaluated on, and when it is refused."""
 
     text: Path | None = Field(None, description="UTF-8 text file; empty: built-in held-out text")
     rows: int = Field(8, ge=1, description="rows at most")
@@ -198,7 +204,7 @@ class ValidateOptions(Options):
 
 
 class FitOptions(Options):
-    """What the result must fit: a GPU's memory, with the cache of a context."""
+    """The GPU memory that the result must fit, with the cache of a context."""
 
     memory: ByteSize = Field(
         gt=0,
@@ -206,23 +212,23 @@ class FitOptions(Options):
         json_schema_extra={"anyOf": SIZE_CHOICES},
     )
     context: int = Field(8192, ge=1, description="tokens whose cache must fit beside the weights")
-    cache: CacheName = Field("fp16", description="how that cache is held")
+    cache: CacheName = Field("fp16", description="format of that cache")
 
 
 class SharedOptions(Options):
-    """What a conversion and a sweep of several have in common: all but the bits."""
+    """What a conversion and a sweep have in common: everything but the bits."""
 
     source: Path = Field(
         description="folder with config.json, tokenizer and *.safetensors; or a model on the "
         "Hugging Face Hub, as org/name or org/name@revision"
     )
-    out: Path = Field(description="folder that receives what is made")
+    out: Path = Field(description="folder for the output")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
     bpw: float | tuple[float, ...] | None = None  # narrowed below; here for its place in forms
     head_bits: int | None = Field(
         None,
-        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "
-        "chooses when the target is a total",
+        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or chosen by the "
+        "allocation when the target is a total",
     )
     work_root: Path | None = Field(
         None, description="folder of checkpoints; empty: `.exl2flow` beside the output"
@@ -231,7 +237,7 @@ class SharedOptions(Options):
     max_memory: ByteSize | None = Field(
         None,
         gt=0,
-        description="memory of the GPU to use at most, as 24GB; empty: all there is",
+        description="maximum GPU memory to use, as 24GB; empty: all of it",
         json_schema_extra={"anyOf": [*SIZE_CHOICES, {"type": "null"}]},
     )
     measurement: Path | None = Field(
@@ -242,6 +248,11 @@ class SharedOptions(Options):
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
+    )
+    clean_after: bool = Field(
+        False,
+        description="when all is finished, remove from the work root what no finished conversion "
+        "needs: quantized tensors that are in the output, stages of replaced outputs",
     )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     calibration: CalibrationOptions = CalibrationOptions()
@@ -255,7 +266,7 @@ class SharedOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        """Fill what is not given from the preset."""
+        """Fill missing values from the preset."""
         if not isinstance(values, Mapping):
             return values
         merged = {key: value for key, value in values.items() if value is not None}
@@ -263,7 +274,7 @@ class SharedOptions(Options):
             given = merged.get(group, {})
             if isinstance(given, BaseModel):
                 given = given.model_dump(exclude_unset=True)
-            if isinstance(given, Mapping):  # what is not is refused with all other problems
+            if isinstance(given, Mapping):  # others are refused with all other problems
                 merged[group] = {**preset, **{k: v for k, v in given.items() if v is not None}}
         return merged
 
@@ -271,13 +282,13 @@ class SharedOptions(Options):
     def _check(self) -> Self:
         if self.head_bits is not None and self.head_bits not in HEAD_BITS:
             raise ValueError(f"`head_bits` is {self.head_bits}; choose one of {HEAD_BITS}")
-        if self.out.expanduser().resolve() == self.source.expanduser().resolve():
+        if self.out.resolve() == self.source.resolve():
             raise ValueError("`out` is the source folder; choose another one")
         return self
 
     @property
     def work_dir_root(self) -> Path:
-        """Where the work directories of all models lie."""
+        """The folder that holds the work directories of all models."""
         return (self.work_root or default_work_root(self.out)).resolve()
 
 
@@ -295,13 +306,13 @@ class ConversionConfig(SharedOptions):
         None, gt=0, description="instead: bytes of all output files of weights"
     )
     fit: FitOptions | None = Field(
-        None, description="instead: the memory that the result must fit; empty: any"
+        None, description="instead: the GPU memory that the result must fit; empty: any"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _default_target(cls, values: Any) -> Any:
-        """Fill the target if none is given."""
+        """Fill in the default target if none is given."""
         if not isinstance(values, Mapping) or any(values.get(name) is not None for name in TARGETS):
             return values
         return {**values, "bpw": DEFAULT_BPW}
@@ -315,12 +326,12 @@ class ConversionConfig(SharedOptions):
 
     @property
     def run_name(self) -> str:
-        """Model and bits per weight, for people."""
+        """Model and bits per weight, for display."""
         return f"{model_name(self.source)}@{self.target}"
 
     @property
     def target(self) -> str:
-        """The target in words, without blanks."""
+        """The target as text without blanks."""
         if self.fit is not None:
             return f"fit-{self.fit.memory.human_readable(decimal=True)}"
         if self.target_bytes is not None:
@@ -331,15 +342,15 @@ class ConversionConfig(SharedOptions):
 
     @property
     def fixed_head_bits(self) -> int | None:
-        """The head's bits, None when allocation chooses them."""
+        """The head's bits, None if the allocation chooses them."""
         free = self.head_bits is None and self.bpw is None
         return None if free else self.head_bits or DEFAULT_HEAD_BITS
 
 
 class RefinementConfig(ConversionConfig):
-    """One refinement: an EXL2 folder in, the same with other codes and scales out.
+    """One refinement: an EXL2 folder in, the same model with better codes and scales out.
 
-    `source` is the reference; what allots bits has no effect.
+    `source` is the reference; options for bit allocation have no effect.
     """
 
     model: Path = Field(description="folder of the EXL2 model")
@@ -347,12 +358,12 @@ class RefinementConfig(ConversionConfig):
 
     @property
     def target(self) -> str:
-        """What is refined, without a folder."""
+        """The name of the refined model, without its folder."""
         return f"refined:{self.model.resolve().name}"
 
 
 def default_work_root(out: Path) -> Path:
-    """Return where checkpoints lie unless told otherwise: beside the converted model."""
+    """Return the default folder for checkpoints: `.exl2flow` beside the converted model."""
     return out.resolve().parent / ".exl2flow"
 
 
@@ -370,9 +381,9 @@ def build_config(**values: object) -> ConversionConfig:
 
 
 def tuning_file() -> Path | None:
-    """Return the file that keeps how launches are divided on GPUs; None if nothing is tuned.
+    """Return the file that stores tuned kernel launches; None if tuning is off.
 
-    `EXL2FLOW_TUNING` is its path, or `off`; by default it lies in the user's cache folder.
+    `EXL2FLOW_TUNING` is its path or `off`; by default it is in the user's cache folder.
     """
     given = os.environ.get("EXL2FLOW_TUNING")
     if given:

@@ -7,7 +7,7 @@ Exl2FlowError
 ├── CalibrationError     ─ NotEnoughRows
 ├── QuantizationError    ─ SingularHessian · NonFiniteState · ReconstructionMismatch
 ├── AllocationError      ─ BudgetUnreachable
-├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · WriteFailed
+├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · ReadFailed · WriteFailed
 ├── KernelError          ─ BackendUnavailable
 ├── InferenceError       ─ ContextOverflow
 ├── ValidationFailed
@@ -26,7 +26,7 @@ from functools import partial
 
 
 class Exl2FlowError(Exception):
-    """Base of all deliberate errors; `retryable` tells whether trying again can succeed."""
+    """Base of all deliberate errors; `retryable`: whether another attempt can succeed."""
 
     retryable = False
 
@@ -60,7 +60,7 @@ class CalibrationError(Exl2FlowError):
 
 
 class NotEnoughRows(CalibrationError):
-    """The text is too short for the rows asked for."""
+    """The text is too short for the requested rows."""
 
 
 class QuantizationError(Exl2FlowError):
@@ -80,7 +80,7 @@ class ReconstructionMismatch(QuantizationError):
 
 
 class AllocationError(Exl2FlowError):
-    """Bits could not be allotted."""
+    """Bits could not be allocated."""
 
 
 class BudgetUnreachable(AllocationError):
@@ -99,6 +99,10 @@ class WorkDirBusy(StoreError):
     """Another process works in this work directory."""
 
 
+class ReadFailed(StoreError):
+    """A file that is there could not be read: a faulty disk, a lost share or permissions."""
+
+
 class WriteFailed(StoreError):
     """A file could not be written: disk full, file size limit or permissions."""
 
@@ -108,7 +112,7 @@ class KernelError(Exl2FlowError):
 
 
 class BackendUnavailable(KernelError):
-    """The device asked for is not usable on this machine."""
+    """The requested device cannot be used on this machine."""
 
 
 class InferenceError(Exl2FlowError):
@@ -116,7 +120,7 @@ class InferenceError(Exl2FlowError):
 
 
 class ContextOverflow(InferenceError):
-    """The prompt and the tokens asked for exceed the model's positions."""
+    """Prompt and requested tokens exceed the model's positions."""
 
 
 class ValidationFailed(Exl2FlowError):
@@ -124,7 +128,7 @@ class ValidationFailed(Exl2FlowError):
 
 
 class PreflightFailed(Exl2FlowError):
-    """One or more problems found before any work was done; the message lists all."""
+    """Problems found before any work was done; the message lists all of them."""
 
 
 class SweepFailed(Exl2FlowError):
@@ -136,7 +140,7 @@ class ServerFailed(Exl2FlowError):
 
 
 class HubError(Exl2FlowError):
-    """The Hugging Face Hub refused a request, or cannot be asked."""
+    """The Hugging Face Hub refused a request or cannot be used."""
 
 
 class HubUnavailable(HubError):
@@ -145,26 +149,26 @@ class HubUnavailable(HubError):
     retryable = True
 
     def __init__(self, message: str, *, wait: float | None = None) -> None:
-        """Keep how many seconds the Hub asked to wait, if it did."""
+        """Store how many seconds the Hub wants us to wait, if it says so."""
         super().__init__(message)
         self.wait = wait
 
 
 class PublicationRefused(Exl2FlowError):
-    """Quality, licence or missing facts speak against publishing; the message lists all."""
+    """Quality, licence or missing facts forbid publishing; the message lists all reasons."""
 
 
 class PublicationDamaged(Exl2FlowError):
-    """What lies on the Hub is not what was uploaded, or does not run; it stays private."""
+    """The files on the Hub differ from what was uploaded or do not run; they stay private."""
 
 
 class Interrupted(Exl2FlowError):
-    """The user asked to stop; everything finished so far is committed."""
+    """The user stopped the run; everything finished so far is committed."""
 
     def __init__(self, message: str, *, signum: int) -> None:
         super().__init__(message)
         self.signum = signum
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let it pass between processes, which call with positions only."""
+        """Make it picklable despite the keyword-only argument."""
         return partial(Interrupted, signum=self.signum), self.args

@@ -1,29 +1,31 @@
-"""Files that are either whole or absent: written aside, flushed, renamed.
+"""Files that are either whole or absent: written to a temporary file, flushed, renamed.
 
 A file's identity is its sha256; `FileRecord` remembers it beside size, mtime and ctime, so that an
 untouched file is recognized without reading it (ctime cannot be set back by a program).
 """
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
+from exl2flow.core.errors import CorruptCheckpoint, ReadFailed, WriteFailed
 
 TEMPORARY_SUFFIX = ".partial"
-JSON_PIECES = 4096  # of a JSON text that are in memory at a time
-UNPRINTABLE = "backslashreplace"  # bytes of a path that are not UTF-8; JSON reads them back
+JSON_PIECES = 4096  # pieces of JSON text in memory at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -37,9 +39,9 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class FileRecord(BaseModel):
-    """What a file was when it was committed; `sha256` is None for files cheap to make again."""
+    """State of a file when it was committed; `sha256` is None if it is cheap to make again."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)  # fields of newer versions are ignored
 
     sha256: str | None
     size: int
@@ -48,21 +50,27 @@ class FileRecord(BaseModel):
 
     @classmethod
     def of(cls, path: Path, *, sha256: str | None) -> "FileRecord":
-        """Return the record of an existing file with a digest that the caller knows."""
+        """Return the record of an existing file whose digest the caller knows."""
         stat = path.stat()
         return cls(
             sha256=sha256, size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns
         )
 
     def matches(self, path: Path) -> bool:
-        """Tell whether `path` holds what was recorded, reading it only if its times moved."""
+        """Return whether `path` is as recorded; it is read only if its times differ.
+
+        Raises:
+            ReadFailed: the file is there but cannot be read.
+        """
         try:
             now = FileRecord.of(path, sha256=self.sha256)
-        except OSError:
+            if now == self:
+                return True
+            return now.size == self.size and self.sha256 is not None and digest(path) == self.sha256
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return False
-        if now == self:
-            return True
-        return now.size == self.size and self.sha256 is not None and digest(path) == self.sha256
+        except OSError as error:
+            raise unreadable(path, error) from error
 
 
 def digest(path: Path) -> str:
@@ -74,7 +82,20 @@ def digest(path: Path) -> str:
 def digest_of(value: object) -> str:
     """Return the sha256 of a JSON-serializable value in canonical form."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode(errors=UNPRINTABLE)).hexdigest()
+    return hashlib.sha256(_encoded(text)).hexdigest()
+
+
+def _encoded(text: str) -> bytes:
+    """Return JSON text as UTF-8; a file name's byte that is not UTF-8 becomes a JSON escape."""
+    return text.encode(errors="backslashreplace")
+
+
+def unreadable(path: Path, error: OSError) -> ReadFailed:
+    """Return the error for a file that is there but cannot be read."""
+    return ReadFailed(
+        f"cannot read `{path}`: {error.strerror or error}; check the disk, the network share and "
+        "the permissions, then repeat the command"
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -86,37 +107,94 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+class Writer(Protocol):
+    """What `replacing` gives: a binary file, of which only this is used."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes or a buffer."""
+        ...
+
+
+class _Checked:
+    """Reports errors of writing with the target's name; other errors of the block pass."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+
+    def write(self, data: Any, /) -> int:
+        with _naming(self._path):
+            return self._file.write(data)
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when the block ends without an error.
+def replacing(path: Path) -> Iterator[Writer]:
+    """Open a file that replaces `path` when the block ends without an error.
+
+    Several writers may run at the same time: the last to finish wins, nobody reads half a file.
 
     Raises:
         WriteFailed: the disk is full, a size limit is reached or permissions forbid it.
     """
-    aside = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
-    try:
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            yield file
+        file = _temporary(path)
+    try:
+        yield _Checked(file, path)
+        with _naming(path):
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
-        sync_folder(path.parent)
+            Path(file.name).replace(path)  # while it is locked
+            sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):  # what prevented writing may prevent this, too
+            Path(file.name).unlink()
+        raise
+    finally:
+        with suppress(OSError):  # of what could not be flushed
+            file.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        _discard(aside)
         raise WriteFailed(
             f"cannot write `{path}`: {error.strerror or error}; free space or fix the permissions, "
             "then repeat the same command: it goes on where it stopped"
         ) from error
-    except BaseException:
-        _discard(aside)
-        raise
 
 
-def _discard(aside: Path) -> None:
-    """Delete an unfinished file; what prevented writing it may prevent this, too."""
-    with suppress(OSError):
-        aside.unlink()
+def _temporary(path: Path) -> BinaryIO:
+    """Create a locked temporary file beside `path`; delete those of killed writers."""
+    for old in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY_SUFFIX}"):
+        with suppress(OSError), old.open("rb") as leftover:  # locked: being written
+            fcntl.flock(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old.unlink()
+    while True:
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+        file = aside.open("xb")
+        with suppress(OSError):  # a file system without locks: nobody deletes it
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if aside.exists():
+            return file
+        file.close()  # another writer took it for a leftover before it was locked
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file that several processes read, change and write.
+
+    Raises:
+        WriteFailed: the lock file beside it cannot be made.
+    """
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f"{path.name}.lock").open("ab")
+    with file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_json(path: Path, value: object) -> str:
@@ -124,7 +202,7 @@ def write_json(path: Path, value: object) -> str:
     pieces = chain(json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(value), "\n")
     sha = hashlib.sha256()
     with replacing(path) as file:
-        while some := "".join(islice(pieces, JSON_PIECES)).encode(errors=UNPRINTABLE):
+        while some := _encoded("".join(islice(pieces, JSON_PIECES))):
             sha.update(some)
             file.write(some)
     return sha.hexdigest()
@@ -133,23 +211,33 @@ def write_json(path: Path, value: object) -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically."""
     with replacing(path) as file:
-        file.write(text.encode(errors=UNPRINTABLE))
+        file.write(_encoded(text))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn errors of reading a file of our own into named ones."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, ValueError, SafetensorError) as error:
+        raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def read_json(path: Path, *, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Read a JSON file; `hook` gives what stands for each object in it, the inner ones first.
+    """Read a JSON file; `hook` replaces each object in it, inner ones first.
 
     Raises:
         CorruptCheckpoint: the file is missing or not JSON.
+        ReadFailed: it is there but cannot be read.
     """
-    try:
+    with _reading(path):
         return json.loads(path.read_bytes(), object_hook=hook)
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"cannot read `{path}`: {error}") from error
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the little-endian bytes of a CPU tensor without copying when it is contiguous."""
+    """Return a tensor's little-endian bytes, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -180,14 +268,14 @@ def write_layout(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write a safetensors file atomically, holding one tensor at a time, and return its sha256.
+    """Write a safetensors file atomically, one tensor in memory at a time; return its sha256.
 
-    A thread hashes what is written.
+    Another thread computes the hash.
 
     Args:
         path: the file.
         layout: name → (dtype, shape), in the order of `tensors`.
-        tensors: the contents; drawn one by one.
+        tensors: the contents, consumed one by one.
         metadata: text for the header.
     """
     sha = hashlib.sha256()
@@ -218,12 +306,10 @@ def read_metadata(path: Path) -> dict[str, str]:
 
     Raises:
         CorruptCheckpoint: the file is missing, truncated or not safetensors.
+        ReadFailed: it is there but cannot be read.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error
+    with _reading(path), safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -231,8 +317,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         CorruptCheckpoint: the file is missing, truncated or not safetensors.
+        ReadFailed: it is there but cannot be read.
     """
-    try:
+    with _reading(path):
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error

@@ -19,14 +19,14 @@ GRACE_SECONDS = 3.0  # for the current sublayer to be finished and committed
 
 
 class StopRequest:
-    """Set by the first signal; long loops look at `signum` after each commit."""
+    """Set by the first signal; long loops check `signum` after each commit."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self._deadline = math.inf
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal: remember the first, leave the process on the second."""
+        """Handle a signal: remember the first, exit on the second."""
         if self.signum is not None:
             os._exit(128 + signum)
         self.signum = signum
@@ -42,15 +42,15 @@ class StopRequest:
             )
 
 
-_listener: StopRequest | None = None  # that of the outermost block in the main thread
+_listener: StopRequest | None = None  # of the outermost block in the main thread
 
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
     """Catch the signals while the block runs.
 
-    Blocks inside it, those of other threads as well, share its request. In a thread without such
-    a block the request stays unset, for only the main thread may catch signals.
+    Nested blocks share its request, also in other threads. A thread without an outer block gets a
+    request that stays unset, because only the main thread can catch signals.
     """
     global _listener
     if _listener is not None or threading.current_thread() is not threading.main_thread():

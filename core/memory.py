@@ -5,27 +5,31 @@ from pathlib import Path
 
 import torch
 
-BESIDE_TENSORS = 2**30  # of a GPU: CUDA itself, libraries, kernels; about
-WORKSPACE_SHARE = 0.04  # of a limit: what libraries take as they work
+BESIDE_TENSORS = 2**30  # bytes of a GPU for CUDA itself, libraries and kernels; approximate
+WORKSPACE_SHARE = 0.04  # of a limit: workspace of libraries
 
-_limits: dict[torch.device, int] = {}  # bytes of tensors, of devices whose use is limited
+_limits: dict[torch.device, int] = {}  # device → bytes of tensors, if its use is limited
+
+
+def usable(most: int) -> int:
+    """Return how many bytes tensors may take when a process may use `most` of a GPU."""
+    return max(0, int(most * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
 
 
 def limit_memory(device: torch.device, most: int | None) -> None:
-    """Let this process use at most so many bytes of a GPU, all included; None: all there is."""
+    """Limit this process to `most` bytes of a GPU, all included; None: no limit."""
     if device.type == "cpu":
         return
     own = _indexed(device)
     _, total = torch.cuda.mem_get_info(own)
-    used = total if most is None else min(most, total)
-    _limits[own] = max(0, int(used * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
+    _limits[own] = usable(total if most is None else min(most, total))
     torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
 
 
 def limit_of(device: torch.device) -> int:
-    """Return how many bytes of a GPU the tensors of this process may take in all.
+    """Return how many bytes the tensors of this process may take on a GPU in total.
 
-    Of a CPU it is not known: it has a limit that nothing reaches.
+    The limit of a CPU is unknown; the value returned for it is never reached.
     """
     if device.type == "cpu":
         return sys.maxsize
@@ -34,7 +38,7 @@ def limit_of(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes of a GPU may still be used, what is reserved for reuse included."""
+    """Return how many bytes of a GPU are still free, including the allocator's reserve."""
     free, _ = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     return min(free + torch.cuda.memory_reserved(device) - used, limit_of(device) - used)
@@ -45,7 +49,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def available_memory() -> int | None:
-    """Return the kernel's estimate of memory that can be used, or None where it gives none."""
+    """Return the kernel's estimate of available main memory, None where there is none."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a model is called for people: in the names and tags of runs."""
+"""The display name of a model, in names and tags of runs."""
 
 import re
 from pathlib import Path
@@ -7,5 +7,5 @@ COMMIT = re.compile(r"(?<=@[0-9a-f]{7})[0-9a-f]{33}$")
 
 
 def model_name(source: Path) -> str:
-    """Return a source's name; of `name@commit` the commit is cut to the usual seven digits."""
+    """Return a source's name; in `name@commit` the commit is shortened to seven digits."""
     return COMMIT.sub("", source.resolve().name)

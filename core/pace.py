@@ -1,4 +1,4 @@
-"""How fast a stage goes and how long it will take: one sum for the command line and for pages."""
+"""Speed and remaining time of a stage, for the command line and the Prefect pages alike."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +10,7 @@ UNKNOWN_TIME = "-:--:--"
 
 @dataclass(slots=True)
 class Pace:
-    """How fast a stage goes since its first tick; what a resume found done does not count."""
+    """Speed of a stage since its first tick; work found done by a resume does not count."""
 
     begun: float
     found: int
@@ -20,7 +20,7 @@ class Pace:
 
     @classmethod
     def start(cls, tick: Tick, now: float) -> "Pace":
-        """Begin with the first tick; a stage without a tick at zero has none to measure yet."""
+        """Start at the first tick."""
         return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
 
     def update(self, tick: Tick, now: float) -> None:
@@ -29,15 +29,15 @@ class Pace:
 
     @property
     def has_moved(self) -> bool:
-        """Tell whether anything was done since the first tick."""
+        """Return whether anything was done since the first tick."""
         return self.done > self.found
 
     def elapsed(self, now: float) -> float:
-        """Return seconds since the first tick; a finished stage stands still."""
+        """Return the seconds since the first tick; constant once the stage is finished."""
         return (self.changed if self.done >= self.total else now) - self.begun
 
     def remaining(self, now: float) -> float | None:
-        """Return the seconds left, or None before anything was done."""
+        """Return the seconds left, None until something was done."""
         if self.done >= self.total:
             return 0.0
         if not self.has_moved:
@@ -46,7 +46,7 @@ class Pace:
         return max(0.0, each * (self.total - self.done) - (now - self.changed))
 
     def times(self, now: float) -> dict[str, str]:
-        """Return what is known of `elapsed` and `remaining`, each as h:mm:ss."""
+        """Return `elapsed` and `remaining` as h:mm:ss, as far as they are known."""
         if not self.has_moved:
             return {}
         known = {"elapsed": clock(self.elapsed(now))}

@@ -1,7 +1,7 @@
-"""How long loops tell what they have done: a callback that receives ticks.
+"""Progress of long loops: a callback that receives ticks.
 
-Who listens is the caller's choice: `reporting_to(sink)` sets the sink for everything run inside the
-block, so that a task started by Prefect reaches the terminal that started the flow.
+The caller chooses the listener: `reporting_to(sink)` sets it for everything inside the block, so
+that a task run by Prefect reaches the terminal that started the flow.
 """
 
 import logging
@@ -38,7 +38,7 @@ _current: ContextVar[Progress] = ContextVar("progress", default=silent)
 
 
 def current() -> Progress:
-    """Return the current sink, for threads, which do not see it themselves."""
+    """Return the current sink, to be handed to threads, which do not inherit it."""
     return _current.get()
 
 
@@ -59,7 +59,7 @@ def reporting_to(sink: Progress) -> Iterator[None]:
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Put a label before the names of stages that are reported inside the block."""
+    """Prefix the stage names of all ticks inside the block with a label."""
     sink = _current.get()
     with reporting_to(lambda tick: sink(replace(tick, stage=f"{label} {tick.stage}"))):
         yield

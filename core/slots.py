@@ -1,7 +1,7 @@
-"""Device slots of this host: a process holds one while it computes, sweeps beside it wait.
+"""Device slots of this host: a process holds one while it computes, others wait.
 
-A slot is a locked file named after a device. The kernel unlocks what a killed process held, so
-whoever comes next finds the slot free. All processes of a user share the folder.
+A slot is a locked file named after a device. The kernel releases the lock of a killed process, so
+the slot is free again. All processes of a user share the folder.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ TURN_SECONDS = 0.5  # between looks at a stop request while another thread has t
 
 
 def named_gpus(count: int) -> list[str]:
-    """Return the names of the GPUs that this process sees, of which there are so many."""
+    """Return the names of the `count` GPUs that this process sees."""
     seen = os.environ.get(VARIABLE)
     if seen is None or count == 0:
         return [str(index) for index in range(count)]
@@ -36,12 +36,12 @@ def named_gpus(count: int) -> list[str]:
 
 
 def visible_gpus(device: str) -> list[str]:
-    """Return the GPUs that this process may use, by name, without starting CUDA; none on a CPU."""
+    """Return the names of the GPUs that this process may use, without initializing CUDA."""
     return named_gpus(0 if device == "cpu" else torch.cuda.device_count())
 
 
 def see_only(gpu: str) -> None:
-    """Have CUDA see one GPU; in time before it is first used."""
+    """Restrict CUDA to one GPU. Call before CUDA is initialized."""
     os.environ[VARIABLE] = gpu
 
 
@@ -74,21 +74,21 @@ class Slots:
 
     @classmethod
     def of_host(cls, kind: str) -> "Slots":
-        """Return the slots for devices of a kind, `cuda` or `cpu`, of this user on this host."""
+        """Return this user's slots on this host for a kind of device, `cuda` or `cpu`."""
         return cls(Path(tempfile.gettempdir()) / f"exl2flow-slots-{os.getuid()}" / kind)
 
     @contextmanager
     def hold(self, devices: Sequence[str], pause: Callable[[], None]) -> Iterator[str]:
-        """Hold a device for the block; `pause` is called between looks for a free one.
+        """Hold a device for the block; call `pause` between attempts to get a free one.
 
-        A process stays with its first device, as CUDA would not see a second one.
+        A process keeps its first device, because CUDA would not see a second one.
 
         Args:
-            devices: names, as in `CUDA_VISIBLE_DEVICES`, in the order of preference.
+            devices: names as in `CUDA_VISIBLE_DEVICES`, in order of preference.
             pause: waits a while, or raises to give up.
 
         Raises:
-            WriteFailed: the folder is another user's.
+            WriteFailed: the folder belongs to another user.
         """
         self._make_folder()
         while (file := self._lock_one(devices)) is None:
@@ -100,7 +100,7 @@ class Slots:
             file.close()
 
     def _make_folder(self) -> None:
-        """Make the folder; another user's could have links to our files under names of devices."""
+        """Create the folder; another user's could hold links to our files."""
         top = self.folder.parent
         top.mkdir(exist_ok=True, mode=0o700)
         found = top.lstat()
@@ -120,13 +120,13 @@ class Slots:
         return None
 
     def _lock(self, device: str) -> IO[str] | None:
-        """Return the locked file of a device, None if another process has it."""
+        """Return the locked file of a device, None if another process holds it."""
         path = self.folder / quote(device, safe="")
         file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino
-        except (BlockingIOError, FileNotFoundError):  # taken; tidied away after it was opened
+        except (BlockingIOError, FileNotFoundError):  # held by another; deleted after it was opened
             is_ours = False
         if not is_ours:
             file.close()

@@ -1,6 +1,6 @@
-"""Which model a source is: a folder or a name on the Hub, where a folder came from, its digests.
+"""The identity of a source: a folder or a model on the Hub, its origin, its digests.
 
-Digests cover all files that determine a conversion, and are remembered.
+Digests cover all files that determine a conversion; they are remembered between runs.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import SourceModelError, WriteFailed
-from exl2flow.core.files import FileRecord, digest, digest_of, write_json
+from exl2flow.core.files import FileRecord, digest, digest_of, exclusive, write_json
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
@@ -20,8 +20,11 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "generation_config.json",
 )
+ATTEMPTS = 3  # to read a file that changes meanwhile
 PROVENANCE = (
     "repo",
     "revision",
@@ -42,16 +45,16 @@ class SourceFingerprint:
 
     @classmethod
     def of(cls, source: Path, *, memory: Path) -> "SourceFingerprint":
-        """Digest the model's files, reusing digests remembered for unchanged files.
+        """Digest the model's files; unchanged files are not read again.
 
         Args:
             source: the model's folder.
-            memory: JSON file of earlier digests, by path; made when missing.
+            memory: JSON file of earlier digests by path; created when missing.
 
         Raises:
-            SourceModelError: the folder or its weights cannot be read.
+            SourceModelError: the folder or its weights cannot be read, or a file keeps changing.
         """
-        source = source.expanduser().resolve()
+        source = source.resolve()
         try:
             paths = sorted(source.glob("*.safetensors"))
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
@@ -74,28 +77,29 @@ class HubModel:
 
     @classmethod
     def of(cls, source: Path | str) -> "HubModel | None":
-        """Return what `org/name` or `org/name@revision` means, None of anything else."""
+        """Parse `org/name` or `org/name@revision`; None for anything else."""
         match = HUB_ID.fullmatch(str(source))
         return match and cls(repo=match["repo"], revision=match["revision"])
 
     @property
     def name(self) -> str:
-        """The part behind the organization."""
+        """The part after the organization."""
         return self.repo.rpartition("/")[2]
 
     def is_begun(self, work_root: Path) -> bool:
-        """Tell whether a fetch has begun a model of this name below a work root."""
+        """Return whether a work root holds a model of this name, fetched at least in part."""
         return any(work_root.glob(f"sources/*/{self.name}"))
 
 
 def hub_model(source: Path, work_root: Path) -> HubModel | None:
-    """Return the model on the Hub that a source means, None of a folder.
+    """Return the model on the Hub that a source names, None for a folder.
 
-    A folder goes before the Hub. Beside a folder `org`, `org/name` is taken for a mistyped path,
-    unless its fetch has begun: output or work root may have made that folder.
+    An existing folder takes precedence over the Hub. If there is a folder `org`, then `org/name` is
+    considered a mistyped path, unless the model's fetch has begun: the folder may have been created
+    for the output or the work root.
 
     Raises:
-        SourceModelError: it is such a path.
+        SourceModelError: the source is a mistyped path.
     """
     wanted = HubModel.of(source)
     if wanted is None or source.exists():
@@ -110,12 +114,12 @@ def hub_model(source: Path, work_root: Path) -> HubModel | None:
 
 
 def provenance_file(source: Path) -> Path:
-    """Return where it says which repository and commit a folder came from."""
+    """Return the file that records the repository and commit of a fetched folder."""
     return source.with_name(f"{source.name}.source.json")
 
 
 def provenance(source: Path) -> dict[str, Any] | None:
-    """Return what was recorded when a folder came from the Hub, None of other folders.
+    """Return what was recorded when a folder was fetched from the Hub, None for others.
 
     Keys: repo, revision, commit, license, license_name, license_link, gated.
     """
@@ -127,21 +131,37 @@ def provenance(source: Path) -> dict[str, Any] | None:
 
 
 def digests(paths: list[Path], memory: Path) -> dict[str, str]:
-    """Return name → sha256, reading only files that are not remembered."""
+    """Return name → sha256, reading only files that changed or are new.
+
+    Raises:
+        SourceModelError: a file keeps changing while it is read.
+    """
     remembered = _load(memory)
     result: dict[str, str] = {}
     for path in paths:
         known = remembered.get(str(path))
         if known is None or FileRecord.of(path, sha256=known.sha256) != known:
-            known = FileRecord.of(path, sha256=digest(path))
-            remembered[str(path)] = known
-            _save(memory, remembered)
+            known = _record(path)
+            _remember(memory, path, known)
         result[path.name] = str(known.sha256)
     return result
 
 
+def _record(path: Path) -> FileRecord:
+    """Digest a file, again if it changes meanwhile."""
+    for _ in range(ATTEMPTS):
+        before = FileRecord.of(path, sha256=None)
+        sha256 = digest(path)
+        if FileRecord.of(path, sha256=None) == before:
+            return before.model_copy(update={"sha256": sha256})
+    raise SourceModelError(
+        f"`{path}` changes while it is read; wait until it is downloaded or copied, then repeat "
+        "the command"
+    )
+
+
 def _load(memory: Path) -> dict[str, FileRecord]:
-    """Return the remembered digests; an unreadable memory only costs time."""
+    """Return the remembered digests; an unreadable memory costs time only."""
     try:
         entries = json.loads(memory.read_bytes())
         return {name: FileRecord.model_validate(entry) for name, entry in entries.items()}
@@ -149,8 +169,11 @@ def _load(memory: Path) -> dict[str, FileRecord]:
         return {}
 
 
-def _save(memory: Path, remembered: dict[str, FileRecord]) -> None:
+def _remember(memory: Path, path: Path, known: FileRecord) -> None:
+    """Add a digest to those that this and other processes remember."""
     try:
-        write_json(memory, {name: entry.model_dump() for name, entry in remembered.items()})
+        with exclusive(memory):
+            entries = {**_load(memory), str(path): known}
+            write_json(memory, {name: entry.model_dump() for name, entry in entries.items()})
     except WriteFailed:
         return  # the disk may be full or read-only: pre-flight reports that in its own words

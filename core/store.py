@@ -6,20 +6,17 @@
 import fcntl
 import logging
 import os
-import platform
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from exl2flow.core.errors import CorruptCheckpoint, WorkDirBusy
+from exl2flow.core.errors import CorruptCheckpoint, StoreError, WorkDirBusy, WriteFailed
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
@@ -29,17 +26,21 @@ from exl2flow.core.files import (
     write_json,
     write_tensors,
 )
+from exl2flow.core.manifest import SavedStates, StageManifest
+from exl2flow.core.manifest import versions as versions
+from exl2flow.core.source import SourceFingerprint
 
 log = logging.getLogger(__name__)
 
-CHECKSUM = "checksum"  # the manifest's entry on all its others
+MANIFEST = "manifest.json"
+DAMAGED = ".damaged-"  # in the name of a folder set aside; the time follows
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
-STATES_SHARE = 0.1  # of the time may go into saving them, where that takes longer than usual
-STATES_LONGEST = 15  # intervals without saving, however long it takes
+STATES_SHARE = 0.1  # of the time may be spent on saving them, if that takes longer than usual
+STATES_LONGEST = 15  # intervals between saves at most
 
 
 class StageRef(BaseModel):
-    """All that stages and tasks exchange: which result, and where."""
+    """What stages and tasks exchange: which result, and where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,69 +49,13 @@ class StageRef(BaseModel):
     path: str
 
 
-class SavedStates(BaseModel):
-    """Hidden states as they enter sublayer `index`, in one of the two files."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    file: str
-    index: int
-    record: FileRecord
-
-
-class StageManifest(BaseModel):
-    """What a stage folder holds; rewritten after every commit."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    stage: str
-    schema_version: int
-    fingerprint: str
-    inputs: dict[str, str]
-    options: dict[str, object]
-    device: str
-    status: Literal["partial", "complete"] = "partial"
-    cursor: int = 0
-    total: int = 0
-    files: dict[str, FileRecord] = {}
-    states: SavedStates | None = None
-    notes: list[str] = []
-    seconds: float = 0.0
-    versions: dict[str, str] = {}
-
-    def sealed(self) -> dict[str, object]:
-        """Return the JSON content with a checksum, by which an altered manifest is noticed."""
-        content = self.model_dump(mode="json")
-        return {**content, CHECKSUM: digest_of(content)}
-
-    @classmethod
-    def unsealed(cls, content: object) -> Self:
-        """Read what `sealed` returned.
-
-        Raises:
-            CorruptCheckpoint: the content is not what was sealed.
-        """
-        if not isinstance(content, dict) or content.pop(CHECKSUM, None) != digest_of(content):
-            raise CorruptCheckpoint("the checksum of a manifest does not hold")
-        return cls.model_validate(content)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that can change a result."""
-    return {
-        "exl2flow": version("exl2flow"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-
-
 class StageFolder:
-    """One stage's folder: commits files to its manifest, and knows which of them still hold."""
+    """One stage's folder: commits files to its manifest and checks whether they are intact."""
 
     def __init__(self, path: Path, manifest: StageManifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._lock = threading.RLock()  # results are stored by a thread of their own
+        self._lock = threading.RLock()  # a background thread stores results
         self._states_time = time.monotonic()
         self._states_cost = 0.0
         self._begun = time.monotonic()
@@ -118,24 +63,45 @@ class StageFolder:
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> Self | None:
-        """Return the folder of a result, or None when no manifest tells of it."""
+        """Return the folder of a result, None without an intact manifest for it.
+
+        Raises:
+            ReadFailed: the manifest is there but cannot be read.
+        """
+        found = cls.found(path)
+        return found if found and found.manifest.fingerprint == fingerprint else None
+
+    @classmethod
+    def found(cls, path: Path) -> Self | None:
+        """Return a folder whatever its fingerprint, None without an intact manifest.
+
+        Raises:
+            ReadFailed: the manifest is there but cannot be read.
+        """
         try:
-            manifest = StageManifest.unsealed(read_json(path / "manifest.json"))
+            return cls(path, StageManifest.unsealed(read_json(path / MANIFEST)))
         except (CorruptCheckpoint, ValidationError):
             return None
-        return cls(path, manifest) if manifest.fingerprint == fingerprint else None
 
     def valid(self, name: str) -> bool:
-        """Tell whether a committed file still holds what was committed."""
+        """Return whether a committed file is unchanged."""
         record = self.manifest.files.get(name)
         return record is not None and record.matches(self.path / name)
 
     def is_complete(self) -> bool:
-        """Tell whether the stage finished and all its files still hold."""
+        """Return whether the stage is finished and all its files are unchanged."""
         return self.manifest.status == "complete" and all(map(self.valid, self.manifest.files))
 
+    def has_results(self) -> bool:
+        """Return whether the folder holds finished work: an unchanged file, or states."""
+        saved = self.manifest.states
+        own = [name for name in self.manifest.files if not Path(name).is_absolute()]
+        return any(map(self.valid, own)) or (
+            saved is not None and saved.record.matches(self.path / saved.file)
+        )
+
     def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
-        """Record a file that lies at its place, and how far the stage has come."""
+        """Record a file that has been written, and the progress of the stage."""
         with self._lock:
             self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
             if cursor is not None:
@@ -147,13 +113,13 @@ class StageFolder:
         with self._lock:
             gone = [name for name in names if name in self.manifest.files]
             for name in gone:
-                (self.path / name).unlink(missing_ok=True)
+                _delete(self.path / name)
                 del self.manifest.files[name]
             if gone:
                 self.save()
 
     def note(self, text: str) -> None:
-        """Keep a sentence for the report; stored with the next commit."""
+        """Add a sentence to the report; it is stored with the next commit."""
         with self._lock:
             if text not in self.manifest.notes:
                 self.manifest.notes.append(text)
@@ -162,12 +128,12 @@ class StageFolder:
         """Write the manifest."""
         with self._lock:
             self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
-            write_json(self.path / "manifest.json", self.manifest.sealed())
+            write_json(self.path / MANIFEST, self.manifest.sealed())
 
     def states_are_due(self) -> bool:
-        """Tell whether to save states now; a new interval begins if so.
+        """Return whether to save states now; if so, a new interval begins.
 
-        The more time saving took, the longer the interval.
+        The longer saving takes, the longer the interval.
         """
         longest = STATES_LONGEST * STATES_INTERVAL_SECONDS
         pause = min(max(STATES_INTERVAL_SECONDS, self._states_cost / STATES_SHARE), longest)
@@ -178,7 +144,7 @@ class StageFolder:
         return True
 
     def save_states(self, states: torch.Tensor, index: int) -> None:
-        """Store the hidden states entering sublayer `index`, in main memory."""
+        """Save the hidden states entering sublayer `index`, which are in main memory."""
         begun = time.monotonic()
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
@@ -191,19 +157,88 @@ class StageFolder:
         self._states_cost = self._states_time - begun
 
     def load_states(self) -> tuple[int, torch.Tensor] | None:
-        """Return (sublayer index, states) of the last saved states, if they still hold."""
+        """Return (sublayer index, states) of the last saved states if they are intact."""
         saved = self.manifest.states
         if saved is None or not saved.record.matches(self.path / saved.file):
             return None
         return saved.index, read_tensors(self.path / saved.file)["states"]
 
+    def tensor_files(self) -> list[Path]:
+        """Return the safetensors files in the folder."""
+        return sorted(self.path.rglob("*.safetensors"))
+
+    def clear(self, aside: Path) -> None:
+        """Move the tensors of a complete stage to a folder aside; what is small stays."""
+        with self._lock:
+            kept = {n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")}
+            self.manifest.files, self.manifest.status = kept, "cleared"
+            self.save()
+            for number, path in enumerate(self.tensor_files()):
+                path.rename(aside / str(number))
+
     def complete(self) -> None:
-        """Mark the stage complete and drop what only a resume needs."""
+        """Mark the stage complete and delete what only a resume needs."""
         for path in self.path.glob("states-?.safetensors"):
-            path.unlink()
+            _delete(path)
         self.manifest.status = "complete"
         self.manifest.states = None
         self.save()
+
+
+def _set_aside(path: Path, stage: str) -> None:
+    """Rename a folder whose manifest is damaged or unknown; `exl2flow clean` deletes it.
+
+    Raises:
+        WriteFailed: it cannot be renamed.
+    """
+    if not path.exists() or (path.is_dir() and not any(_finished_files(path))):
+        return
+    target = path.with_name(f"{path.name}{DAMAGED}{time.strftime('%Y%m%dT%H%M%S')}")
+    while target.exists():
+        target = target.with_name(f"{target.name}-")
+    try:
+        path.rename(target)
+    except OSError as error:
+        raise WriteFailed(f"cannot set `{path}` aside: {error.strerror}; move it away") from error
+    log.warning(
+        "stage `%s` begins anew: its manifest is damaged or from another version; the old folder "
+        "is kept as `%s`, `exl2flow clean` removes it",
+        stage,
+        target,
+    )
+
+
+def _finished_files(path: Path) -> Iterator[Path]:
+    return (p for p in path.rglob("*") if p.is_file() and not p.name.endswith(TEMPORARY_SUFFIX))
+
+
+def _refuse_other_device(folder: StageFolder, device: str) -> None:
+    """Refuse to mix the results of two device classes.
+
+    Raises:
+        StoreError: the folder holds some of another one.
+    """
+    found = folder.manifest
+    if not folder.has_results():
+        return
+    is_lost = found.device == "cuda" and device == "cpu"
+    way_out = (
+        "make the GPU visible again" if is_lost else f"continue with `--device {found.device}`"
+    )
+    raise StoreError(
+        f"stage `{found.stage}` was begun on {found.device} ({found.cursor} of {found.total} done) "
+        f"and this run is on {device}: {way_out}, or begin the stage anew with `--restart` or by "
+        f"deleting `{folder.path}`"
+    )
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise WriteFailed(
+            f"cannot delete `{path}`: {error.strerror}; move it away and repeat the command"
+        ) from error
 
 
 class WorkDir:
@@ -211,6 +246,11 @@ class WorkDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @staticmethod
+    def name_of(source: SourceFingerprint) -> str:
+        """Return the name of a source's folder in a work root."""
+        return f"{source.slug}-{source.fingerprint[:12]}"
 
     def ref(self, stage: str, fingerprint: str) -> StageRef:
         """Return the reference of a stage result, whether it exists or not."""
@@ -221,9 +261,14 @@ class WorkDir:
         return self.root / ref.path
 
     def is_complete(self, ref: StageRef) -> bool:
-        """Tell whether a stage result is there, whole and unaltered."""
+        """Return whether a stage result is complete and unaltered."""
         folder = StageFolder.load(self.path(ref), ref.fingerprint)
         return folder is not None and folder.is_complete()
+
+    def is_cleared(self, ref: StageRef) -> bool:
+        """Return whether a stage was complete before `exl2flow clean` removed its tensors."""
+        folder = StageFolder.load(self.path(ref), ref.fingerprint)
+        return folder is not None and folder.manifest.status == "cleared"
 
     def open(
         self,
@@ -234,14 +279,24 @@ class WorkDir:
         options: Mapping[str, object],
         device: str,
     ) -> StageFolder:
-        """Open a stage folder for work: resume a partial one of this device class, or begin."""
+        """Open a stage folder for work: resume a partial one of this device class, or begin.
+
+        Nothing that was finished is deleted: what cannot be resumed is set aside or refused.
+
+        Raises:
+            StoreError: the stage was begun on another device class.
+            ReadFailed: the manifest, or a file that it lists, cannot be read.
+        """
         path = self.path(ref)
         folder = StageFolder.load(path, ref.fingerprint)
-        if folder is None or folder.manifest.device != device:
-            if path.exists():
-                why = "its manifest is damaged" if folder is None else "it ran on another device"
-                log.warning("stage `%s` begins anew: %s (`%s`)", ref.stage, why, path)
-            shutil.rmtree(path, ignore_errors=True)
+        if folder is None:
+            _set_aside(path, ref.stage)
+        elif folder.manifest.status == "cleared":
+            folder = None
+        elif folder.manifest.device != device:
+            _refuse_other_device(folder, device)
+            folder = None
+        if folder is None:
             manifest = StageManifest(
                 stage=ref.stage,
                 schema_version=schema,
@@ -252,7 +307,7 @@ class WorkDir:
             )
             folder = StageFolder(path, manifest)
         for leftover in path.rglob(f".*{TEMPORARY_SUFFIX}"):
-            leftover.unlink()
+            _delete(leftover)
         folder.manifest.status = "partial"
         folder.manifest.versions = versions()
         folder.save()
@@ -260,22 +315,22 @@ class WorkDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the whole work directory; the kernel lets it go when the process ends, however.
+        """Lock the whole work directory; the kernel releases it whenever the process ends.
 
         Raises:
-            WorkDirBusy: another process holds it, or one of its stages.
+            WorkDirBusy: another process holds it or one of its stages.
         """
         with self._held(self.root / "lock", fcntl.LOCK_EX):
             yield
 
     @contextmanager
     def lock_stage(self, ref: StageRef, out: Path) -> Iterator[None]:
-        """Hold a stage folder and what it writes to; other stages may run beside it.
+        """Lock a stage folder and its output folder; other stages may run at the same time.
 
         Raises:
-            WorkDirBusy: another holds one of them, or the whole directory.
+            WorkDirBusy: another process holds one of them or the whole directory.
         """
-        output = digest_of(str(out.expanduser().resolve()))[:16]
+        output = digest_of(str(out.resolve()))[:16]
         with (
             self._held(self.root / "lock", fcntl.LOCK_SH),
             self._held(self.root / "locks" / ref.path.replace("/", "-"), fcntl.LOCK_EX),
@@ -285,7 +340,7 @@ class WorkDir:
 
     @contextmanager
     def _held(self, path: Path, mode: int) -> Iterator[None]:
-        """Hold a lock file; one that is not shared tells the owner's process id."""
+        """Hold a lock file; an exclusive one contains the owner's process id."""
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -304,7 +359,7 @@ class WorkDir:
             os.close(handle)
 
     def _owner(self, path: Path) -> str:
-        """Return the process id in a lock file that is held, first in those of stages."""
+        """Return the process id in a lock file that is held; those of stages come first."""
         for held in (*sorted((self.root / "locks").glob("*")), path):
             with held.open("rb") as file:
                 try:

@@ -1,4 +1,4 @@
-"""A sweep: several conversions of one model of which only the bits per weight differ."""
+"""A sweep: conversions of one model that differ only in bits per weight."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Bits = Annotated[float, Field(ge=2, le=8)]
 
 
 def bitrate_name(bpw: float) -> str:
-    """Return the name of a bitrate's folder, and of its branch when it is published: `4.0bpw`."""
+    """Return the name of a bitrate's folder and of its branch on the Hub, as `4.0bpw`."""
     return f"{float(bpw)}bpw"
 
 
@@ -42,7 +42,7 @@ class SweepConfig(SharedOptions):
     @field_validator("bpw", mode="before")
     @classmethod
     def _in_order(cls, value: Any) -> Any:
-        """Bring bitrates in rising order, each once."""
+        """Sort bitrates and drop duplicates."""
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         if is_list and all(isinstance(bits, int | float) for bits in value):
             return tuple(sorted({float(bits) for bits in value}))
@@ -55,11 +55,6 @@ class SweepConfig(SharedOptions):
         return self
 
     @property
-    def work_dir_root(self) -> Path:
-        """Where the work directories of all models lie."""
-        return (self.work_root or self.out.expanduser().resolve().parent / ".exl2flow").resolve()
-
-    @property
     def run_name(self) -> str:
         """Model and bitrates, for people."""
         return f"{model_name(self.source)}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
@@ -67,17 +62,18 @@ class SweepConfig(SharedOptions):
     def conversion(self, bpw: float) -> ConversionConfig:
         """Return the conversion of one bitrate; all of them share their work directory.
 
-        It publishes nothing: the sweep does, when all bitrates are made.
+        It neither publishes nor cleans: the sweep does, when all bitrates are made.
         """
         shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
         own = {
             "bpw": bpw,
-            "out": self.out.expanduser().resolve() / bitrate_name(bpw),
+            "out": self.out.resolve() / bitrate_name(bpw),
             "work_root": self.work_dir_root,
             "publish": None,
+            "clean_after": False,
         }
         return ConversionConfig.model_validate({**shared, **own})
 
     def conversions(self) -> dict[str, ConversionConfig]:
-        """Return name → conversion, rising."""
+        """Return name → conversion, in rising order."""
         return {bitrate_name(bpw): self.conversion(bpw) for bpw in self.bpw}

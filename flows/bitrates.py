@@ -114,12 +114,12 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in made.items()}
     scores = [s for p in made.values() if (s := known_score(p.config.out)) is not None]
     _, warnings = check_bitrates(compared(scores))
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     write_json(
         out / SWEEP_FILE,
         {
             "source": str(config.source.resolve()),
-            "options": config.model_dump(mode="json", exclude={"work_root", "out"}),
+            "options": config.model_dump(mode="json", exclude={"work_root", "out", "clean_after"}),
             "versions": versions(),
             "bitrates": {
                 name: _bitrate(pipeline, reports.get(name), failures.get(name))

@@ -46,5 +46,5 @@ def conclude(pipeline: Pipeline) -> Conversion:
     """
     folders = {name: pipeline.path(name) for name in pipeline.stages}
     warnings = check_verdict(folders["validate"]) if "validate" in folders else []
-    out = pipeline.config.out.expanduser().resolve()
+    out = pipeline.config.out.resolve()
     return Conversion(out=out, stages=folders, warnings=tuple(warnings))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from prefect import flow
 
+from exl2flow.core.cleaning import clean_after
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
 from exl2flow.flows.release import release_of, target_of
@@ -44,5 +45,6 @@ def convert(config: ConversionConfig) -> Conversion:
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)
         made = conclude(pipeline)
+        clean_after(config)
         release = release_of(config, pipeline, [made.out])
         return made if release is None else replace(made, published=publish_models(release))

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from exl2flow.core.cleaning import clean_after
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.interrupt import listening
@@ -41,6 +42,7 @@ def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -
     pipeline = open_pipeline(config, stages)
     _run(pipeline)
     made = conclude(pipeline)
+    clean_after(config)
     release = release_of(config, pipeline, [made.out]) if "validate" in made.stages else None
     return made if release is None else replace(made, published=_publish(release))
 
@@ -86,5 +88,6 @@ def sweep_locally(config: SweepConfig) -> Sweep:
                 failures[name] = error
     made = conclude_sweep(config, failures)
     raise_failures(config, failures)
+    clean_after(config)
     release = release_of_sweep(config)
     return made if release is None else noted(made, _publish(release))

@@ -22,6 +22,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted
+from exl2flow.core.files import write_text
 from exl2flow.core.interrupt import StopRequest
 from exl2flow.core.slots import Slots
 from exl2flow.core.sweep import SweepConfig
@@ -193,7 +194,7 @@ class Messenger:
         signum = self.stop.signum
         if signum is None or self._file.exists():
             return
-        self._file.write_text(str(signum))
+        write_text(self._file, str(signum))
         if self._runner in ("dask", "ray"):
             raise Interrupted("stopped; everything finished is saved", signum=signum)
         if self._runner == "processes" and signum == signal.SIGTERM:

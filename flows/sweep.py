@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from exl2flow.core.cleaning import clean_after
 from exl2flow.core.interrupt import listening
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows.bitrates import (
@@ -68,4 +69,5 @@ def _make(config: SweepConfig) -> Sweep:
         made = conclude_sweep(config, failures)
         publish_comparison(config.source, config.run_name, made.scores, made.samples)
         raise_failures(config, failures)
+        clean_after(config)
         return made

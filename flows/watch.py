@@ -53,7 +53,7 @@ def watch(config: WatchConfig) -> list[Revision]:
         CorruptCheckpoint: the file of last seen revisions is damaged.
     """
     with logged():
-        file = config.work_root.expanduser() / "revisions.json"
+        file = config.work_root / "revisions.json"
         seen: dict[str, str] = read_json(file) if file.exists() else {}
         found = newest_revisions(config.repositories, config.authors)
         new = [r for r in found if _is_new(r, seen, include_existing=config.include_existing)]

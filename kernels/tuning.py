@@ -15,7 +15,7 @@ from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 
-from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
+from exl2flow.core.errors import StoreError, WriteFailed
 from exl2flow.core.files import digest, digest_of, read_json, write_json
 from exl2flow.kernels.packed import PackedMatrix, Product
 from exl2flow.kernels.product import Plan, plan_of
@@ -138,7 +138,7 @@ class Tuning:
     def _read(self) -> dict[str, Parts]:
         try:
             table = read_json(self._path)
-        except CorruptCheckpoint:
+        except StoreError:
             return {}
         rows = table.items() if isinstance(table, dict) else ()
         return {key: tuple(value) for key, value in rows if _is_choice(value)}

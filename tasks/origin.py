@@ -105,7 +105,7 @@ def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
     """Return the origin that will be recorded for a source that is about to be converted."""
     wanted = hub_model(source, work_root)
-    folder = fetched(wanted, work_root) if wanted else source.expanduser()
+    folder = fetched(wanted, work_root) if wanted else source
     known = provenance(folder) if folder else None
     if known is not None:
         return _as_told(origin_from(known), options, hub)

@@ -77,6 +77,6 @@ def run_stages(
             report(Tick(stage=name, done=1, total=1, detail="cached"))
         task = stage_task(pipeline, name, artifacts, label=label)
         refs[name] = task({key: refs[key] for key in stage.inputs if key in refs})
-        if name in PUBLISHERS:
+        if name in PUBLISHERS and pipeline.work.is_complete(pipeline.refs[name]):
             artifacts.attempt(partial(PUBLISHERS[name], pipeline, artifacts))
     return refs

@@ -5,6 +5,7 @@ A task and not a flow: every runner takes tasks, and a reader finds all bitrates
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +111,7 @@ def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) ->
 def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
     signum = stop.signum
     if signum is None and share.stop.exists():
-        signum = int(share.stop.read_text())
+        text = share.stop.read_text()
+        signum = int(text) if text.isdigit() else signal.SIGTERM  # that it is there says enough
     if signum is not None:
         raise Interrupted("stopped before it began; everything finished is saved", signum=signum)

@@ -181,12 +181,12 @@ class Conversion:
 
     def stage(self, stage: str) -> Path:
         """Return the folder of a stage that ran with one set of options only."""
-        (folder,) = self.work_root.glob(f"*/{stage}/*")
+        (folder,) = self.work_root.glob(f"*/{stage}/{'?' * 16}")  # none that was set aside
         return folder
 
     def manifest(self, stage: str) -> dict[str, Any]:
         """Return a stage's manifest; without one, that of a stage that has done nothing."""
-        for path in self.work_root.glob(f"*/{stage}/*/{MANIFEST}"):
+        for path in self.work_root.glob(f"*/{stage}/{'?' * 16}/{MANIFEST}"):
             manifest: dict[str, Any] = json.loads(path.read_bytes())
             return manifest
         return {"status": "absent", "cursor": 0, "files": {}}

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from exl2flow.flows.cli import (
+    clean,
     convert,
     generate,
     inspection,
@@ -88,6 +89,7 @@ for _name, _command, _examples in (
     ("validate", validate.validate, validate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),
     ("publish", publish.publish, publish.EXAMPLES),
+    ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
     app.command(_name, epilog="\n\n".join(_examples))(_command)

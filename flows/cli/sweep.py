@@ -132,7 +132,7 @@ def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json:
         try:
             _run(config, server)
         except (SweepFailed, *NOT_PUBLISHED) as error:
-            if not (config.out.expanduser() / SWEEP_FILE).exists():
+            if not (config.out / SWEEP_FILE).exists():
                 raise
             failure = error  # what was made is shown first
     _tell(config, plans, time.monotonic() - begun, as_json=as_json)
@@ -179,7 +179,7 @@ def _tell(
 ) -> None:
     from exl2flow.core.files import read_json
 
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     content = read_json(out / SWEEP_FILE)
     if as_json:
         outline = {name: plan.to_json() for name, plan in plans.items()}

@@ -21,7 +21,7 @@ from exl2flow.inference.report.plots import render_comparison, render_plot
 from exl2flow.inference.report.record import read_object
 
 TEMPLATE = "page.html.j2"
-VALIDATION = "validate/*/report.json"  # of a work directory
+VALIDATION = f"validate/{'?' * 16}/report.json"  # of a work directory; none that was set aside
 FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
 UNKNOWN = "–"
 

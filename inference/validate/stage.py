@@ -124,7 +124,7 @@ def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
 def validate(run: StageRun) -> None:
     """Write the report in its three forms into the stage folder, and the score into the output."""
     config, options = run.config, run.config.validate_options
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     held_out = text_rows(
         options.text,
         Tokenizer.load(config.source),
@@ -184,7 +184,7 @@ def _scores(
 
     texts = [held_out, calibration] if len(calibration) else [held_out]
     [(score, *others)] = evaluate_texts(
-        [run.config.out.expanduser().resolve()],
+        [run.config.out.resolve()],
         texts,
         reference=run.config.source,
         device=run.device,
@@ -244,7 +244,7 @@ def _write_scores(run: StageRun, fingerprint: str, scores: Mapping[str, Score | 
     for name, score in scores.items():
         found = {} if score is None else asdict(score)
         content[name] = {key: value for key, value in found.items() if key != "model"} or None
-    path = run.config.out.expanduser().resolve() / SCORE_FILE
+    path = run.config.out.resolve() / SCORE_FILE
     write_json(path, content)
     run.folder.commit(str(path), digest(path))
 

@@ -44,7 +44,7 @@ ALLOTTING = (
     *("measurement", "allocate", "tune"),
 )
 NOT_RECORDED = {
-    *("work_root", "out", "token_block", "publish", "quality", "shard_size_mb"),
+    *("work_root", "out", "token_block", "publish", "clean_after", "quality", "shard_size_mb"),
     *ALLOTTING,
 }
 
@@ -69,7 +69,7 @@ def recompile(run: StageRun) -> None:
         SourceModelError: a file to copy cannot be read, or is a link out of the model.
     """
     config = refinement(run.config)
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     check_output_folder(out, config.source)
     stored = StoredModel.open(config, run.device)
     judgement = read_json(run.inputs["judge"] / JUDGEMENT_FILE)
@@ -137,7 +137,7 @@ def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, An
         "predicted_kl": predicted_kl(layers),
         "layers": layers,
     }
-    path = config.out.expanduser().resolve() / RECORD_FILE
+    path = config.out.resolve() / RECORD_FILE
     write_json(path, record)
     return path
 
@@ -170,7 +170,7 @@ def _compare(out: Path, tensors: TensorFiles) -> None:
 def _options(config: ConversionConfig) -> dict[str, object]:
     model = refinement(config).model
     return {
-        "out": str(config.out.expanduser().resolve()),
+        "out": str(config.out.resolve()),
         "source": str(config.source.resolve()),
         "model": str(model.resolve()),
         "files": {path.name: digest(path) for path in other_files(model) if path.is_file()},

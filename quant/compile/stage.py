@@ -62,7 +62,7 @@ from exl2flow.quant.tune.stage import TUNING_FILE
 
 log = logging.getLogger(__name__)
 
-NOT_RECORDED = {"work_root", "out", "token_block", "publish"}
+NOT_RECORDED = {"work_root", "out", "token_block", "publish", "clean_after"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 
 
@@ -117,7 +117,7 @@ def compile_model(run: StageRun) -> None:
     """
     config = run.config
     spec = resolve(config.source)
-    out = config.out.expanduser().resolve()
+    out = config.out.resolve()
     check_output_folder(out, config.source)
     quantized = _quantized(run)
     choice = read_choice(run.inputs["allocate"])
@@ -158,13 +158,15 @@ def carry(source: Path, target: Path) -> Path:
     """Copy a file atomically; configs lose the paths that they name.
 
     Raises:
-        SourceModelError: it cannot be read.
-        WriteFailed: it cannot be written.
+        SourceModelError: the source cannot be read.
+        WriteFailed: the target cannot be written.
     """
     try:
         data = public_content(source) or source.read_bytes()
     except OSError as error:
-        raise SourceModelError(f"cannot read `{source}`: {error.strerror}") from error
+        raise SourceModelError(
+            f"cannot read `{source}`: {error.strerror or error}; check the file and its permissions"
+        ) from error
     with replacing(target) as copy:
         copy.write(data)
     return target
@@ -297,7 +299,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
 def _options(config: ConversionConfig) -> dict[str, object]:
     files = [config.source / CONFIG_FILE, *carried_files(config.source)]
     return {
-        "out": str(config.out.expanduser().resolve()),
+        "out": str(config.out.resolve()),
         "source": str(config.source.resolve()),
         "shard_size_mb": config.shard_size_mb,
         "files": {path.name: digest(path) for path in files if path.is_file()},

@@ -102,7 +102,7 @@ def _check_names(folders: Sequence[Path]) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    existing = _existing(folder.expanduser().resolve())
+    existing = _existing(folder.resolve())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise StoreError(
             f"`{existing}` is not a folder that can be written; choose another one for `{folder}`"
@@ -177,7 +177,7 @@ def _plan(
         left=_left(config, stages, needs, reach.plain + packed),
         card=card,
         work_dir=str(config.work_dir_root),
-        out=str(config.out.expanduser().resolve()),
+        out=str(config.out.resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
         left_out=tuple(left_out(config.source)),
         unused=tuple(unclaimed(spec, TensorFiles(config.source))),

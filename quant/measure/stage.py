@@ -39,6 +39,7 @@ from exl2flow.quant.rounding.error_feedback import (
 )
 from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, factor, mixed
 from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
 from exl2flow.quant.walk.walk import OverSource, Store, walk
 
@@ -241,4 +242,5 @@ MEASURE = Stage(
     options=_options,
     run=measure,
     enabled=lambda config: config.measurement is None,
+    gpu_options=lambda config: effect_of_limit(config, config.calibration.measure_row_tokens),
 )

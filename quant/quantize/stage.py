@@ -55,6 +55,7 @@ from exl2flow.quant.rounding.hessian import (
 from exl2flow.quant.sensitivity.fisher import Factors, shared_factor
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
 from exl2flow.quant.walk.walk import Store, advance, walk
@@ -322,4 +323,5 @@ QUANTIZE = Stage(
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,
+    gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

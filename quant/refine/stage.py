@@ -41,6 +41,7 @@ from exl2flow.quant.rounding.hessian import (
 from exl2flow.quant.sensitivity.fisher import Factors, estimate, shared_factor
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
+from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel, device_of
 from exl2flow.quant.walk.walk import Store, advance, walk
 
@@ -259,4 +260,5 @@ REFINE = Stage(
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,
+    gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

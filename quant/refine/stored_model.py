@@ -135,8 +135,8 @@ def check_refinement(config: RefinementConfig) -> None:
         MissingTensor: a tensor of the model is absent.
         TensorShapeError: matrices differ in shape, or the tensors of one contradict each other.
     """
-    model = config.model.expanduser().resolve()
-    if config.out.expanduser().resolve() == model:
+    model = config.model.resolve()
+    if config.out.resolve() == model:
         raise ConfigError("`--out` is the model that is refined; choose another folder")
     if not config.rounding.rounds:
         raise ConfigError("`--rounds` is 0, which leaves nothing to refine; give 1 or more")

@@ -179,4 +179,4 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return options
 
 
-TOKENIZE = Stage(name="tokenize", schema=1, inputs=("compose",), options=_options, run=tokenize)
+TOKENIZE = Stage(name="tokenize", schema=2, inputs=("compose",), options=_options, run=tokenize)

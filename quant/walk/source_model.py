@@ -15,6 +15,7 @@ from exl2flow.core.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
     Head,
     ModelSpec,
+    ProjectionSpec,
     Sublayer,
     SublayerSpec,
     TensorFiles,
@@ -183,11 +184,27 @@ def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
     """
     device, together = device_of(sublayer), 1
     if device.type == "cuda":
-        widest = max(max(p.in_features, p.out_features) for p in sublayer.spec.projections)
-        row = states.shape[1] * widest * DTYPE.itemsize
-        together = max(1, min(ROWS_TOGETHER, limit_of(device) // (ROW_PARTS * row)))
+        feature = widest(sublayer.spec.projections)
+        together = rows_together(feature, states.shape[1], limit_of(device))
     for begin in range(0, len(states), together):
         yield slice(begin, min(begin + together, len(states)))
+
+
+def rows_together(feature: int, tokens: int, limit: int) -> int:
+    """Return how many rows pass a sublayer together on a GPU that may use `limit` bytes.
+
+    Args:
+        feature: features of its widest activation.
+        tokens: tokens per row.
+        limit: bytes of the GPU that may be used.
+    """
+    row = tokens * feature * DTYPE.itemsize
+    return max(1, min(ROWS_TOGETHER, limit // (ROW_PARTS * row)))
+
+
+def widest(projections: Sequence[ProjectionSpec]) -> int:
+    """Return the features of the widest activation that projections read or write."""
+    return max(max(p.in_features, p.out_features) for p in projections)
 
 
 def placed_like(states: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

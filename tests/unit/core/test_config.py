@@ -1,6 +1,7 @@
 """Options: defaults, bounds, targets and what a refusal says."""
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ from exl2flow.core.config import (
     ConversionConfig,
     FitOptions,
     Options,
+    RefinementConfig,
     build_config,
     tuning_file,
 )
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.publication import PublishConfig
+from exl2flow.core.sweep import SweepConfig
+from exl2flow.flows.validate import Comparison
 
 GROUPS = [
     type(field.default)
@@ -109,6 +114,61 @@ def test_all_problems_are_in_one_message() -> None:
 
     for name in ("bpw", "calibration.rows", "speed"):
         assert name in str(refusal.value)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_tilde_means_the_users_folder_in_every_path(home: Path) -> None:
+    given = {
+        "work_root": "~/work",
+        "measurement": "~/m.json",
+        "calibration": {"text": "~/c.parquet"},
+        "validate_options": {"text": "~/v.txt"},
+    }
+
+    one = build_config(source="~/model", out="~/out", **given)
+    several = SweepConfig.model_validate(
+        {"source": "~/model", "out": "~/out", "bpw": [3, 4], **given}
+    )
+
+    for config in (one, several, several.conversion(3)):
+        assert config.source == home / "model"
+        assert (config.work_dir_root, config.measurement) == (home / "work", home / "m.json")
+        assert config.calibration.file == home / "c.parquet"
+        assert config.validate_options.text == home / "v.txt"
+    assert (one.out, several.conversion(3).out) == (home / "out", home / "out" / "3.0bpw")
+
+
+def test_tilde_means_the_users_folder_where_models_are_published_refined_and_compared(
+    home: Path,
+) -> None:
+    published = PublishConfig.model_validate({"repo": "a/b", "models": ["~/x", "y"]})
+    compared = Comparison.model_validate({"models": ["~/x"], "reference": "~/r"})
+    refined = RefinementConfig.model_validate({"source": "s", "out": "o", "model": "~/x"})
+
+    assert published.models == (home / "x", Path("y"))
+    assert (*compared.models, compared.reference) == (home / "x", home / "r")
+    assert refined.model == home / "x"
+
+
+def test_work_root_beside_an_output_with_tilde_is_beside_the_output(home: Path) -> None:
+    assert build_config(source="m", out="~/out").work_dir_root == home / ".exl2flow"
+
+
+def test_unknown_user_is_left_to_the_checks_before_a_conversion() -> None:
+    assert build_config(source="~no-such-user/m", out="o").source == Path("~no-such-user/m")
+
+
+@pytest.mark.parametrize("field", ["source", "out", "work_root"])
+def test_path_that_is_not_utf8_is_refused_by_name(field: str) -> None:
+    values = {"source": "m", "out": "o", field: Path(os.fsdecode(b"a\xff"))}
+
+    with pytest.raises(ConfigError, match=rf"{field}: its name is not UTF-8"):
+        build_config(**values)
 
 
 @pytest.mark.parametrize("spelling", ["model", "model/", "other/../model", "link"])

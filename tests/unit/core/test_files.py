@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+import re
 import resource
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from exl2flow.core.errors import CorruptCheckpoint, WriteFailed
+from exl2flow.core.errors import CorruptCheckpoint, ReadFailed, WriteFailed
 from exl2flow.core.files import (
     DTYPE_NAMES,
     FileRecord,
@@ -39,8 +41,7 @@ from pathlib import Path
 from exl2flow.core.files import replacing
 
 with replacing(Path(sys.argv[1])) as file:
-    file.write(b"half of the new con")
-    file.flush()
+    file.write(b"half of the new con" * 10_000)
     os.kill(os.getpid(), 9)
 """
 
@@ -115,7 +116,73 @@ def test_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
 
     assert killed.returncode == -9
     assert path.read_text() == "old"
-    assert names(tmp_path) == [".file.partial", "file"]
+    leftover, kept = names(tmp_path)
+    assert re.fullmatch(r"\.file\.\w+\.partial", leftover)
+    assert kept == "file"
+
+
+def test_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120)
+    other = tmp_path / ".file2.0.partial"
+    other.touch()
+
+    write_text(path, "new")
+
+    assert names(tmp_path) == [other.name, "file"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, {})
+
+    def write(size: int) -> None:
+        for _ in range(40):
+            write_json(path, {str(key): "x" * 64 for key in range(size)})
+
+    with ThreadPoolExecutor(3) as pool:
+        writers = [pool.submit(write, size) for size in (40, 80)]
+        while not all(writer.done() for writer in writers):
+            assert len(read_json(path)) in (0, 40, 80)  # never half a file
+        for writer in writers:
+            writer.result()
+
+    assert names(tmp_path) == ["file.json"]
+
+
+def test_files_are_as_readable_as_the_user_has_them_by_default(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
+
+
+def test_error_of_reading_inside_the_block_does_not_blame_the_target(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Is a directory") as found, replacing(tmp_path / "b"):
+        (tmp_path).read_bytes()
+
+    assert not isinstance(found.value, WriteFailed)
+    assert names(tmp_path) == []
+
+
+def test_file_name_that_is_not_utf8_is_recorded_and_digested(tmp_path: Path) -> None:
+    name = os.fsdecode(b"a\xff")
+
+    write_json(tmp_path / "a.json", {"out": name})
+
+    assert read_json(tmp_path / "a.json") == {"out": name}
+    assert digest_of(name) != digest_of(os.fsdecode(b"a\xfe"))
+
+
+def test_file_that_cannot_be_read_is_no_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+
+    for read in (read_json, read_metadata, read_tensors):
+        with pytest.raises(ReadFailed, match=r"cannot read `.*/a`: .*; check the disk"):
+            read(tmp_path / "a")
 
 
 def test_full_disk_leaves_the_old_file_and_says_what_to_do(

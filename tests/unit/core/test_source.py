@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,14 @@ def test_fingerprint_tells_models_with_equal_headers_apart(model: Path, memory: 
 
 @pytest.mark.parametrize(
     "name",
-    ["config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"],
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "added_tokens.json",
+        "special_tokens_map.json",
+    ],
 )
 def test_fingerprint_covers_config_and_tokenizer(name: str, model: Path, memory: Path) -> None:
     before = fingerprint(model, memory)
@@ -94,6 +102,52 @@ def test_untouched_files_are_not_read_again(
     assert sorted(first) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert read == ["tokenizer.json"]
     assert changed != before
+
+
+def test_file_replaced_while_it_is_hashed_is_hashed_again(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replaced = model / "model.safetensors", []
+
+    def meanwhile(read: Path) -> str:
+        found = digest(read)
+        if read == path and not replaced:  # a download that ends after it was read
+            replaced.append(save_file({"a": torch.ones(8)}, path))
+        return found
+
+    monkeypatch.setattr(source_module, "digest", meanwhile)
+    found = fingerprint(model, memory)
+
+    assert found == fingerprint(model, memory.with_name("other.json"))
+    assert json.loads(memory.read_text())[str(path)]["sha256"] == digest(path)
+
+
+def test_file_that_keeps_changing_is_named(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(read: Path) -> str:
+        found = digest(read)
+        with read.open("ab") as file:
+            file.write(b"more")
+        return found
+
+    monkeypatch.setattr(source_module, "digest", growing)
+
+    with pytest.raises(SourceModelError, match=r"model\.safetensors` changes while it is read"):
+        fingerprint(model, memory)
+    assert not memory.exists()
+
+
+def test_processes_that_digest_at_once_remember_all(tmp_path: Path) -> None:
+    memory = tmp_path / "digests.json"
+    paths = [tmp_path / f"file-{number}" for number in range(24)]
+    for path in paths:
+        path.write_text(path.name)
+
+    with ThreadPoolExecutor(4) as pool:  # a lock file is opened anew each time, as by processes
+        list(pool.map(lambda part: source_module.digests(paths[part::4], memory), range(4)))
+
+    assert json.loads(memory.read_text()).keys() == set(map(str, paths))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', '{"x": {"size": "much"}}'])

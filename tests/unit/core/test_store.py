@@ -118,17 +118,6 @@ def test_touching_or_copying_a_result_keeps_it_complete(
     assert work.is_complete(ref)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"stage": 1}', "not JSON"])
-def test_unreadable_manifest_begins_anew(
-    content: str, completed: StageFolder, work: WorkDir, ref: StageRef
-) -> None:
-    (completed.path / "manifest.json").write_text(content)
-
-    assert not work.is_complete(ref)
-    assert opened(work, ref).manifest.files == {}
-    assert not (completed.path / "a").exists()
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [('"status": "partial"', '"status": "complete"'), ('"cursor": 1', '"cursor": 2')],
@@ -166,15 +155,6 @@ def test_partial_stage_is_resumed(work: WorkDir, ref: StageRef) -> None:
     assert second.valid("a")
     assert (second.manifest.cursor, second.manifest.notes) == (1, ["a remark"])
     assert second.manifest.seconds >= first.manifest.seconds
-
-
-def test_partial_stage_of_another_device_class_begins_anew(work: WorkDir, ref: StageRef) -> None:
-    commit(opened(work, ref), "a", "content")
-
-    folder = opened(work, ref, device="cuda")
-
-    assert not folder.valid("a")
-    assert not (folder.path / "a").exists()
 
 
 def test_leftovers_of_killed_writers_are_removed(work: WorkDir, ref: StageRef) -> None:

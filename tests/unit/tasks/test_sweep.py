@@ -1,12 +1,19 @@
 """Which devices the processes of a sweep may take."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 import torch
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, Interrupted
+from exl2flow.core.interrupt import StopRequest
 from exl2flow.core.slots import visible_gpus
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows.bitrates import workers_of
+from exl2flow.flows.runners import Messenger
+from exl2flow.tasks.sweep import Share, make_bitrate
 
 
 @pytest.fixture
@@ -47,3 +54,34 @@ def test_a_worker_per_gpu_unless_fewer_are_asked_for(four_gpus: None) -> None:
     assert workers_of(sweep_of(runner="processes", device="cpu", workers=6)) == 6
     with pytest.raises(ConfigError, match="5 workers are more than the 4 GPUs"):
         workers_of(sweep_of(runner="processes", workers=5))
+
+
+@pytest.mark.parametrize(("text", "number"), [("2", 2), ("", signal.SIGTERM), ("1x", 15)])
+def test_bitrate_does_not_begin_once_the_stop_file_is_there_whatever_it_holds(
+    text: str, number: int, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+    stop.write_text(text)
+    conversion = sweep_of(device="cpu").conversion(3)
+
+    state = make_bitrate.fn("3.0bpw", conversion, Share(workers=1, stop=stop))
+
+    assert isinstance(state.data, Interrupted)
+    assert state.data.signum == number
+
+
+def test_stop_file_appears_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, seen = tmp_path / "stop", []
+    flush = os.fsync
+
+    def looking(handle: int) -> None:
+        seen.append(file.exists() and file.read_text())
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", looking)
+
+    stop = StopRequest()
+    stop.signum = 2
+    Messenger(sweep_of(), stop, file).pass_on()
+
+    assert seen == [False, "2"]  # before and after the rename

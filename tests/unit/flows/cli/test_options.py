@@ -19,6 +19,7 @@ from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, SWEEP
 
 SETTINGS = [setting for _, members in (*CONVERSION, EVALUATION) for setting in members]
 GIVEN_OTHERWISE = {"source", "out"}  # the argument and the required option
+GIVEN_OTHERWISE |= {"clean_after"}  # the command `clean`; it is meant for servers
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -12,7 +12,7 @@ from traces import alter, contents, delete, identities, truncate
 
 from exl2flow.core import store
 from exl2flow.core.config import ConversionConfig, build_config
-from exl2flow.core.errors import Interrupted
+from exl2flow.core.errors import Interrupted, StoreError
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageFolder
@@ -246,33 +246,36 @@ def test_a_stage_whose_manifest_is_damaged_begins_anew(
     damage: Callable[[Path], None],
 ) -> None:
     crashed(pipeline, stage, walked)
+    before = len(list((pipeline.path(stage) / "sublayers").iterdir()))
     damage(pipeline.path(stage) / "manifest.json")
 
     pipeline.run(stage, progress=silent)
 
     assert f"stage `{stage}` begins anew: its manifest is damaged" in caplog.text
+    (kept,) = pipeline.path(stage).parent.glob("*.damaged-*")
+    assert len(list((kept / "sublayers").iterdir())) == before
     assert walked == ALL
     assert results(pipeline, stage) == results(undisturbed, stage)
 
 
 @pytest.mark.usefixtures("states_every_time")
-def test_a_stage_begun_on_another_device_begins_anew(
-    undisturbed: Pipeline,
-    pipeline: Pipeline,
-    stage: str,
-    walked: list[int],
-    caplog: pytest.LogCaptureFixture,
+def test_a_stage_begun_on_another_device_is_refused_and_kept(
+    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
 ) -> None:
     crashed(pipeline, stage, walked)
     folder = StageFolder.load(pipeline.path(stage), pipeline.refs[stage].fingerprint)
     assert folder is not None
     folder.manifest.device = "cuda"
     folder.save()
+    before = identities(pipeline.path(stage))
 
+    with pytest.raises(StoreError, match=rf"`{stage}` was begun on cuda .* make the GPU visible"):
+        pipeline.run(stage, progress=silent)
+
+    assert identities(pipeline.path(stage)) == before
+    folder.manifest.device = "cpu"
+    folder.save()
     pipeline.run(stage, progress=silent)
-
-    assert f"stage `{stage}` begins anew: it ran on another device" in caplog.text
-    assert walked == ALL
     assert results(pipeline, stage) == results(undisturbed, stage)
 
 

@@ -1,0 +1,89 @@
+"""`exl2flow clean`: what a work root holds that no finished conversion needs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from exl2flow.flows.cli.console import emit_json, say, show
+from exl2flow.flows.cli.wording import size
+
+if TYPE_CHECKING:
+    from exl2flow.core.cleaning import Item
+
+EXAMPLES = (
+    "Examples:",
+    "exl2flow clean   (shows what could go from ./.exl2flow)",
+    "exl2flow clean /models/.exl2flow --yes",
+    "exl2flow clean /models/.exl2flow --partial   (also conversions that were never finished)",
+)
+
+
+def clean_command(
+    roots: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="WORK_ROOT",
+            help="Folders of checkpoints.",
+            show_default="`.exl2flow` in this folder",
+        ),
+    ] = None,
+    *,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove it; without this it is only shown.")
+    ] = False,
+    keep_latest: Annotated[
+        int,
+        typer.Option(
+            "--keep-latest",
+            metavar="N",
+            min=1,
+            help="Finished conversions to keep for each output folder, newest first.",
+        ),
+    ] = 1,
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="Also what a conversion would resume from that was begun and not finished, and "
+            "fetched models that were never converted.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout.")
+    ] = False,
+) -> None:
+    """Show or remove checkpoints that no finished conversion needs.
+
+    They are: stages whose output was made anew since then, quantized tensors that are in a complete
+    output, fetched models of such stages, and damaged folders that were set aside. Without the
+    quantized tensors, another `--shard-size-mb` or a lost output means quantizing again.
+    """
+    from exl2flow.core.cleaning import clean, unneeded  # these import torch
+
+    work = clean if yes else unneeded
+    found: list[Item] = []
+    for root in roots or [Path(".exl2flow")]:
+        found += work(root, keep_latest=keep_latest, partial=partial)
+    total = sum(item.size for item in found)
+    if as_json:
+        items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in found]
+        emit_json({"items": items, "bytes": total, "removed": yes})
+        return
+    if found:
+        show(_table(found))
+    verb = "removed" if yes else "can go"
+    say(f"{size(total)} {verb}{'' if yes or not found else '; `--yes` removes it'}")
+
+
+def _table(items: "list[Item]") -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("what", overflow="fold")
+    table.add_column("why it is not needed")
+    table.add_column("size", justify="right", no_wrap=True)
+    for item in items:
+        table.add_row(escape(str(item.path)), item.why, size(item.size))
+    return table

@@ -1,0 +1,60 @@
+"""What a limit of a GPU's memory changes is in fingerprints, and nothing else of it."""
+
+from pathlib import Path
+
+import pytest
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.memory import usable
+from exl2flow.core.stage import Pipeline
+from exl2flow.quant.walk.limits import effect_of_limit
+from exl2flow.quant.walk.pinned import BYTES
+from exl2flow.quant.walk.source_model import ROW_PARTS, rows_together
+from exl2flow.tasks.stages import STAGES
+
+TIGHT = "1GiB"  # nothing of it is left for tensors
+AMPLE = "24GB"
+WALKS = {"measure", "quantize"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("source") / "model")
+
+
+def fingerprints(source: Path, device: str, max_memory: str | None) -> dict[str, str]:
+    config = small_config(source, source.parent / "out", max_memory=max_memory)
+    return {n: r.fingerprint for n, r in Pipeline(config, STAGES, device=device).refs.items()}
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(0, 1), (2, 2), (3.9, 3), (4, 4), (100, 4)])
+def test_rows_together_follow_the_limit_up_to_four(limit: float, rows: int) -> None:
+    row = 2048 * 11008 * 4
+
+    assert rows_together(11008, 2048, int(limit * ROW_PARTS * row)) == rows
+
+
+def test_effect_names_rows_and_matrices_that_the_limit_changes(source: Path) -> None:
+    config = small_config(source, source.parent / "out", max_memory=TIGHT)
+
+    found = effect_of_limit(config, 64)["limit"]
+
+    assert usable(config.max_memory) < BYTES * 64 * 64
+    assert isinstance(found, dict)
+    assert found["rows_together"] == {"64": 1, "96": 1}  # attention, MLP
+    assert {64 * 64, 64 * 96, 2 * 64 * 96, 64 * 301, 64 * 320} <= set(found["tall"])
+
+
+def test_fingerprints_on_a_gpu_follow_a_limit_that_changes_the_walk(source: Path) -> None:
+    free, tight = (fingerprints(source, "cuda", limit) for limit in (None, TIGHT))
+
+    changed = {name for name in free if free[name] != tight[name]}
+    assert changed >= WALKS
+    assert {"tokenize", "sensitivity"}.isdisjoint(changed)
+
+
+def test_fingerprints_do_not_follow_a_limit_without_effect(source: Path) -> None:
+    assert fingerprints(source, "cuda", AMPLE) == fingerprints(source, "cuda", None)
+    assert fingerprints(source, "cpu", TIGHT) == fingerprints(source, "cpu", None)
+    assert fingerprints(source, "cuda", None) == fingerprints(source, "cpu", None)
