@@ -2,8 +2,9 @@
 
 import torch
 
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import StoreError
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.model import ChatTemplate, Composition, ModelSpec, Tokenizer
 from exl2flow.quant.tokenize.dialogues import check_template
 from exl2flow.quant.tokenize.stage import judging_rows

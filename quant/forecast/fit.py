@@ -74,13 +74,8 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
 
 
-def fitted(config: ConversionConfig) -> ConversionConfig:
-    """Return the configuration with the memory it must fit turned into a target in bytes.
-
-    Raises:
-        ConfigError, BudgetUnreachable, SourceModelError: as `find_fit`.
-    """
-    fit = find_fit(config)
+def fitted(config: ConversionConfig, fit: Fit | None) -> ConversionConfig:
+    """Return the configuration with the memory that it must fit turned into a target in bytes."""
     if fit is None:
         return config
     return config.model_copy(update={"target_bytes": fit.weights, "fit": None})

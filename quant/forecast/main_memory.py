@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.model import ModelSpec
 from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant.allocate.layout import plain_tensors

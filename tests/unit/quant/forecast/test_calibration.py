@@ -7,8 +7,9 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ChatTemplateError, PreflightFailed, StoreError
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.model import resolve
 from exl2flow.quant.forecast.calibration import (
     calibration_in_words,
@@ -51,7 +52,12 @@ def test_the_plan_of_a_refinement_says_how_many_rows_judge(
     source: Path, rows: int, judging: int
 ) -> None:
     plain = config_of(source, "standard", rows=rows)
-    config = RefinementConfig.model_validate({**dict(plain), "model": source.parent / "quantized"})
+    config = RefinementConfig(
+        source=source,
+        model=source.parent / "quantized",
+        out=plain.out,
+        calibration=plain.calibration,
+    )
 
     said = calibration_in_words(config, resolve(source))
 
