@@ -21,8 +21,6 @@ from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.validate.stage import REPORT_FILE
-from exl2flow.quant.forecast.plan import Plan
-from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.tasks.publish import Published
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
@@ -91,17 +89,6 @@ def workers_of(config: SweepConfig) -> int:
             f"{config.workers} workers are more than the {len(gpus)} GPUs; each has one of its own"
         )
     return config.workers or len(gpus)
-
-
-def preflight_sweep(config: SweepConfig) -> dict[str, Plan]:
-    """Check all bitrates without doing any of them, and return name → plan.
-
-    Raises:
-        PreflightFailed: before any work, all problems.
-    """
-    plans = {name: preflight(conversion) for name, conversion in config.conversions().items()}
-    check_disk(list(plans.values()))
-    return plans
 
 
 def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import RunOptions
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
@@ -27,7 +27,7 @@ class Conversion:
     published: Published | None = None
 
 
-def open_pipeline(config: ConversionConfig, stages: Sequence[Stage]) -> Pipeline:
+def open_pipeline(config: RunOptions, stages: Sequence[Stage]) -> Pipeline:
     """Resolve the stages of a configuration on the device it names."""
     choose_allocator()
     return Pipeline(config, stages, device=resolve_device(config.device).type)

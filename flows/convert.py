@@ -6,10 +6,9 @@ from prefect import flow
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.preparation import prepare
 from exl2flow.flows.release import release_of, target_of
 from exl2flow.flows.runs import cancelled_if_interrupted
-from exl2flow.quant.forecast.fit import fitted
-from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publishing import check_publication, publish_models
@@ -39,8 +38,7 @@ def convert(config: ConversionConfig) -> Conversion:
         tag_run(config.source, config.target)
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.work_dir_root, config.token_block)
-        config = fitted(with_local_source(config))
-        preflight(config)
+        config = prepare(with_local_source(config)).config
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)
         made = conclude(pipeline)

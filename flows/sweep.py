@@ -9,11 +9,11 @@ from exl2flow.flows.bitrates import (
     check_runner,
     conclude_sweep,
     noted,
-    preflight_sweep,
     raise_failures,
     release_of_sweep,
 )
 from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.preparation import prepare_sweep
 from exl2flow.flows.release import target_of
 from exl2flow.flows.runners import make_all
 from exl2flow.flows.runs import cancelled_if_interrupted
@@ -62,7 +62,7 @@ def sweep(config: SweepConfig) -> Sweep:
 
 def _make(config: SweepConfig) -> Sweep:
     with listening() as stop:
-        preflight_sweep(config)
+        prepare_sweep(config)
         run_stages(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = make_all(config, stop)
         made = conclude_sweep(config, failures)

@@ -5,13 +5,13 @@ from typing import TypeVar
 
 from prefect import task
 
-from exl2flow.core.config import SharedOptions
+from exl2flow.core.config import RunOptions
 from exl2flow.core.source import hub_model
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import Hub, local_source
 from exl2flow.tasks.retries import RETRIED
 
-Config = TypeVar("Config", bound=SharedOptions)
+Config = TypeVar("Config", bound=RunOptions)
 
 
 @task(

@@ -11,16 +11,17 @@ from functools import partial
 from prefect import Task
 from prefect.states import Completed
 
-from exl2flow.core.progress import Tick, report
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageRef
-from exl2flow.tasks import allocate, quantize, validate
+from exl2flow.tasks import allocate, judge, quantize, validate
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.retries import RETRIED
+from exl2flow.tasks.stages import run_in_order
 
 PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
     "allocate": allocate.publish,
     "quantize": quantize.publish,
+    "judge": judge.publish,
     "validate": validate.publish,
 }
 
@@ -65,18 +66,18 @@ def run_stages(
 
     Args:
         pipeline: the stages.
-        label: tells its tasks and artifacts from those of other pipelines in the same flow.
-        done: stages that ran before, by themselves.
+        label: distinguishes its tasks and artifacts from those of other pipelines in the same flow.
+        done: names of stages that ran before, outside of this call.
     """
     artifacts = Artifacts(f"{pipeline.config.source.resolve().name} {label}")
     refs = {name: pipeline.refs[name] for name in done if name in pipeline.refs}
-    for name, stage in pipeline.stages.items():
-        if name in refs:
-            continue
-        if pipeline.is_complete(name):
-            report(Tick(stage=name, done=1, total=1, detail="cached"))
+
+    def run(name: str) -> None:
         task = stage_task(pipeline, name, artifacts, label=label)
-        refs[name] = task({key: refs[key] for key in stage.inputs if key in refs})
+        inputs = pipeline.stages[name].inputs
+        refs[name] = task({key: refs[key] for key in inputs if key in refs})
         if name in PUBLISHERS:
             artifacts.attempt(partial(PUBLISHERS[name], pipeline, artifacts))
+
+    run_in_order(pipeline, run, done=refs.keys())
     return refs

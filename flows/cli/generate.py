@@ -11,7 +11,7 @@ import typer
 
 from exl2flow.core.config import CacheName, Device
 from exl2flow.flows.cli.console import emit_json, say
-from exl2flow.flows.cli.setting import one_of
+from exl2flow.flows.cli.options import one_of
 from exl2flow.flows.cli.wording import printable
 
 if TYPE_CHECKING:

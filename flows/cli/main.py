@@ -1,9 +1,11 @@
 """The program `exl2flow`: its commands, its options, its exit."""
 
+import inspect
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -78,6 +80,12 @@ def options(
     """Take the options that stand before the command."""
 
 
+def _reflowed(command: Callable[..., None]) -> str:
+    """Return a command's docstring with a line per paragraph, for terminals of any width."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 for _name, _command, _examples in (
     ("convert", convert.convert, convert.EXAMPLES),
     ("sweep", sweep.sweep, sweep.EXAMPLES),
@@ -90,7 +98,7 @@ for _name, _command, _examples in (
     ("publish", publish.publish, publish.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(_name, epilog="\n\n".join(_examples))(_command)
+    app.command(_name, help=_reflowed(_command), epilog="\n\n".join(_examples))(_command)
 app.add_typer(server.app, name="server")
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TypeVar
 
-from exl2flow.core.config import SharedOptions
+from exl2flow.core.config import RunOptions
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
 
-Config = TypeVar("Config", bound=SharedOptions)
+Config = TypeVar("Config", bound=RunOptions)
 
 
 def local_or_fetched(

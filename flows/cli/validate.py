@@ -12,8 +12,8 @@ from exl2flow.core.errors import ConfigError, ValidationFailed
 from exl2flow.core.progress import Progress, Tick
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
+from exl2flow.flows.cli.options.table import EVALUATION
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.settings import EVALUATION
 from exl2flow.flows.cli.sources import local_or_fetched
 from exl2flow.flows.cli.tables import comparison_table
 

@@ -11,11 +11,21 @@ from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.settings import CALIBRATION, QUALITY, RUNNING, VALIDATION
+from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING, VALIDATION
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4")
-QUICK = ("--rows", "8", *SHORT, *EVALUATION, "--fail-ratio", "100", "--device", "cpu")
+QUICK = (
+    "--rows",
+    "8",
+    *SHORT,
+    *EVALUATION,
+    "--fail-ratio",
+    "100",
+    "--device",
+    "cpu",
+    "--no-prefect",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +86,7 @@ def test_a_repeated_command_is_cached_and_says_the_same_for_people(refined: Refi
     judgement = refined.said["refinement"]
     assert result.exit_code == 0
     assert "refine 1/1 cached" in result.stderr
-    assert f"KL divergence on {judgement['rows']} rows set aside" in result.stdout
+    assert f"KL divergence on {judgement['rows']} held-out rows" in result.stdout
     assert f"{judgement['kl_before']:.5f} -> {judgement['kl_after']:.5f}, refined" in result.stdout
     assert f"model   {refined.out}" in result.stdout
 
@@ -114,8 +124,8 @@ def test_another_reference_is_refused(refined: Refined, tmp_path: Path) -> None:
     assert "give the model that it was made from" in " ".join(result.stderr.split())
 
 
-def test_help_names_what_stays_and_all_options() -> None:
-    result = run("refine", "--help")
+def test_help_all_names_what_stays_and_all_options() -> None:
+    result = run("refine", "--help-all")
 
     text = " ".join(result.output.replace("│", " ").split())
     assert result.exit_code == 0

@@ -41,13 +41,17 @@ def one_of(kind: Any) -> Callable[[str], str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`--flag` sets `field`, a dotted path inside `ConversionConfig`; `default` is for people."""
+    """`--flag` sets `field`, a dotted path inside `ConversionConfig`.
+
+    default: for people, in place of the field's; is_rare: only `--help-all` lists it.
+    """
 
     flag: str
     field: str
     help: str
     metavar: str | None = None
     default: str | None = None
+    is_rare: bool = False
 
     @property
     def name(self) -> str:
@@ -75,6 +79,7 @@ class Setting:
             parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
             show_default=False if shown is None else str(shown),
             rich_help_panel=panel,
+            hidden=self.is_rare,
         )
         return inspect.Parameter(
             self.name,

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.setting import Panel
-from exl2flow.flows.cli.settings import (
+from exl2flow.flows.cli.options import Panel
+from exl2flow.flows.cli.options.table import (
     CALIBRATION,
     CONVERSION,
     EVALUATION,
@@ -38,11 +38,16 @@ def words(text: str) -> str:
     return " ".join(plain.replace("│", " ").split())
 
 
+WITH_RARE_OPTIONS = ("convert", "sweep", "measure", "refine", "validate")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -> None:
     examples, panels = COMMANDS[command]
 
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(
+        app, [command, "--help-all" if command in WITH_RARE_OPTIONS else "--help"]
+    )
 
     text = words(result.output)
     assert result.exit_code == 0
@@ -55,6 +60,27 @@ def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -
             assert f"{words(setting.help)} [default" not in text
         else:
             assert f"[default: {default}]" in text or f"[default: ({default})]" in text
+
+
+@pytest.mark.parametrize("command", WITH_RARE_OPTIONS)
+def test_short_help_leaves_out_rare_options_and_says_how_to_see_them(command: str) -> None:
+    _, panels = COMMANDS[command]
+
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+
+    text = words(result.output)
+    listed = {setting.flag for setting in settings(panels) if f" {setting.flag} " in text}
+    assert listed == {setting.flag for setting in settings(panels) if not setting.is_rare}
+    assert " --help-all " in text
+    assert len(result.output.splitlines()) <= 105
+
+
+@pytest.mark.parametrize("command", WITH_RARE_OPTIONS[:-1])
+def test_rare_options_are_accepted_though_short_help_hides_them(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "nowhere", "--out", "o", "--seed", "many"])
+
+    assert result.exit_code == 2
+    assert "'--seed'" in result.stderr
 
 
 def settings(panels: tuple[Panel, ...]) -> list:
