@@ -1,15 +1,17 @@
-import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
+from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options import Panel
+from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
 from exl2flow.flows.cli.options.table import (
     CALIBRATION,
     CONVERSION,
@@ -19,7 +21,6 @@ from exl2flow.flows.cli.options.table import (
     SWEEP,
     VALIDATION,
 )
-from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.tasks.stages import STAGES
 
 COMMANDS = {
@@ -29,7 +30,7 @@ COMMANDS = {
     "refine": (refine.EXAMPLES, (QUALITY, CALIBRATION, VALIDATION, RUNNING)),
     "inspect": (inspection.EXAMPLES, ()),
     "validate": (validate.EXAMPLES, (EVALUATION,)),
-    "generate": (generate.EXAMPLES, ()),
+    "generate": (generate.EXAMPLES, (SAMPLING,)),
 }
 
 
@@ -166,18 +167,17 @@ def test_options_of_sampling_are_checked_by_name_before_the_model_is_looked_for(
     result = CliRunner().invoke(app, ["generate", "missing", "--prompt", "x", flag, value])
 
     assert result.exit_code == 2
-    assert f"Invalid value for '{flag}'" in result.stderr
+    assert flag in result.stderr
+    assert "missing" not in result.stderr
 
 
-def test_sampling_options_have_the_defaults_of_sampling_settings() -> None:
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(generate.generate).parameters.items()
-    }
-
+def test_every_field_of_sampling_settings_has_an_option_with_its_default() -> None:
     settings = SamplingSettings()
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        assert defaults[name] == getattr(settings, name)
+
+    defaults = {option.field: option.field_info().default for option in SAMPLING[1]}
+    assert defaults == {field.name: getattr(settings, field.name) for field in fields(settings)}
+    assert build_sampling({}) == settings
+    assert build_sampling({"top_k": 7, "min_p": 0.1}) == replace(settings, top_k=7, min_p=0.1)
 
 
 def test_the_version_needs_neither_torch_nor_prefect() -> None:
