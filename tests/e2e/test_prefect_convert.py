@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from tiny import make_tiny
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, ValidationFailed
 from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.flows import convert, measure
+from exl2flow.flows import convert, measure, preparation
+from exl2flow.flows.preparation import handed_on, prepare
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates
 STAGES = (*SHARED, "allocate", "quantize", "compile", "validate")
@@ -196,3 +198,20 @@ def test_interrupted_run_is_cancelled_and_goes_on_to_the_same_bytes(converted: C
     assert state.is_completed()
     assert finished.items() <= snapshot(folder / "sublayers").items()
     assert {path.name: path.read_bytes() for path in folder.glob("sublayers/*")} == before
+
+
+@pytest.mark.parametrize("is_handed_on", [True, False])
+def test_the_flow_checks_unless_its_command_did(
+    is_handed_on: bool, converted: Converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ConversionConfig] = []
+    original = preparation.preflight
+    monkeypatch.setattr(
+        preparation, "preflight", lambda config: (made.append(config), original(config))[1]
+    )
+
+    with handed_on(prepare(converted.config)) if is_handed_on else nullcontext():
+        _, state = run_flow(converted.config)
+
+    assert state.is_completed()
+    assert made == [converted.config]
