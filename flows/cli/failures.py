@@ -36,6 +36,10 @@ LISTS = (  # errors with a problem on each line; lines of others are quoted from
     ValidationFailed,
 )
 ONLY_ONCE = "--restart"  # repeating it would throw away what the interrupted run has done
+FAILURES = (MemoryError, RecursionError, OSError, RuntimeError)  # of the machine, or of its limits
+GPU_MEMORY = "OutOfMemoryError"  # torch's class, named so that no command loads torch for it
+CPU_MEMORY = "can't allocate memory"  # torch's message where the CPU has no more
+KEPT = "Finished work is saved: repeat the command to go on"
 
 
 def resume_command(arguments: Sequence[str]) -> str:
@@ -58,6 +62,11 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
     except Exl2FlowError as error:
         say(_message(error), style="red")
         raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
+    except FAILURES as error:
+        if (message := _of_the_machine(error)) is None:
+            raise
+        say(f"error: {message}", style="red")
+        raise typer.Exit(FAILURE) from None
     except KeyboardInterrupt:
         say(f"interrupted; to repeat:\n  {resume_command(arguments)}")
         raise typer.Exit(KEYBOARD) from None
@@ -68,6 +77,27 @@ def _message(error: Exl2FlowError) -> str:
     if len(lines) < 2 or not isinstance(error, LISTS):
         return f"error: {error}"
     return "\n".join([f"error: {len(lines)} problems:", *(f"  - {line}" for line in lines)])
+
+
+def _of_the_machine(error: BaseException) -> str | None:
+    """Return what is wrong with the machine, in words; None if the program is at fault."""
+    if type(error).__name__ == GPU_MEMORY:
+        return (
+            f"the GPU has no more memory; end other programs that use it, limit it with "
+            f"`--max-memory`, or use `--device cpu`. {KEPT}"
+        )
+    if isinstance(error, MemoryError) or CPU_MEMORY in str(error):
+        return (
+            "the machine has no more memory; end other programs, or ask for less work, as with "
+            f"fewer `--rows`. {KEPT}"
+        )
+    if isinstance(error, RecursionError):
+        return "a file of the model is nested too deeply to be read; get its files again, complete"
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f" for `{error.filename}`"
+        reason = error.strerror or str(error) or type(error).__name__
+        return f"the system refused a request{where}: {reason}. {KEPT}"
+    return None
 
 
 def explain_defect(error: Exception) -> None:
