@@ -18,6 +18,7 @@ from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, ValidationFailed
+from exl2flow.core.measure import MeasureConfig
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.flows import convert, measure, preparation
 from exl2flow.flows.preparation import handed_on, prepare
@@ -124,8 +125,13 @@ def test_other_bits_reuse_tokens_and_measurement(converted: Converted) -> None:
         shutil.rmtree(newest)  # the other tests know one folder per stage
 
 
-def test_flow_measure_shares_its_stages_with_convert(converted: Converted) -> None:
-    path = measure(converted.config)
+@pytest.mark.parametrize("kind", [MeasureConfig, ConversionConfig])
+def test_flow_measure_shares_its_stages_with_convert(
+    kind: type[MeasureConfig | ConversionConfig], converted: Converted
+) -> None:
+    given = converted.config.model_dump(include=set(MeasureConfig.model_fields))
+
+    path = measure(kind.model_validate({**given, "out": converted.root / "m.json"}))
 
     assert path == converted.stage_folder("measure") / "measurement.json"
     assert path.is_file()
