@@ -24,12 +24,12 @@ from exl2flow.tasks.tags import tag_run
     persist_result=False,
 )
 def convert(config: ConversionConfig) -> Conversion:
-    """Run all stages that the configuration has, in order, and publish; finished ones are cached.
+    """Run all enabled stages in order, then publish; finished stages are cached.
 
     Raises:
-        HubError: the source cannot be fetched, or the Hub refuses the model.
-        PublicationRefused: before any work, or for the quality of the model, which is there.
-        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+        HubError: the source cannot be fetched, or the Hub rejects the model.
+        PublicationRefused: before any work; or afterwards, because of the model's quality.
+        PublicationDamaged: the download differs from the upload; the repository stays private.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.

@@ -67,7 +67,7 @@ def sweep_locally(config: SweepConfig) -> Sweep:
         HubError, PublicationRefused, PublicationDamaged: as the flow `sweep`.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
-        SweepFailed: some bitrates could not be made; the others are.
+        SweepFailed: some bitrates failed; the others are kept.
     """
     check_release(config)
     prepare_sweep(config)
@@ -83,7 +83,9 @@ def sweep_locally(config: SweepConfig) -> Sweep:
                     conclude(pipeline)
             except Interrupted:
                 raise
-            except Exception as error:  # another bitrate may succeed; all are named in the end
+            except (
+                Exception
+            ) as error:  # another bitrate may succeed; all errors are reported at the end
                 failures[name] = error
     made = conclude_sweep(config, failures)
     raise_failures(config, failures)

@@ -1,4 +1,4 @@
-"""The flow `measure`: only what does not depend on the target bits per weight."""
+"""The flow `measure`: the stages that do not depend on the target bitrate."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ from exl2flow.tasks.tags import tag_run
 def measure(config: MeasureConfig | ConversionConfig) -> Path:
     """Run the stages up to `measure`, and return the path of its `measurement.json`.
 
-    The stages of a conversion are those of its measurement, so that either will do.
+    A conversion's configuration also works: its first stages are those of its measurement.
 
     Raises:
-        ConfigError: the configuration already names a measurement.
+        ConfigError: the conversion already has a measurement.
         HubError: the source cannot be fetched.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.

@@ -1,4 +1,4 @@
-"""The flow `sweep`: one model at several bits per weight, from one measurement."""
+"""The flow `sweep`: one model at several bitrates, from one measurement."""
 
 from prefect import flow
 
@@ -33,16 +33,16 @@ from exl2flow.tasks.tags import tag_run
     persist_result=False,
 )
 def sweep(config: SweepConfig) -> Sweep:
-    """Measure once, make every bitrate, compare all, publish all; finished stages are cached.
+    """Measure once, make every bitrate, compare and publish them; finished stages are cached.
 
     Raises:
         ConfigError: before any work, the runner is not installed or has too many workers.
-        HubError: the source cannot be fetched, or the Hub refuses the models.
-        PublicationRefused: before any work, or for the quality of the models, which are there.
-        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+        HubError: the source cannot be fetched, or the Hub rejects the models.
+        PublicationRefused: before any work; or afterwards, because of the models' quality.
+        PublicationDamaged: the download differs from the upload; the repository stays private.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
-        SweepFailed: some bitrates could not be made; the others are. Nothing is published.
+        SweepFailed: some bitrates failed; the others are kept, and nothing is published.
     """
     with logged():
         tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))

@@ -1,7 +1,7 @@
-"""A stage as a Prefect task: cached under its fingerprint, retried only when that can help.
+"""A stage as a Prefect task: cached by its fingerprint, retried only when that can help.
 
-The disk is the truth and Prefect's cache a shortcut: a stage whose files are gone or altered is run
-again whatever the cache says, and one that is complete counts as cached whoever completed it.
+The disk decides, not Prefect's cache: a stage with missing or changed files runs again whatever the
+cache says, and a complete one counts as cached whoever completed it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,13 +29,13 @@ PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
 def stage_task(
     pipeline: Pipeline, name: str, artifacts: Artifacts, *, label: str = ""
 ) -> Task[[Mapping[str, StageRef]], StageRef]:
-    """Return the task of one stage; it takes the references of the stages it reads.
+    """Return the task that runs one stage; its argument is the references of the stages it reads.
 
     Args:
-        pipeline: knows the stage.
-        name: of the stage.
-        artifacts: where its progress goes.
-        label: stands before the name of the task's run.
+        pipeline: the pipeline of the stage.
+        name: name of the stage.
+        artifacts: where to publish its progress.
+        label: prefix for the name of the task run.
     """
     ref = pipeline.refs[name]
     complete = pipeline.is_complete(name)

@@ -1,4 +1,4 @@
-"""`exl2flow sweep`: one model at several bits per weight, from one measurement."""
+"""`exl2flow sweep`: one model at several bitrates, from one measurement."""
 
 import time
 from collections.abc import Mapping
@@ -109,7 +109,9 @@ def sweep(
     given = {name: value for name, value in running.items() if value is not None}
     config = build_sweep(source, out, {**values, **given, "bpw": _bits(bpw)})
     if no_prefect and (runner != "threads" or (workers or 1) > 1):
-        raise ConfigError("`--no-prefect` makes one bitrate after the other; leave out `--runner`")
+        raise ConfigError(
+            "`--no-prefect` makes one bitrate after the other; leave out `--runner` and `--workers`"
+        )
     with flow_server(wanted=not (no_prefect or dry_run)) as server:
         _sweep(config, server, dry_run=dry_run, as_json=as_json)
 
@@ -139,7 +141,7 @@ def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json:
         except (SweepFailed, *NOT_PUBLISHED) as error:
             if not (config.out.expanduser() / SWEEP_FILE).exists():
                 raise
-            failure = error  # what was made is shown first
+            failure = error  # the results are shown first
     _tell(config, plans, time.monotonic() - begun, as_json=as_json)
     if isinstance(failure, NOT_PUBLISHED):
         say(ONLY_PUBLISHING)
@@ -148,21 +150,21 @@ def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json:
 
 
 def _bits(text: str) -> tuple[float, ...]:
-    """Return the numbers in a list with commas.
+    """Return the numbers in a comma-separated list.
 
     Raises:
-        ConfigError: there is something else in it.
+        ConfigError: an entry is not a number.
     """
     try:
         return tuple(float(word) for word in text.split(",") if word.strip())
     except ValueError:
         raise ConfigError(
-            f"`--bpw {text}` is not a list of numbers with commas, such as `2.5,3,4`"
+            f"`--bpw {text}` is not a comma-separated list of numbers, such as `2.5,3,4`"
         ) from None
 
 
 def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[str, str]]:
-    """Return (what, value) of all bitrates; most of their plans is the same."""
+    """Return (what, value) for all bitrates, whose plans are mostly the same."""
     rows = dict(next(iter(plans.values())).rows())
     sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
     several = {"target": ", ".join(plans), "output": f"{config.out}: {', '.join(sizes)}"}

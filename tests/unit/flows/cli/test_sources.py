@@ -22,4 +22,4 @@ def test_a_folder_is_told_from_the_hub_where_it_can_surprise(
     found = local_or_fetched(Path("org/tiny"), tmp_path / "work", None, plain=True)
 
     assert found == Path("org/tiny")
-    assert ("is a folder here and is taken" in capsys.readouterr().err) == is_fetched
+    assert ("using the local folder" in capsys.readouterr().err) == is_fetched
