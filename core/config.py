@@ -31,7 +31,7 @@ CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
 DEFAULT_BPW, MOST_BPW = 4.0, 8.0
-FORM_BEGINS_WITH = ("source", "out", "quality", *TARGETS, "head_bits")
+FORM_BEGINS_WITH = ("model", "source", "out", "quality", *TARGETS, "head_bits")
 # How forms ask for a size: pydantic's own schema has choices within a choice, shown without names
 SIZE_CHOICES: list[JsonValue] = [
     {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
@@ -209,8 +209,17 @@ class FitOptions(Options):
     cache: CacheName = Field("fp16", description="how that cache is held")
 
 
+def _in_form_order(schema: dict[str, Any]) -> None:
+    """Put the fields that a person decides first at the beginning of a form."""
+    properties = schema["properties"]
+    first = [name for name in FORM_BEGINS_WITH if name in properties]
+    schema["properties"] = {name: properties[name] for name in [*first, *properties]}
+
+
 class RunOptions(Options):
     """What every run over a source model has: the model, its calibration, where it runs."""
+
+    model_config = ConfigDict(json_schema_extra=_in_form_order)
 
     source: Path = Field(
         description="folder with config.json, tokenizer and *.safetensors; or a model on the "
@@ -264,17 +273,8 @@ class RunOptions(Options):
         return (self.work_root or default_work_root(self.out)).resolve()
 
 
-def _bits_first(schema: dict[str, Any]) -> None:
-    """Order a form's fields: what a person decides first stands first."""
-    properties = schema["properties"]
-    first = [name for name in FORM_BEGINS_WITH if name in properties]
-    schema["properties"] = {name: properties[name] for name in [*first, *properties]}
-
-
 class SharedOptions(RunOptions):
     """What a conversion and a sweep of several have in common: all but the bits."""
-
-    model_config = ConfigDict(json_schema_extra=_bits_first)
 
     head_bits: int | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""A refinement: other codes and scales for an EXL2 model that is there."""
+"""A refinement: new codes and scales for an existing EXL2 model."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -17,10 +17,10 @@ from exl2flow.core.naming import model_name
 
 
 class RefinementConfig(RunOptions):
-    """One refinement: an EXL2 folder in, the same with other codes and scales out.
+    """One refinement: an EXL2 folder in, the same with new codes and scales out.
 
-    `source` is the reference. The class variables answer what stages ask of any configuration:
-    nothing is measured, allotted or tuned.
+    `source` is the reference. The class variables are the options of a conversion that its stages
+    and checks read, too: a refinement measures, allocates and tunes nothing.
     """
 
     measurement: ClassVar[None] = None

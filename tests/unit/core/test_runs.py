@@ -53,4 +53,9 @@ def test_forms_begin_with_what_a_person_decides() -> None:
 
     assert properties[:3] == ["source", "out", "quality"]
     assert properties[3:8] == ["bpw", "bpw_total", "target_bytes", "fit", "head_bits"]
+    assert list(RefinementConfig.model_json_schema()["properties"])[:3] == [
+        "model",
+        "source",
+        "out",
+    ]
     assert set(properties) == set(ConversionConfig.model_fields) > set(SharedOptions.model_fields)

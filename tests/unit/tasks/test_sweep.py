@@ -40,7 +40,7 @@ def sweep_of(**values: object) -> SweepConfig:
     return SweepConfig.model_validate({"source": "model", "out": "out", "bpw": [3], **values})
 
 
-def test_a_worker_per_gpu_unless_fewer_are_asked_for(four_gpus: None) -> None:
+def test_there_is_a_worker_per_gpu_unless_fewer_are_given(four_gpus: None) -> None:
     assert workers_of(sweep_of(runner="processes")) == 4
     assert workers_of(sweep_of(runner="dask", workers=3)) == 3
     assert workers_of(sweep_of(runner="threads")) == 1

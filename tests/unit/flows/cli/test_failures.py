@@ -119,7 +119,7 @@ def test_limits_of_the_machine_are_one_message_without_a_traceback(
     assert "Traceback" not in said
 
 
-def test_memory_that_torch_cannot_allocate_is_told_from_a_defect(
+def test_a_failed_allocation_of_torch_is_a_message_and_a_defect_is_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(typer.Exit), explained(ARGUMENTS):

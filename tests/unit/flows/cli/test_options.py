@@ -47,7 +47,7 @@ def test_an_option_is_not_given_by_default_and_says_what_it_means(setting: Setti
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_an_option_tells_its_default_or_that_it_takes_the_place_of_another(
+def test_an_option_states_its_default_or_which_option_it_replaces(
     setting: Setting,
 ) -> None:
     default = setting.default or setting.field_info().default
@@ -79,7 +79,7 @@ def test_values_reach_the_groups_of_the_configuration() -> None:
     assert (config.bpw, config.calibration.rows, config.allocate.power) == (3.5, 7, 1.5)
 
 
-def test_problems_are_told_in_terms_of_options() -> None:
+def test_problems_name_the_options() -> None:
     with pytest.raises(ConfigError) as caught:
         build(Path("model"), Path("out"), {"bpw": 1.0, "calibration.row_tokens": 33})
 
@@ -141,7 +141,7 @@ def test_options_of_publishing_make_one_group() -> None:
 
 
 @pytest.mark.parametrize("name", ["Model", "org/", "-org/model", "a/b/c", "me/model\n"])
-def test_a_repository_is_asked_for_as_organization_and_name(name: str) -> None:
+def test_a_repository_must_be_organization_and_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^`--publish` is (.|\n)*: give it as `org/name`$"):
         build(Path("model"), Path("out"), {"publish.repo": name})
 
@@ -151,7 +151,7 @@ def test_messages_keep_the_case_of_what_they_quote() -> None:
         build(Path("model"), Path("out"), {"max_memory": "24XB"})
 
 
-def test_options_of_publishing_ask_for_a_repository() -> None:
+def test_options_of_publishing_need_a_repository() -> None:
     values = {"publish.private": True, "publish.license": "mit"}
 
     with pytest.raises(ConfigError, match=r"^`--private`, `--license`: only .* `--publish`$"):
@@ -159,7 +159,7 @@ def test_options_of_publishing_ask_for_a_repository() -> None:
 
 
 @pytest.mark.parametrize("values", [{"context": 100}, {"context": 8192}, {"cache": "q6"}])
-def test_options_of_a_fit_ask_for_the_memory(values: dict[str, object]) -> None:
+def test_options_of_a_fit_need_the_memory(values: dict[str, object]) -> None:
     given = {f"fit.{name}": value for name, value in values.items()}
 
     with pytest.raises(ConfigError, match=rf"^`--{next(iter(values))}`: only .* with `--fit`$"):
@@ -168,7 +168,7 @@ def test_options_of_a_fit_ask_for_the_memory(values: dict[str, object]) -> None:
         ConversionConfig(source="model", out="out", fit=values)
 
 
-def test_a_fit_takes_the_place_of_other_targets() -> None:
+def test_a_fit_replaces_other_targets() -> None:
     assert build(Path("model"), Path("out"), {"fit.memory": "24GB"}).bpw is None
     with pytest.raises(ConfigError, match=r"^`--bpw` and `--fit` are given; choose one target$"):
         build(Path("model"), Path("out"), {"bpw": 3.0, "fit.memory": "24GB"})
