@@ -14,6 +14,8 @@ demo: .venv/.installed
 
 # A user's environment: the package and its pinned dependencies.
 .venv/.installed: pyproject.toml constraints.txt
+	@echo "installing exl2flow and its libraries (torch is the largest) into .venv:" \
+	    "2 to 6 GB, a few minutes the first time; pip reports only errors"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@

@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.files import read_json
 from exl2flow.core.progress import report
@@ -145,7 +145,7 @@ def configure(arguments: argparse.Namespace, trial: Trial) -> ConversionConfig:
         "text": arguments.text, "rows": arguments.text_rows, "sample_tokens": 0,
         "warn_perplexity_ratio": 1e6, "fail_perplexity_ratio": 1e6,
     }  # fmt: skip
-    return build_config(
+    return ConversionConfig(
         source=arguments.model,
         out=arguments.work / "models" / trial.name,
         work_root=arguments.work / "checkpoints" / trial.name,

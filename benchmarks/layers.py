@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import write_tensors
 from exl2flow.core.progress import report
 from exl2flow.flows.conversion import choose_allocator, open_pipeline
@@ -196,7 +196,7 @@ def main() -> None:
         if not arguments.model:
             make_model(source, arguments.shape, arguments.layers)
         for quality in arguments.quality:
-            config = build_config(
+            config = ConversionConfig(
                 source=source, out=root / quality, work_root=root / f"work-{quality}",
                 bpw=arguments.bpw, quality=quality, device=arguments.device, calibration=few,
                 max_memory=arguments.max_memory,

@@ -11,14 +11,13 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     ByteSize,
+    ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic.config import JsonValue
 
-from exl2flow.core.errors import ConfigError
 from exl2flow.core.naming import model_name
 from exl2flow.core.options import Device as Device
 from exl2flow.core.options import Options as Options
@@ -32,7 +31,8 @@ CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
 CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
-DEFAULT_BPW = 4.0
+DEFAULT_BPW, MOST_BPW = 4.0, 8.0
+FORM_BEGINS_WITH = ("model", "source", "out", "quality", *TARGETS, "head_bits")
 # Schema of a size for forms: pydantic's own nests choices, which forms show without names
 SIZE_CHOICES: list[JsonValue] = [
     {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
@@ -215,21 +215,24 @@ class FitOptions(Options):
     cache: CacheName = Field("fp16", description="format of that cache")
 
 
-class SharedOptions(Options):
-    """What a conversion and a sweep have in common: everything but the bits."""
+def _in_form_order(schema: dict[str, Any]) -> None:
+    """Put the fields that a person decides first at the beginning of a form."""
+    properties = schema["properties"]
+    first = [name for name in FORM_BEGINS_WITH if name in properties]
+    schema["properties"] = {name: properties[name] for name in [*first, *properties]}
+
+
+class RunOptions(Options):
+    """What every run over a source model has: the model, its calibration, where it runs."""
+
+    model_config = ConfigDict(json_schema_extra=_in_form_order)
 
     source: Path = Field(
         description="folder with config.json, tokenizer and *.safetensors; or a model on the "
         "Hugging Face Hub, as org/name or org/name@revision"
     )
-    out: Path = Field(description="folder for the output")
+    out: Path = Field(description="what receives the result")
     quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
-    bpw: float | tuple[float, ...] | None = None  # narrowed below; here for its place in forms
-    head_bits: int | None = Field(
-        None,
-        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or chosen by the "
-        "allocation when the target is a total",
-    )
     work_root: Path | None = Field(
         None, description="folder of checkpoints; empty: `.exl2flow` beside the output"
     )
@@ -240,11 +243,52 @@ class SharedOptions(Options):
         description="maximum GPU memory to use, as 24GB; empty: all of it",
         json_schema_extra={"anyOf": [*SIZE_CHOICES, {"type": "null"}]},
     )
-    measurement: Path | None = Field(
-        None, description="measurement.json to use instead of measuring"
-    )
     token_block: str | None = Field(
         None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
+    )
+    calibration: CalibrationOptions = CalibrationOptions()
+    rope: RopeOptions = RopeOptions()
+    sensitivity: SensitivityOptions = SensitivityOptions()
+    rounding: RoundingOptions = RoundingOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        """Fill missing values from the preset, for the groups that these options have."""
+        if not isinstance(values, Mapping):
+            return values
+        merged = {key: value for key, value in values.items() if value is not None}
+        for group, preset in PRESETS.get(str(merged.get("quality", "standard")), {}).items():
+            given = merged.get(group, {})
+            if isinstance(given, BaseModel):
+                given = given.model_dump(exclude_unset=True)
+            # what is no group is refused with all other problems
+            if group in cls.model_fields and isinstance(given, Mapping):
+                merged[group] = {**preset, **{k: v for k, v in given.items() if v is not None}}
+        return merged
+
+    @model_validator(mode="after")
+    def _check_out(self) -> Self:
+        if self.out.resolve() == self.source.resolve():
+            raise ValueError("`out` is the source folder; choose another one")
+        return self
+
+    @property
+    def work_dir_root(self) -> Path:
+        """The folder that holds the work directories of all models."""
+        return (self.work_root or default_work_root(self.out)).resolve()
+
+
+class SharedOptions(RunOptions):
+    """What a conversion and a sweep of several have in common: all but the bits."""
+
+    head_bits: int | None = Field(
+        None,
+        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "
+        "chooses when the target is a total",
+    )
+    measurement: Path | None = Field(
+        None, description="measurement.json to use instead of measuring"
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
@@ -255,41 +299,15 @@ class SharedOptions(Options):
         "needs: quantized tensors that are in the output, stages of replaced outputs",
     )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
-    calibration: CalibrationOptions = CalibrationOptions()
-    rope: RopeOptions = RopeOptions()
-    sensitivity: SensitivityOptions = SensitivityOptions()
-    rounding: RoundingOptions = RoundingOptions()
     tune: TuneOptions = TuneOptions()
     allocate: AllocateOptions = AllocateOptions()
     validate_options: ValidateOptions = ValidateOptions()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, values: Any) -> Any:
-        """Fill missing values from the preset."""
-        if not isinstance(values, Mapping):
-            return values
-        merged = {key: value for key, value in values.items() if value is not None}
-        for group, preset in PRESETS.get(str(merged.get("quality", "standard")), {}).items():
-            given = merged.get(group, {})
-            if isinstance(given, BaseModel):
-                given = given.model_dump(exclude_unset=True)
-            if isinstance(given, Mapping):  # others are refused with all other problems
-                merged[group] = {**preset, **{k: v for k, v in given.items() if v is not None}}
-        return merged
-
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_head_bits(self) -> Self:
         if self.head_bits is not None and self.head_bits not in HEAD_BITS:
             raise ValueError(f"`head_bits` is {self.head_bits}; choose one of {HEAD_BITS}")
-        if self.out.resolve() == self.source.resolve():
-            raise ValueError("`out` is the source folder; choose another one")
         return self
-
-    @property
-    def work_dir_root(self) -> Path:
-        """The folder that holds the work directories of all models."""
-        return (self.work_root or default_work_root(self.out)).resolve()
 
 
 class ConversionConfig(SharedOptions):
@@ -347,37 +365,9 @@ class ConversionConfig(SharedOptions):
         return None if free else self.head_bits or DEFAULT_HEAD_BITS
 
 
-class RefinementConfig(ConversionConfig):
-    """One refinement: an EXL2 folder in, the same model with better codes and scales out.
-
-    `source` is the reference; options for bit allocation have no effect.
-    """
-
-    model: Path = Field(description="folder of the EXL2 model")
-    held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
-
-    @property
-    def target(self) -> str:
-        """The name of the refined model, without its folder."""
-        return f"refined:{self.model.resolve().name}"
-
-
 def default_work_root(out: Path) -> Path:
     """Return the default folder for checkpoints: `.exl2flow` beside the converted model."""
     return out.resolve().parent / ".exl2flow"
-
-
-def build_config(**values: object) -> ConversionConfig:
-    """Build a `ConversionConfig`, turning validation errors into one `ConfigError`."""
-    try:
-        return ConversionConfig.model_validate(values)
-    except ValidationError as error:
-        problems = [
-            (".".join(map(str, item["loc"])) + ": " if item["loc"] else "")
-            + item["msg"].removeprefix("Value error, ")
-            for item in error.errors()
-        ]
-        raise ConfigError("; ".join(problems)) from error
 
 
 def tuning_file() -> Path | None:

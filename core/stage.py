@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import ConversionConfig, RunOptions
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.files import digest_of
 from exl2flow.core.interrupt import StopRequest, listening
@@ -78,18 +79,18 @@ class Stage:
 class Pipeline:
     """The stages of one configuration, resolved to folders in one work directory."""
 
-    def __init__(self, config: ConversionConfig, stages: Sequence[Stage], *, device: str) -> None:
+    def __init__(self, config: RunOptions, stages: Sequence[Stage], *, device: str) -> None:
         """Resolve all fingerprints; reads the source's files once (digests are remembered)."""
-        self.config = config
+        self.config = cast(ConversionConfig, config)  # stages read what their pipeline's has
         self.device = device
-        self.stages = {stage.name: stage for stage in stages if stage.enabled(config)}
+        self.stages = {stage.name: stage for stage in stages if stage.enabled(self.config)}
         source = SourceFingerprint.of(config.source, memory=config.work_dir_root / "digests.json")
         self.work = WorkDir(config.work_dir_root / WorkDir.name_of(source))
         self.refs: dict[str, StageRef] = {}
         self._options: dict[str, dict[str, object]] = {}
         for stage in self.stages.values():
-            on_gpu = stage.gpu_options(config) if device == "cuda" else {}
-            self._options[stage.name] = {**stage.options(config), **on_gpu}
+            on_gpu = stage.gpu_options(self.config) if device == "cuda" else {}
+            self._options[stage.name] = {**stage.options(self.config), **on_gpu}
             identity = {
                 "stage": stage.name,
                 "schema": stage.schema,

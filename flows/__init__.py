@@ -1,7 +1,7 @@
-"""The flows and the command line.
+"""The flows and the command line; names are imported on first use, as most need no Prefect.
 
-Flows are imported on first use, because most commands need no Prefect. A flow has the name of its
-module, which the import system binds here; properties of the package give the flow in its place.
+A flow has the name of its module. The import system would bind the module here, in place of the
+flow; `_Flows` leaves these names unbound, so that they always give the flow.
 """
 
 import sys
@@ -10,45 +10,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exl2flow.flows.convert import convert
-    from exl2flow.flows.local import run_locally, sweep_locally
-    from exl2flow.flows.measure import measure
-    from exl2flow.flows.publish import publish
-    from exl2flow.flows.sweep import sweep
-    from exl2flow.flows.validate import validate
-    from exl2flow.flows.watch import watch
+    from exl2flow.flows.convert import convert as convert
+    from exl2flow.flows.local import run_locally as run_locally
+    from exl2flow.flows.local import sweep_locally as sweep_locally
+    from exl2flow.flows.measure import measure as measure
+    from exl2flow.flows.publish import publish as publish
+    from exl2flow.flows.refine import refine as refine
+    from exl2flow.flows.sweep import sweep as sweep
+    from exl2flow.flows.validate import validate as validate
+    from exl2flow.flows.watch import watch as watch
 
-__all__ = [
-    "convert",
-    "measure",
-    "publish",
-    "run_locally",
-    "sweep",
-    "sweep_locally",
-    "validate",
-    "watch",
-]
-
-
-def _member(module: str, name: str) -> property:
-    def find(package: ModuleType) -> object:
-        return getattr(import_module(f"{__name__}.{module}"), name)
-
-    def keep(package: ModuleType, value: object) -> None:
-        """Let the import system believe that it bound the submodule."""
-
-    return property(find, keep)
+FLOWS = ("convert", "measure", "publish", "refine", "sweep", "validate", "watch")
+MODULES = {name: name for name in FLOWS} | {"run_locally": "local", "sweep_locally": "local"}
 
 
 class _Flows(ModuleType):
-    convert = _member("convert", "convert")
-    measure = _member("measure", "measure")
-    publish = _member("publish", "publish")
-    run_locally = _member("local", "run_locally")
-    sweep = _member("sweep", "sweep")
-    sweep_locally = _member("local", "sweep_locally")
-    validate = _member("validate", "validate")
-    watch = _member("watch", "watch")
+    def __getattr__(self, name: str) -> object:
+        if name not in MODULES:
+            raise AttributeError(f"module `{__name__}` has no `{name}`")
+        return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in MODULES:
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Flows

@@ -1,4 +1,4 @@
-"""What the bitrates of a sweep came to: `sweep.json`, `report.html`, and one error for all."""
+"""Results of a sweep: `sweep.json`, `report.html`, and one error for all failed bitrates."""
 
 import socket
 from collections.abc import Mapping
@@ -21,8 +21,6 @@ from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.validate.stage import REPORT_FILE
-from exl2flow.quant.forecast.plan import Plan
-from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.tasks.publish import Published
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
@@ -30,12 +28,12 @@ REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings
 # What the runners' extras install
 EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
 CLUSTER_SECONDS = 10.0
-Failures = Mapping[str, BaseException]  # name of a bitrate → why it could not be made
+Failures = Mapping[str, BaseException]  # name of a bitrate → its error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Where everything lies; scores and samples are in the order of the bitrates."""
+    """Results of a sweep, one score and sample per bitrate, rising."""
 
     out: Path
     scores: tuple[Score, ...]
@@ -45,16 +43,16 @@ class Sweep:
 
 
 def check_runner(config: SweepConfig) -> None:
-    """Find out before any work whether the bitrates can be made as asked.
+    """Check the runner of a sweep before any work.
 
     Raises:
-        ConfigError: the runner is not installed, has more workers than devices, or no cluster.
+        ConfigError: it is not installed, has more workers than devices, or its cluster is away.
     """
     missing = [name for name in EXTRAS.get(config.runner, ()) if find_spec(name) is None]
     if missing:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ConfigError(
-            f"the runner `{config.runner}` is not installed: no {names}; it comes with "
+            f"the runner `{config.runner}` is not installed: no {names}; install it with "
             f"`pip install 'exl2flow[{config.runner}]'`"
         )
     if config.cluster:
@@ -74,38 +72,27 @@ def _check_cluster(runner: str, address: str) -> None:
 
 
 def no_cluster(runner: str, where: str, error: Exception) -> ConfigError:
-    """Return the error of a cluster that cannot be used."""
+    """Return the error for a cluster that cannot be used."""
     return ConfigError(f"no {runner} cluster answers at {where} ({error}); check `--cluster`")
 
 
 def workers_of(config: SweepConfig) -> int:
-    """Return how many bitrates are made at the same time, without a cluster that runs already.
+    """Return how many bitrates to make at the same time where no cluster is given.
 
     Raises:
-        ConfigError: more than this host has devices for.
+        ConfigError: there are more workers than GPUs.
     """
     if config.runner == "threads" or not (gpus := visible_gpus(config.device)):
         return config.workers or 1
     if config.workers and config.workers > len(gpus):
         raise ConfigError(
-            f"{config.workers} workers are more than the {len(gpus)} GPUs; each has one of its own"
+            f"{config.workers} workers need as many GPUs, there are {len(gpus)}; lower `--workers`"
         )
     return config.workers or len(gpus)
 
 
-def preflight_sweep(config: SweepConfig) -> dict[str, Plan]:
-    """Check all bitrates without doing any of them, and return name → plan.
-
-    Raises:
-        PreflightFailed: before any work, all problems.
-    """
-    plans = {name: preflight(each, STAGES) for name, each in config.conversions().items()}
-    check_disk(list(plans.values()))
-    return plans
-
-
 def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
-    """Write what is known of all bitrates that were made, and return it.
+    """Write the results of all bitrates, made or failed, and return them.
 
     Call `raise_failures` afterwards.
     """
@@ -140,14 +127,14 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
 
 
 def _is_judged(pipeline: Pipeline) -> bool:
-    """Tell whether a bitrate was made, and failed by its verdict."""
+    """Tell whether a failed bitrate was validated, so that only its verdict failed."""
     return "validate" in pipeline.stages and pipeline.is_complete("validate")
 
 
 def _bitrate(
     pipeline: Pipeline, report: Mapping[str, Any] | None, failure: BaseException | None
 ) -> dict[str, object]:
-    """Return what is known of one bitrate."""
+    """Return the entry of one bitrate in `sweep.json`."""
     return {
         "bpw": pipeline.config.bpw,
         "error": None if failure is None else str(failure),
@@ -157,11 +144,11 @@ def _bitrate(
 
 
 def raise_failures(config: SweepConfig, failures: Failures) -> None:
-    """Raise one error for all bitrates that could not be made.
+    """Raise one error for all failed bitrates.
 
     Raises:
         Interrupted: a signal came.
-        SweepFailed: naming each of them, and why.
+        SweepFailed: naming each of them and its error.
     """
     for error in failures.values():
         if isinstance(error, Interrupted):
@@ -169,20 +156,20 @@ def raise_failures(config: SweepConfig, failures: Failures) -> None:
     if failures:
         lines = [f"`{name}`: {_first_line(error)}" for name, error in failures.items()]
         made = len(config.bpw) - len(failures)
-        rest = f"{made} of {len(config.bpw)} bitrates are made; the same command makes the others"
+        rest = f"{made} of {len(config.bpw)} bitrates are made; repeat the command to make the rest"
         if config.publish is not None:
-            rest += f", and publishes all. Nothing of this went to `{config.publish.repo}`"
+            rest += f" and publish all. Nothing was published to `{config.publish.repo}`"
         raise SweepFailed("\n".join([*lines, rest]))
 
 
 def release_of_sweep(config: SweepConfig) -> PublishConfig | None:
-    """Return how all bitrates are published together, if they shall be."""
+    """Return how to publish all bitrates together; None if the sweep publishes nothing."""
     measured = open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES)
     return release_of(config, measured, [c.out for c in config.conversions().values()])
 
 
 def noted(made: Sweep, published: Published) -> Sweep:
-    """Have the files of a sweep, and what is returned of it, tell where it was published."""
+    """Record in the files and the result of a sweep where it was published."""
     where = {name: value for name, value in published.to_json().items() if name != "sent"}
     content = read_json(made.out / SWEEP_FILE)
     write_json(made.out / SWEEP_FILE, {**content, "published": where})

@@ -1,17 +1,17 @@
-"""What a conversion hands back, and the pipeline it ran on: the same with and without Prefect."""
+"""The result of a conversion and its pipeline, the same with and without Prefect."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import RunOptions
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.publish import Published
 
-# A GPU's memory splinters without the first; pinning gigabytes takes seconds without the others
+# The first avoids fragmentation of GPU memory; the others pin gigabytes without taking seconds
 ALLOCATOR = (
     "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 )
@@ -19,7 +19,7 @@ ALLOCATOR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Where model and stages' folders lie, what validation warned of, what was published."""
+    """Folders of the model and of its stages, warnings of validation, and what was published."""
 
     out: Path
     stages: Mapping[str, Path]
@@ -27,19 +27,19 @@ class Conversion:
     published: Published | None = None
 
 
-def open_pipeline(config: ConversionConfig, stages: Sequence[Stage]) -> Pipeline:
-    """Resolve the stages of a configuration on the device it names."""
+def open_pipeline(config: RunOptions, stages: Sequence[Stage]) -> Pipeline:
+    """Return the stages of a configuration, resolved for its device."""
     choose_allocator()
     return Pipeline(config, stages, device=resolve_device(config.device).type)
 
 
 def choose_allocator() -> None:
-    """Say how a GPU's memory is reserved, before it is first used, unless the user said it."""
+    """Configure torch's GPU allocator unless the user has. Call before CUDA is initialized."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
 def conclude(pipeline: Pipeline) -> Conversion:
-    """Return what a finished pipeline made.
+    """Return the result of a finished pipeline.
 
     Raises:
         ValidationFailed: the model is above a limit.

@@ -7,10 +7,9 @@ from prefect import flow
 from exl2flow.core.cleaning import clean_after
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.preparation import prepare
 from exl2flow.flows.release import release_of, target_of
 from exl2flow.flows.runs import cancelled_if_interrupted
-from exl2flow.quant.forecast.fit import fitted
-from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publishing import check_publication, publish_models
@@ -26,12 +25,12 @@ from exl2flow.tasks.tags import tag_run
     persist_result=False,
 )
 def convert(config: ConversionConfig) -> Conversion:
-    """Run all stages that the configuration has, in order, and publish; finished ones are cached.
+    """Run all enabled stages in order, then publish; finished stages are cached.
 
     Raises:
-        HubError: the source cannot be fetched, or the Hub refuses the model.
-        PublicationRefused: before any work, or for the quality of the model, which is there.
-        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+        HubError: the source cannot be fetched, or the Hub rejects the model.
+        PublicationRefused: before any work; or afterwards, because of the model's quality.
+        PublicationDamaged: the download differs from the upload; the repository stays private.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
@@ -40,8 +39,7 @@ def convert(config: ConversionConfig) -> Conversion:
         tag_run(config.source, config.target)
         if (target := target_of(config)) is not None:
             check_publication(target, config.source, config.work_dir_root, config.token_block)
-        config = fitted(with_local_source(config))
-        preflight(config, STAGES)
+        config = prepare(with_local_source(config), STAGES).config
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)
         made = conclude(pipeline)

@@ -1,30 +1,29 @@
-"""The stages of the flows, in the same order, without Prefect."""
+"""The flows without Prefect: the same stages in the same order, in this process."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from exl2flow.core.cleaning import clean_after
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.interrupt import listening
-from exl2flow.core.progress import Tick, labelled, report
+from exl2flow.core.progress import labelled
 from exl2flow.core.publication import PublishConfig
-from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.refine import RefinementConfig
+from exl2flow.core.stage import Stage
 from exl2flow.core.sweep import SweepConfig
 from exl2flow.flows.bitrates import (
     Sweep,
     conclude_sweep,
     noted,
-    preflight_sweep,
     raise_failures,
     release_of_sweep,
 )
 from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.preparation import prepare, prepare_refinement, prepare_sweep
 from exl2flow.flows.release import check_release, hub_of, release_of
-from exl2flow.quant.forecast.fit import fitted
-from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.publish import Published, publish
-from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
+from exl2flow.tasks.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_order
 
 
 def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -> Conversion:
@@ -37,10 +36,9 @@ def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -
         ValidationFailed: the model is above a limit.
     """
     check_release(config)
-    config = fitted(config)
-    preflight(config, stages)
+    config = prepare(config, stages).config
     pipeline = open_pipeline(config, stages)
-    _run(pipeline)
+    run_in_order(pipeline)
     made = conclude(pipeline)
     clean_after(config)
     release = release_of(config, pipeline, [made.out]) if "validate" in made.stages else None
@@ -51,14 +49,17 @@ def _publish(release: PublishConfig) -> Published:
     return publish(release, hub_of(release.token_block))
 
 
-def _run(pipeline: Pipeline, *, done: Collection[str] = ()) -> None:
-    """Run the stages in order, but those that are done."""
-    for name in pipeline.stages:
-        if name in done:
-            continue
-        if pipeline.is_complete(name):
-            report(Tick(stage=name, done=1, total=1, detail="cached"))
-        pipeline.run(name, progress=report)
+def refine_locally(config: RefinementConfig) -> Conversion:
+    """Refine a model in this process; ticks go to the current progress sink.
+
+    Raises:
+        ConfigError, SourceModelError, PreflightFailed: before any work, as the flow `refine`.
+        Interrupted: a signal came; everything finished is committed.
+        ValidationFailed: the refined model is above a limit.
+    """
+    pipeline = open_pipeline(prepare_refinement(config, REFINE_STAGES).config, REFINE_STAGES)
+    run_in_order(pipeline)
+    return conclude(pipeline)
 
 
 def sweep_locally(config: SweepConfig) -> Sweep:
@@ -68,23 +69,23 @@ def sweep_locally(config: SweepConfig) -> Sweep:
         HubError, PublicationRefused, PublicationDamaged: as the flow `sweep`.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
-        SweepFailed: some bitrates could not be made; the others are.
+        SweepFailed: some bitrates failed; the others are kept.
     """
     check_release(config)
-    preflight_sweep(config)
+    prepare_sweep(config)
     failures: dict[str, BaseException] = {}
     with listening():
         shared = open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES)
-        _run(shared)
+        run_in_order(shared)
         for name, conversion in config.conversions().items():
             try:
                 with labelled(name):
                     pipeline = open_pipeline(conversion, STAGES)
-                    _run(pipeline, done=shared.stages)
+                    run_in_order(pipeline, done=shared.stages)
                     conclude(pipeline)
             except Interrupted:
                 raise
-            except Exception as error:  # another bitrate may succeed; all are told in the end
+            except Exception as error:  # another bitrate may succeed; all are reported at the end
                 failures[name] = error
     made = conclude_sweep(config, failures)
     raise_failures(config, failures)

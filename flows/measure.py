@@ -1,4 +1,4 @@
-"""The flow `measure`: only what does not depend on the target bits per weight."""
+"""The flow `measure`: the stages that do not depend on the target bitrate."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ from prefect import flow
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.measure import MeasureConfig
 from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.preparation import prepare
 from exl2flow.flows.runs import cancelled_if_interrupted
-from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
@@ -23,21 +24,24 @@ from exl2flow.tasks.tags import tag_run
     on_failure=[cancelled_if_interrupted],
     persist_result=False,
 )
-def measure(config: ConversionConfig) -> Path:
-    """Run the stages up to `measure`, and return the path of `measurement.json`.
+def measure(config: MeasureConfig | ConversionConfig) -> Path:
+    """Run the stages up to `measure`, and return the path of its `measurement.json`.
+
+    A conversion's configuration also works: its first stages are those of its measurement.
 
     Raises:
-        ConfigError: the configuration already names a measurement.
+        ConfigError: the conversion already has a measurement.
         HubError: the source cannot be fetched.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
     """
+    if isinstance(config, MeasureConfig):
+        config = config.conversion()
     if config.measurement is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
     with logged():
         tag_run(config.source)
-        config = with_local_source(config)
-        preflight(config, MEASURE_STAGES)
+        config = prepare(with_local_source(config), MEASURE_STAGES).config
         pipeline = open_pipeline(config, MEASURE_STAGES)
         run_stages(pipeline)
         return pipeline.path("measure") / MEASUREMENT_FILE

@@ -1,4 +1,4 @@
-"""What all flows share: how a run ends that was asked to stop."""
+"""A hook of all flows: a run that was interrupted ends as cancelled."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from exl2flow.core.errors import Interrupted
 
 
 def cancelled_if_interrupted(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook on failure: a run that a signal ended is cancelled, not failed."""
+    """Mark a failed run as cancelled if a signal ended it."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, Interrupted):
         with get_client(sync_client=True) as client:

@@ -1,4 +1,4 @@
-"""The flow `sweep`: one model at several bits per weight, from one measurement."""
+"""The flow `sweep`: one model at several bitrates, from one measurement."""
 
 from prefect import flow
 
@@ -10,11 +10,11 @@ from exl2flow.flows.bitrates import (
     check_runner,
     conclude_sweep,
     noted,
-    preflight_sweep,
     raise_failures,
     release_of_sweep,
 )
 from exl2flow.flows.conversion import open_pipeline
+from exl2flow.flows.preparation import prepare_sweep
 from exl2flow.flows.release import target_of
 from exl2flow.flows.runners import make_all
 from exl2flow.flows.runs import cancelled_if_interrupted
@@ -34,16 +34,16 @@ from exl2flow.tasks.tags import tag_run
     persist_result=False,
 )
 def sweep(config: SweepConfig) -> Sweep:
-    """Measure once, make every bitrate, compare all, publish all; finished stages are cached.
+    """Measure once, make every bitrate, compare and publish them; finished stages are cached.
 
     Raises:
         ConfigError: before any work, the runner is not installed or has too many workers.
-        HubError: the source cannot be fetched, or the Hub refuses the models.
-        PublicationRefused: before any work, or for the quality of the models, which are there.
-        PublicationDamaged: what arrived is not what was sent; the repository stays private.
+        HubError: the source cannot be fetched, or the Hub rejects the models.
+        PublicationRefused: before any work; or afterwards, because of the models' quality.
+        PublicationDamaged: the download differs from the upload; the repository stays private.
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
-        SweepFailed: some bitrates could not be made; the others are. Nothing is published.
+        SweepFailed: some bitrates failed; the others are kept, and nothing is published.
     """
     with logged():
         tag_run(config.source, config.runner, *(c.target for c in config.conversions().values()))
@@ -63,7 +63,7 @@ def sweep(config: SweepConfig) -> Sweep:
 
 def _make(config: SweepConfig) -> Sweep:
     with listening() as stop:
-        preflight_sweep(config)
+        prepare_sweep(config)
         run_stages(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = make_all(config, stop)
         made = conclude_sweep(config, failures)

@@ -1,4 +1,4 @@
-"""The flow `validate`: finished models against their source, without converting anything."""
+"""The flow `validate`: compare finished models with their source."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from exl2flow.tasks.tags import tag_run
 
 
 class Comparison(Options):
-    """Which models to validate, and against what."""
+    """Models to validate, and the reference to compare them with."""
 
     models: tuple[Path, ...] = Field(min_length=1, description="model folders, EXL2 or plain")
     reference: Path | None = Field(
@@ -39,7 +39,7 @@ class Comparison(Options):
 
 @flow(name="validate", flow_run_name="{config.run_name}", persist_result=False)
 def validate(config: Comparison) -> list[Score]:
-    """Score all models, let each write a sample, publish both, and judge.
+    """Score all models, generate a sample from each, publish both as artifacts, and judge.
 
     Raises:
         HubError: the reference cannot be fetched.

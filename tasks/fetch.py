@@ -5,14 +5,14 @@ from typing import TypeVar
 
 from prefect import task
 
-from exl2flow.core.config import SharedOptions
+from exl2flow.core.config import RunOptions
 from exl2flow.core.source import HubModel
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import fetch, local_or_fetched
 from exl2flow.tasks.retries import RETRIED
 
-Config = TypeVar("Config", bound=SharedOptions)
+Config = TypeVar("Config", bound=RunOptions)
 
 
 @task(

@@ -1,7 +1,7 @@
-"""A stage as a Prefect task: cached under its fingerprint, retried only when that can help.
+"""A stage as a Prefect task: cached by its fingerprint, retried only when that can help.
 
-The disk is the truth and Prefect's cache a shortcut: a stage whose files are gone or altered is run
-again whatever the cache says, and one that is complete counts as cached whoever completed it.
+The disk decides, not Prefect's cache: a stage with missing or changed files runs again whatever the
+cache says, and a complete one counts as cached whoever completed it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,16 +11,17 @@ from functools import partial
 from prefect import Task
 from prefect.states import Completed
 
-from exl2flow.core.progress import Tick, report
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageRef
-from exl2flow.tasks import allocate, quantize, validate
+from exl2flow.tasks import allocate, judge, quantize, validate
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.retries import RETRIED
+from exl2flow.tasks.stages import run_in_order
 
 PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
     "allocate": allocate.publish,
     "quantize": quantize.publish,
+    "judge": judge.publish,
     "validate": validate.publish,
 }
 
@@ -28,13 +29,13 @@ PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
 def stage_task(
     pipeline: Pipeline, name: str, artifacts: Artifacts, *, label: str = ""
 ) -> Task[[Mapping[str, StageRef]], StageRef]:
-    """Return the task of one stage; it takes the references of the stages it reads.
+    """Return the task that runs one stage; its argument is the references of the stages it reads.
 
     Args:
-        pipeline: knows the stage.
-        name: of the stage.
-        artifacts: where its progress goes.
-        label: stands before the name of the task's run.
+        pipeline: the pipeline of the stage.
+        name: name of the stage.
+        artifacts: where to publish its progress.
+        label: prefix for the name of the task run.
     """
     ref = pipeline.refs[name]
     complete = pipeline.is_complete(name)
@@ -65,18 +66,18 @@ def run_stages(
 
     Args:
         pipeline: the stages.
-        label: tells its tasks and artifacts from those of other pipelines in the same flow.
-        done: stages that ran before, by themselves.
+        label: distinguishes its tasks and artifacts from those of other pipelines in the same flow.
+        done: names of stages that ran before, outside of this call.
     """
     artifacts = Artifacts(f"{pipeline.config.source.resolve().name} {label}")
     refs = {name: pipeline.refs[name] for name in done if name in pipeline.refs}
-    for name, stage in pipeline.stages.items():
-        if name in refs:
-            continue
-        if pipeline.is_complete(name):
-            report(Tick(stage=name, done=1, total=1, detail="cached"))
+
+    def run(name: str) -> None:
         task = stage_task(pipeline, name, artifacts, label=label)
-        refs[name] = task({key: refs[key] for key in stage.inputs if key in refs})
-        if name in PUBLISHERS and pipeline.work.is_complete(pipeline.refs[name]):
+        inputs = pipeline.stages[name].inputs
+        refs[name] = task({key: refs[key] for key in inputs if key in refs})
+        if name in PUBLISHERS and pipeline.is_complete(name):
             artifacts.attempt(partial(PUBLISHERS[name], pipeline, artifacts))
+
+    run_in_order(pipeline, run, done=refs.keys())
     return refs

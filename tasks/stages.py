@@ -1,6 +1,9 @@
-"""The stages of a conversion, in order; known here without Prefect."""
+"""The stages of every pipeline in order, and the loop that runs them; needs no Prefect."""
 
-from exl2flow.core.stage import Stage
+from collections.abc import Callable, Collection
+
+from exl2flow.core.progress import Tick, report
+from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.inference.compose.stage import COMPOSE
 from exl2flow.inference.validate.stage import VALIDATE
 from exl2flow.quant.allocate.stage import ALLOCATE
@@ -14,10 +17,34 @@ from exl2flow.quant.sensitivity.stage import SENSITIVITY
 from exl2flow.quant.tokenize.stage import TOKENIZE
 from exl2flow.quant.tune.stage import TUNE
 
-__all__ = ["MEASURE_STAGES", "REFINE_STAGES", "STAGES"]
+__all__ = ["MEASURE_STAGES", "REFINE_STAGES", "STAGES", "run_in_order"]
 
 MEASURE_STAGES: tuple[Stage, ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE)
 STAGES: tuple[Stage, ...] = (*MEASURE_STAGES, ALLOCATE, QUANTIZE, TUNE, COMPILE, VALIDATE)
 REFINE_STAGES: tuple[Stage, ...] = (
     *(COMPOSE, TOKENIZE, SENSITIVITY, REFINE, JUDGE, RECOMPILE, VALIDATE),
 )
+
+
+def run_in_order(
+    pipeline: Pipeline,
+    run: Callable[[str], object] | None = None,
+    *,
+    done: Collection[str] = (),
+) -> None:
+    """Run the stages of a pipeline in order, reporting those that are complete as cached.
+
+    Args:
+        pipeline: the stages.
+        run: runs the stage of a name; None runs it directly, with the current progress sink.
+        done: names of stages to skip, because they ran before.
+    """
+    for name in pipeline.stages:
+        if name in done:
+            continue
+        if pipeline.is_complete(name):
+            report(Tick(stage=name, done=1, total=1, detail="cached"))
+        if run is None:
+            pipeline.run(name, progress=report)
+        else:
+            run(name)

@@ -1,6 +1,6 @@
-"""A bitrate of a sweep as a Prefect task, whose stages are tasks of their own on the same page.
+"""A bitrate of a sweep as a Prefect task; its stages are tasks on the same page.
 
-A task and not a flow: every runner takes tasks, and a reader finds all bitrates on one page.
+It is a task, not a flow, because every runner takes tasks and all bitrates appear on one page.
 """
 
 import logging
@@ -32,15 +32,15 @@ from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 log = logging.getLogger(__name__)
 
 SHARED = tuple(stage.name for stage in MEASURE_STAGES)
-WAIT_SECONDS = 0.2  # between looks for a free device
+WAIT_SECONDS = 0.2  # between attempts to take a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How a process of its own comes to a device.
+    """How a separate process takes a device.
 
-    workers: processes at a time on a host without GPUs; stop: a file that appears when everything
-    shall stop, with the number of the signal.
+    workers: number of processes on a host without GPUs; stop: file that appears when everything is
+    to stop and holds the signal's number.
     """
 
     workers: int
@@ -51,15 +51,15 @@ class Share:
 def make_bitrate(
     name: str, config: ConversionConfig, share: Share | None = None
 ) -> State[BaseException | None]:
-    """Run the stages of one bitrate that others do not share.
+    """Run the stages of one bitrate that other bitrates do not share.
 
-    Its errors are returned in a state: raised, they would have Prefect roll back the finished
-    stages, or rather say so.
+    Errors are returned in a state: if they were raised, Prefect would report the finished stages
+    as rolled back.
 
     Args:
-        name: of the bitrate.
+        name: name of the bitrate.
         config: its conversion.
-        share: how this process comes to a device; None where it is that of the flow.
+        share: how this process takes a device; None in the process of the flow.
 
     Returns:
         Completed, or failed with the error: `Interrupted` if a signal came.
@@ -73,7 +73,7 @@ def make_bitrate(
                 check_verdict(pipeline.path("validate"))
         except Exl2FlowError as error:
             return Failed(message=str(error), data=error)
-        except Exception as error:  # a defect; other bitrates may get by without it
+        except Exception as error:  # a defect, which other bitrates may not hit
             log.exception("bitrate=%s", name)
             return Failed(message=f"{type(error).__name__}: {error}", data=error)
     return Completed()
@@ -81,31 +81,31 @@ def make_bitrate(
 
 @contextmanager
 def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) -> Iterator[str]:
-    """Have a device of its own for the block, the only one that CUDA sees, and yield its name."""
+    """Reserve a device for the block, make it the only one that CUDA sees, and yield its name."""
     if share is None:
         yield "none"
         return
     gpus = visible_gpus(config.device)
     devices = gpus or [str(index) for index in range(share.workers)]
-    is_told = False
+    is_logged = False
 
     def pause() -> None:
-        nonlocal is_told
-        if not is_told:
-            log.info("waiting for one of the devices %s, which others use", ", ".join(devices))
-            is_told = True
+        nonlocal is_logged
+        if not is_logged:
+            log.info("waiting for one of the devices %s, all in use", ", ".join(devices))
+            is_logged = True
         _raise_if_stopped(share, stop)
         time.sleep(WAIT_SECONDS)
 
     with Slots.of_host("cuda" if gpus else "cpu").hold(devices, pause) as device:
-        _raise_if_stopped(share, stop)  # now that a signal will be sent to this process
+        _raise_if_stopped(share, stop)  # from here on signals reach this process
         if gpus:
             see_only(device)
         try:
             yield device
         finally:
             if gpus:
-                torch.cuda.empty_cache()  # others may have the device now
+                torch.cuda.empty_cache()  # for the next process on the device
 
 
 def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
@@ -114,4 +114,4 @@ def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
         text = share.stop.read_text()
         signum = int(text) if text.isdigit() else signal.SIGTERM  # that it is there says enough
     if signum is not None:
-        raise Interrupted("stopped before it began; everything finished is saved", signum=signum)
+        raise Interrupted("stopped before it started; everything finished is saved", signum=signum)

@@ -7,8 +7,9 @@ from safetensors.torch import load_file, save_file
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.config import RefinementConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.progress import silent
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.stage import RECORD_FILE, Pipeline
 from exl2flow.kernels import Group
 from exl2flow.model import QuantizedMatrix, resolve
@@ -27,7 +28,7 @@ VALIDATION = {
 def rough_model(root: Path, family: str = "qwen2", **overrides: object) -> tuple[Path, Path]:
     """Make a tiny source and convert it as exllamav2 would; return both folders."""
     source = make_tiny(family, root / "source", **overrides)  # type: ignore[arg-type]  # config keys
-    config = build_config(
+    config = ConversionConfig(
         source=source,
         out=root / "rough",
         quality="exllamav2",

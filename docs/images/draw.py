@@ -19,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from exl2flow.core.config import ScaleSearch, build_config
+from exl2flow.core.config import ConversionConfig, ScaleSearch
 from exl2flow.core.files import read_json, read_tensors
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
@@ -115,7 +115,7 @@ class Demo:
     """The demo model with its factors and Hessians."""
 
     def __init__(self, folder: Path) -> None:
-        self.config = build_config(
+        self.config = ConversionConfig(
             source=SOURCE,
             out=folder / "out",
             work_root=folder / "work",

@@ -9,25 +9,41 @@ import typer
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, ValidationFailed
 from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.options import Source, Values, build, with_settings
+from exl2flow.flows.cli.options import (
+    AsJson,
+    DryRun,
+    NoPrefect,
+    Restart,
+    Source,
+    Values,
+    build,
+    with_settings,
+)
+from exl2flow.flows.cli.options.table import CONVERSION
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
-from exl2flow.flows.cli.settings import CONVERSION
+from exl2flow.flows.cli.running import (
+    NOT_PUBLISHED,
+    ONLY_PUBLISHING,
+    flow_server,
+    forget,
+    run_flow,
+)
 from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_report
 
 if TYPE_CHECKING:
+    from exl2flow.flows.preparation import Prepared
     from exl2flow.flows.server.temporary import Api
 
 EXAMPLES = (
     "Examples:",
     "exl2flow convert ./Llama-3.2-1B --out ./Llama-3.2-1B-4.0bpw --bpw 4.0",
     "exl2flow convert org/name --out ./out --bpw 4   (fetches the model from the Hub)",
-    "exl2flow convert ./Llama-3.2-1B --out ./out --bpw 2.5 --dry-run   (checks only)",
+    "exl2flow convert ./Llama-3.2-1B --out ./out --bpw 2.5 --dry-run   (only checks)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --calibration mine.parquet --rows 64",
     "exl2flow convert org/name --out ./out --bpw 4 --publish me/name-exl2",
-    "An interrupted conversion goes on where it stopped when the command is repeated; another "
-    "`--bpw` into the same `--work-root` measures nothing again.",
+    "To resume an interrupted conversion, repeat the command. Another `--bpw` with the same "
+    "`--work-root` reuses the measurement.",
 )
 
 
@@ -40,38 +56,22 @@ def convert(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Folder that receives the converted model: new, empty, or of an earlier "
-            "conversion of the same source.",
+            help="Folder for the converted model: new, empty, or left by an earlier conversion of "
+            "the same source.",
             show_default=False,
         ),
     ],
     values: Values,
-    restart: Annotated[
-        bool,
-        typer.Option("--restart", help="Forget the checkpoints of this conversion, begin anew."),
-    ] = False,
-    no_prefect: Annotated[
-        bool,
-        typer.Option(
-            "--no-prefect",
-            help="Run the stages directly. Without it they are a Prefect flow, on the server "
-            "of PREFECT_API_URL or a temporary one.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything, print the plan or all problems, stop."),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object on stdout: plan, report, paths."),
-    ] = False,
+    restart: Restart = False,
+    no_prefect: NoPrefect = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert a Hugging Face model into an EXL2 model.
 
-    Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; with some
-    options also compose before tokenize and tune after quantize. Each is resumable and its result
-    is kept under the work root.
+    Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; some options add
+    compose before tokenize and tune after quantize. Each stage resumes where it was interrupted
+    and keeps its result under the work root.
     """
     config = build(source, out, values)
     with flow_server(wanted=not (no_prefect or dry_run)) as server:
@@ -82,15 +82,15 @@ def _convert(
     config: ConversionConfig, server: "Api | None", *, restart: bool, dry_run: bool, as_json: bool
 ) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.release import check_release  # these import torch
-    from exl2flow.quant.forecast.fit import find_fit, fitted
-    from exl2flow.quant.forecast.preflight import preflight
+    from exl2flow.flows.preparation import prepare  # these import torch
+    from exl2flow.flows.release import check_release
     from exl2flow.tasks.stages import STAGES
 
     check_release(config)
-    config = with_local_source(config, plain=as_json, renew=restart)
-    fit, config = find_fit(config), fitted(config)
-    plan = preflight(config, STAGES)
+    prepared = prepare(
+        with_local_source(config, plain=as_json, renew=restart), () if restart else STAGES
+    )
+    plan, fit = prepared.plan, prepared.fit
     outline = {"plan": plan.to_json(), **({"fit": fit.to_json()} if fit else {})}
     if not as_json:
         show(plan_table([*plan.rows(), *(fit.rows() if fit else [])]))
@@ -99,7 +99,7 @@ def _convert(
             emit_json(outline)
         return
     with shown(plain=as_json):
-        report, failure = _run(config, server, restart=restart)
+        report, failure = _run(prepared, server, restart=restart)
     seconds = time.monotonic() - begun
     if as_json:
         emit_json({**outline, "seconds": round(seconds, 1), **report})
@@ -114,22 +114,21 @@ def _convert(
 
 
 def _run(
-    config: ConversionConfig, server: "Api | None", *, restart: bool
+    prepared: "Prepared[ConversionConfig]", server: "Api | None", *, restart: bool
 ) -> tuple[dict[str, Any], Exl2FlowError | None]:
-    """Run the stages, publish, and return the report and what speaks against model or release."""
+    """Run the stages and publish; return the report, and the error that the model still caused."""
     from exl2flow.core.files import read_json
-    from exl2flow.flows.cli.restart import forget
     from exl2flow.flows.conversion import open_pipeline
     from exl2flow.flows.local import run_locally
     from exl2flow.inference.validate.stage import REPORT_FILE
     from exl2flow.tasks.stages import STAGES
 
-    pipeline = open_pipeline(config, STAGES)
+    pipeline = open_pipeline(prepared.config, STAGES)
     if restart:
         forget(pipeline)
     failure, published = None, None
     try:
-        made = run_flow(server, "convert", config) if server else run_locally(config)
+        made = run_flow(server, "convert", prepared, otherwise=run_locally)
         published = made.published and made.published.to_json()
     except (ValidationFailed, *NOT_PUBLISHED) as error:
         if not pipeline.is_complete("validate"):

@@ -1,4 +1,4 @@
-"""How a command ends: deliberate errors become one message and an exit code, never a traceback."""
+"""How a command ends: an error becomes a message and an exit code, never a traceback."""
 
 import shlex
 import tempfile
@@ -24,10 +24,10 @@ from exl2flow.flows.cli.console import say
 FAILURE, USAGE, KEYBOARD = 1, 2, 130
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure (the message says what, where and what to do); 2 wrong usage "
-    "or option; 130 interrupted by Ctrl-C; 143 terminated. After 130 and 143 the same command goes "
-    "on where it stopped."
+    "or option; 130 interrupted by Ctrl-C; 143 terminated. After 130 and 143, repeat the command "
+    "to resume."
 )
-LISTS = (  # errors with a problem on each line; lines of others are quoted from a log
+LISTS = (  # errors with one problem per line; other errors may quote lines of a log
     ConfigError,
     PreflightFailed,
     PublicationRefused,
@@ -35,20 +35,24 @@ LISTS = (  # errors with a problem on each line; lines of others are quoted from
     TensorShapeError,
     ValidationFailed,
 )
-ONLY_ONCE = "--restart"  # repeating it would throw away what the interrupted run has done
+ONLY_ONCE = "--restart"  # repeating it would delete the work of the interrupted run
+FAILURES = (MemoryError, RecursionError, OSError, RuntimeError)  # of the machine, or of its limits
+GPU_MEMORY = "OutOfMemoryError"  # torch's class, named so that no command loads torch for it
+CPU_MEMORY = "can't allocate memory"  # torch's message where the CPU has no more
+KEPT = "Finished work is saved: repeat the command to resume"
 
 
 def resume_command(arguments: Sequence[str]) -> str:
-    """Return the command line that goes on where these arguments were interrupted."""
+    """Return the command line that resumes the run of these arguments."""
     return shlex.join(["exl2flow", *(word for word in arguments if word != ONLY_ONCE)])
 
 
 @contextmanager
 def explained(arguments: Sequence[str]) -> Iterator[None]:
-    """Turn deliberate errors of the block into a message on stderr and an exit code.
+    """Turn errors of the block into a message on stderr and an exit code; let defects pass.
 
     Args:
-        arguments: of the program, for the resume command.
+        arguments: arguments of the program, for the resume command.
     """
     try:
         yield
@@ -58,8 +62,13 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
     except Exl2FlowError as error:
         say(_message(error), style="red")
         raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
+    except FAILURES as error:
+        if (message := _of_the_machine(error)) is None:
+            raise
+        say(f"error: {message}", style="red")
+        raise typer.Exit(FAILURE) from None
     except KeyboardInterrupt:
-        say(f"interrupted; to repeat:\n  {resume_command(arguments)}")
+        say(f"interrupted; resume with:\n  {resume_command(arguments)}")
         raise typer.Exit(KEYBOARD) from None
 
 
@@ -70,8 +79,29 @@ def _message(error: Exl2FlowError) -> str:
     return "\n".join([f"error: {len(lines)} problems:", *(f"  - {line}" for line in lines)])
 
 
+def _of_the_machine(error: BaseException) -> str | None:
+    """Return what is wrong with the machine, in words; None if the program is at fault."""
+    if type(error).__name__ == GPU_MEMORY:
+        return (
+            f"the GPU has no more memory; end other programs that use it, limit it with "
+            f"`--max-memory`, or use `--device cpu`. {KEPT}"
+        )
+    if isinstance(error, MemoryError) or CPU_MEMORY in str(error):
+        return (
+            "the machine has no more memory; end other programs, or ask for less work, as with "
+            f"fewer `--rows`. {KEPT}"
+        )
+    if isinstance(error, RecursionError):
+        return "a file of the model is nested too deeply to be read; get its files again, complete"
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f" for `{error.filename}`"
+        reason = error.strerror or str(error) or type(error).__name__
+        return f"the system refused a request{where}: {reason}. {KEPT}"
+    return None
+
+
 def explain_defect(error: Exception) -> None:
-    """Say that something unforeseen happened, and keep its traceback in a file."""
+    """Report an unexpected error, and keep its traceback in a file."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="exl2flow-", suffix=".log", delete=False, encoding="utf-8"
     ) as file:
@@ -79,7 +109,7 @@ def explain_defect(error: Exception) -> None:
     first = str(error).strip().partition("\n")[0]
     say(
         f"error: unexpected {type(error).__name__}: {first}\n"
-        f"the traceback lies in `{Path(file.name)}`; please report it. Finished work is saved: the "
-        "same command goes on where it stopped; `exl2flow --debug …` shows the traceback",
+        f"the traceback is in `{Path(file.name)}`; please report it. {KEPT}; "
+        "`exl2flow --debug …` shows the traceback",
         style="red",
     )

@@ -1,22 +1,19 @@
-"""`exl2flow generate`: complete a prompt, text appearing as it is made."""
+"""`exl2flow generate`: complete a prompt, printing the text as it is generated."""
 
 import secrets
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from exl2flow.core.config import CacheName, Device
+from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, say
-from exl2flow.flows.cli.setting import one_of
+from exl2flow.flows.cli.options import Values, one_of, with_settings
+from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
 from exl2flow.flows.cli.wording import printable
-
-if TYPE_CHECKING:
-    from exl2flow.inference.load import LoadedModel
-    from exl2flow.inference.sampling import SamplingSettings
 
 EXAMPLES = (
     "Examples:",
@@ -24,9 +21,9 @@ EXAMPLES = (
     "exl2flow generate ./model --prompt 'The capital of France is' --greedy --max-new-tokens 8",
     "exl2flow generate ./model --prompt 'Dear Sir' --seed 1 --temperature 1 --min-p 0.1 --json",
 )
-SAMPLING = "Sampling"
 
 
+@with_settings(SAMPLING)
 def generate(
     model: Annotated[
         Path,
@@ -35,7 +32,7 @@ def generate(
     *,
     prompt: Annotated[
         str,
-        typer.Option("--prompt", metavar="TEXT", help="Text to go on from.", show_default=False),
+        typer.Option("--prompt", metavar="TEXT", help="Text to continue.", show_default=False),
     ],
     max_new_tokens: Annotated[
         int,
@@ -43,72 +40,12 @@ def generate(
             "--max-new-tokens",
             metavar="N",
             min=1,
-            help="Tokens at most; the model's end-of-text token ends it before.",
+            help="Maximum number of tokens; an end-of-text token stops earlier.",
         ),
     ] = 128,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            min=0,
-            help="Seed of the draws: the same seed gives the same text.",
-            show_default="a new one every time",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            metavar="T",
-            min=0,
-            help="Divide logits by this; below 0.01: always the likeliest token.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0.8,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            "--top-k",
-            metavar="K",
-            min=0,
-            help="Draw from the K likeliest tokens; 0: from all.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 50,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p",
-            metavar="P",
-            min=0,
-            max=1,
-            help="Draw from the fewest tokens whose probabilities sum to P; 0 or 1: off.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0.8,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            "--min-p",
-            metavar="P",
-            min=0,
-            max=1,
-            help="Drop tokens less likely than P times the likeliest; 0: off.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0.0,
-    greedy: Annotated[
-        bool,
-        typer.Option(
-            "--greedy",
-            help="Always take the likeliest token, whatever the other options say.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = False,
     no_bos: Annotated[
-        bool, typer.Option("--no-bos", help="Do not begin with the model's BOS token.")
+        bool,
+        typer.Option("--no-bos", metavar="", help="Do not begin with the model's BOS token."),
     ] = False,
     cache: Annotated[
         CacheName | None,
@@ -116,8 +53,8 @@ def generate(
             "--cache",
             metavar="FORMAT",
             parser=one_of(CacheName),
-            help="How keys and values are held: fp16, fp8, q8, q6 or q4.",
-            show_default="as they are computed",
+            help="Format of the key-value cache: fp16, fp8, q8, q6 or q4.",
+            show_default="as computed",
         ),
     ] = None,
     device: Annotated[
@@ -126,99 +63,88 @@ def generate(
             "--device",
             metavar="auto|cpu|cuda",
             parser=one_of(Device),
-            help="Where to compute; auto: CUDA if usable, else the CPU.",
+            help="Device to compute on; auto: CUDA if there is a usable GPU, else the CPU.",
         ),
     ] = "auto",
     as_json: Annotated[
         bool,
         typer.Option(
             "--json",
-            help="Print one JSON object when done; its text is exact, while "
-            "control characters are replaced otherwise.",
+            metavar="",
+            help="Print one JSON object at the end, with the exact text; otherwise control "
+            "characters are replaced.",
         ),
     ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="Seed for sampling: the same seed gives the same text.",
+            show_default="a new one every time",
+            rich_help_panel=SAMPLING[0],
+        ),
+    ] = None,
+    greedy: Annotated[
+        bool,
+        typer.Option(
+            "--greedy",
+            metavar="",
+            help="Always take the likeliest token, whatever the other options say.",
+            rich_help_panel=SAMPLING[0],
+        ),
+    ] = False,
+    values: Values,
 ) -> None:
-    """Generate text from a model; the prompt is plain text, special tokens in it are not read."""
-    from exl2flow.flows.conversion import choose_allocator
+    """Generate text from a model. The prompt is plain text: special tokens in it have no effect."""
+    settings = build_sampling(values)
+    from exl2flow.flows.conversion import choose_allocator  # these import torch
+    from exl2flow.inference.generate import BaseGenerator
     from exl2flow.inference.load import load_model
-    from exl2flow.inference.sampling import SamplingSettings
 
     choose_allocator()
-    settings = (
-        SamplingSettings.greedy()
-        if greedy
-        else SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    )
     used_seed = secrets.randbelow(2**31) if seed is None else seed
-    loaded = load_model(model, device=device)
-    run = _Run(loaded, prompt, add_bos=not no_bos, cache=cache)
-    for piece in run.pieces(max_new_tokens, settings, used_seed):
-        if not as_json:
-            sys.stdout.write(printable(piece))
-            sys.stdout.flush()
+    generator = BaseGenerator(load_model(model, device=device), cache=cache)
+    begun = time.monotonic()
+    made = generator.generate(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        settings=SamplingSettings.greedy() if greedy else settings,
+        seed=used_seed,
+        add_bos=not no_bos,
+        show=None if as_json else _Printer(prompt),
+    )
+    seconds = time.monotonic() - begun
+    speed = len(made.ids) / seconds  # the prompt's forward pass included
     if as_json:
-        emit_json({"seed": used_seed, **run.to_json()})
+        emit_json(
+            {
+                "seed": used_seed,
+                "prompt": prompt,
+                "text": made.text,
+                "tokens": made.ids,
+                "reason": made.reason,
+                "seconds": round(seconds, 3),
+                "tokens_per_second": round(speed, 2),
+            }
+        )
         return
     sys.stdout.write("\n")
     say(
-        f"{len(run.made)} tokens in {run.seconds:.1f} s, {run.tokens_per_second:.1f} tokens/s, "
-        f"stopped by {run.reason}, seed {used_seed}",
+        f"{len(made.ids)} tokens in {seconds:.1f} s, {speed:.1f} tokens/s, "
+        f"stopped by {made.reason}, seed {used_seed}",
         style="dim",
     )
 
 
-class _Run:
-    """One generation: yields pieces of text, then knows how it went."""
+class _Printer:
+    """Prints the prompt with the first piece of text, then every piece as it comes."""
 
-    def __init__(
-        self, model: "LoadedModel", prompt: str, *, add_bos: bool, cache: str | None
-    ) -> None:
-        from exl2flow.inference.generate import BaseGenerator
+    def __init__(self, prompt: str) -> None:
+        self._before = prompt
 
-        self.model = model
-        self.generator = BaseGenerator(model, cache=cache)
-        self.prompt = prompt
-        self.ids = model.tokenizer.encode(prompt, add_bos=add_bos)
-        self.made: list[int] = []
-        self.text = ""
-        self.reason = "max_new_tokens"
-        self.seconds = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed, the prompt's forward pass included."""
-        return len(self.made) / self.seconds if self.seconds else 0.0
-
-    def pieces(self, count: int, settings: "SamplingSettings", seed: int) -> Iterator[str]:
-        """Yield the prompt, then what is added to it as its characters become complete."""
-        from exl2flow.model import TextStream
-
-        tokenizer = self.model.tokenizer
-        stream = TextStream(tokenizer, self.ids)
-        begun = time.monotonic()
-        tokens = self.generator.stream(self.ids, max_new_tokens=count, settings=settings, seed=seed)
-        for token in tokens:
-            self.seconds = time.monotonic() - begun
-            if not self.made:
-                yield self.prompt
-            if token in tokenizer.eos_token_ids:
-                self.reason = "end of text"
-                break
-            self.made.append(token)
-            yield self._added(stream.push(token))
-        yield self._added(stream.flush())
-
-    def _added(self, piece: str) -> str:
-        self.text += piece
-        return piece
-
-    def to_json(self) -> dict[str, object]:
-        """Return the outcome."""
-        return {
-            "prompt": self.prompt,
-            "text": self.text,
-            "tokens": self.made,
-            "reason": self.reason,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-        }
+    def __call__(self, piece: str) -> None:
+        sys.stdout.write(printable(self._before + piece))
+        sys.stdout.flush()
+        self._before = ""

@@ -1,9 +1,11 @@
 """The program `exl2flow`: its commands, its options, its exit."""
 
+import inspect
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -30,14 +32,14 @@ from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, exp
 
 
 class _Commands(TyperGroup):
-    """Runs every command with errors explained and logs shown."""
+    """Runs every command with errors turned into messages and logs on stderr."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """Keep the arguments: an interrupted command prints them again."""
+        """Keep the arguments, for the resume command."""
         return super().make_context(info_name, args, *rest, obj=list(args), **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was chosen."""
+        """Run the chosen command."""
         level = logging.DEBUG if ctx.params.get("debug") else logging.WARNING
         with logging_to_stderr(level), explained(ctx.obj):
             return super().invoke(ctx)
@@ -46,7 +48,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     name="exl2flow",
-    help="Convert Hugging Face language models into EXL2 quantized models, resumably; run them.",
+    help="Convert Hugging Face language models to EXL2, resumably, and run them.",
     epilog=EXIT_CODES
     + "\n\nExamples:\n\nexl2flow convert ./Llama-3.2-1B --out ./Llama-3.2-1B-exl2 --bpw 4.0"
     + "\n\nexl2flow generate ./Llama-3.2-1B-exl2 --prompt 'Once upon a time'",
@@ -73,10 +75,18 @@ def options(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show detailed logs, and tracebacks of unforeseen errors."),
+        typer.Option(
+            "--debug", metavar="", help="Show detailed logs, and tracebacks of unexpected errors."
+        ),
     ] = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Take the options before the command."""
+
+
+def _reflowed(command: Callable[..., None]) -> str:
+    """Return a command's docstring with a line per paragraph, for terminals of any width."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 for _name, _command, _examples in (
@@ -92,18 +102,18 @@ for _name, _command, _examples in (
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(_name, epilog="\n\n".join(_examples))(_command)
+    app.command(_name, help=_reflowed(_command), epilog="\n\n".join(_examples))(_command)
 app.add_typer(server.app, name="server")
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    """Leave by an exception, so that temporary servers and files are cleaned up."""
-    os.write(2, b"\nterminated; finished work is saved: the same command goes on\n")
+    """Raise an exception, so that temporary servers and files are cleaned up."""
+    os.write(2, b"\nterminated; finished work is saved: repeat the command to resume\n")
     raise SystemExit(128 + signum)
 
 
-# How long torch's threads wait busily for each other. The default takes twice the time as soon as
-# another process, such as Prefect's server, wants a core; this costs nothing on an idle machine.
+# How long torch's threads spin while they wait for each other. With the default, stages take twice
+# as long as soon as another process, such as Prefect's server, wants a core.
 SPIN_COUNT = "1000"
 
 
@@ -113,7 +123,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
-    except Exception as error:  # the outermost frame: whatever arrives here is a defect
+    except Exception as error:  # the outermost frame: only defects get here
         if "--debug" in sys.argv:
             raise
         explain_defect(error)

@@ -1,4 +1,4 @@
-"""Progress of stages: bars with elapsed and remaining time on a terminal, plain lines elsewhere."""
+"""Progress of stages: bars with elapsed and remaining time on a terminal, else plain lines."""
 
 import time
 from collections.abc import Iterator
@@ -82,10 +82,10 @@ class StageBars:
 
 @contextmanager
 def shown(*, plain: bool) -> Iterator[Progress]:
-    """Show the progress of everything run inside the block; yield the sink.
+    """Show the progress of everything that runs inside the block, and yield the sink.
 
     Args:
-        plain: lines even on a terminal.
+        plain: print lines even on a terminal.
     """
     if plain or not ERR.is_terminal:
         lines = PlainLines()

@@ -1,26 +1,31 @@
-"""Runs a flow for a command, on the configured Prefect server or a temporary one."""
+"""How a command runs: on which Prefect server, and from which checkpoints."""
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from exl2flow.core.config import SharedOptions
+from exl2flow.core.config import RunOptions
 from exl2flow.core.errors import HubError, PublicationDamaged, PublicationRefused
 from exl2flow.flows.cli.console import say
 
 if TYPE_CHECKING:
+    from exl2flow.core.stage import Pipeline
+    from exl2flow.flows.preparation import Prepared
     from exl2flow.flows.server.temporary import Api
 
+Config = TypeVar("Config", bound=RunOptions)
+
 NOT_PUBLISHED = (PublicationRefused, PublicationDamaged, HubError)
-ONLY_PUBLISHING = "all is converted, but not published; the same command does only the latter"
+ONLY_PUBLISHING = "converted but not published; repeat the command to publish"
 
 
 @contextmanager
 def flow_server(*, wanted: bool) -> Iterator["Api | None"]:
-    """Give the Prefect server for flows; a temporary one starts while the caller imports and plans.
+    """Yield the Prefect server for flows; a temporary one starts while the caller plans.
 
-    The console log of flows would repeat the progress that commands show.
+    Flows log warnings to the API only: commands show progress and errors themselves.
     """
     if not wanted:
         yield None
@@ -32,13 +37,42 @@ def flow_server(*, wanted: bool) -> Iterator["Api | None"]:
         yield server
 
 
-def run_flow(server: "Api", name: str, config: SharedOptions) -> Any:
-    """Return what a flow of `exl2flow.flows` returns."""
-    from exl2flow import flows
+def run_flow(
+    server: "Api | None",
+    name: str,
+    prepared: "Prepared[Config]",
+    *,
+    otherwise: Callable[[Config], Any],
+) -> Any:
+    """Return what a flow of `exl2flow.flows` returns; its checks were made and are not repeated.
 
-    if server.is_temporary:
-        say("starting a temporary Prefect server; PREFECT_API_URL names a lasting one")
-    flow = getattr(flows, name)
-    server.wait()
-    say(f"this run in the Prefect UI: {server.ui_url}")
-    return flow(config)
+    Args:
+        server: where the flow reports to; None runs `otherwise` in its place.
+        name: of the flow.
+        prepared: the flow's checked configuration.
+        otherwise: the same without Prefect.
+    """
+    from exl2flow import flows
+    from exl2flow.flows.preparation import handed_on
+
+    if server is None:
+        run = otherwise
+    else:
+        if server.is_temporary:
+            say("starting a temporary Prefect server; set PREFECT_API_URL to use a lasting one")
+        run = getattr(flows, name)
+        server.wait()
+        say(f"this run in the Prefect UI: {server.ui_url}")
+    with handed_on(prepared):
+        return run(prepared.config)
+
+
+def forget(pipeline: "Pipeline") -> None:
+    """Delete the stage folders of this configuration; those of other options stay.
+
+    Raises:
+        WorkDirBusy: another process uses them.
+    """
+    with pipeline.work.lock():
+        for name in pipeline.refs:
+            shutil.rmtree(pipeline.path(name), ignore_errors=True)

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from exl2flow.core.config import SharedOptions
+from exl2flow.core.config import RunOptions
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
 
 if TYPE_CHECKING:
     from exl2flow.core.source import HubModel
 
-Config = TypeVar("Config", bound=SharedOptions)
+Config = TypeVar("Config", bound=RunOptions)
 
 
 def fetched_with_progress(

@@ -1,4 +1,4 @@
-"""`exl2flow sweep`: one model at several bits per weight, from one measurement."""
+"""`exl2flow sweep`: one model at several bitrates, from one measurement."""
 
 import time
 from collections.abc import Mapping
@@ -11,11 +11,20 @@ from exl2flow.core.errors import ConfigError, SweepFailed
 from exl2flow.core.pace import clock
 from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
-from exl2flow.flows.cli.options import Source, Values, build_sweep, with_settings
+from exl2flow.flows.cli.options import (
+    AsJson,
+    DryRun,
+    NoPrefect,
+    Source,
+    Values,
+    build_sweep,
+    one_of,
+    with_settings,
+)
+from exl2flow.flows.cli.options.common import RUNNING
+from exl2flow.flows.cli.options.table import SWEEP
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
-from exl2flow.flows.cli.setting import one_of
-from exl2flow.flows.cli.settings import SWEEP
 from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_sweep
 from exl2flow.flows.cli.wording import size
@@ -29,8 +38,7 @@ EXAMPLES = (
     "exl2flow sweep ./Llama-3.2-1B --out ./Llama-3.2-1B-exl2 --bpw 2.5,3,4,5,6",
     "exl2flow sweep ./Llama-3.2-1B --out ./exl2 --bpw 3,4,5,6 --runner processes   (a GPU each)",
     "exl2flow sweep org/name --out ./exl2 --bpw 3,4,5,6 --publish me/name-exl2",
-    "A bitrate that fails does not stop the others; repeating the command makes only what is "
-    "missing.",
+    "A bitrate that fails does not stop the others. Repeat the command to make what is missing.",
 )
 
 
@@ -43,7 +51,7 @@ def sweep(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Folder that receives a folder per bitrate (`4.0bpw`), `sweep.json` and "
+            help="Folder for the results: one folder per bitrate (`4.0bpw`), `sweep.json` and "
             "`report.html`.",
             show_default=False,
         ),
@@ -53,7 +61,7 @@ def sweep(
         typer.Option(
             "--bpw",
             metavar="BITS,…",
-            help="Bits per weight to make, each from 2 to 8, separated by commas.",
+            help="Bitrates to make, in bits per weight: from 2 to 8, separated by commas.",
             show_default=False,
         ),
     ],
@@ -62,10 +70,11 @@ def sweep(
         Runner,
         typer.Option(
             "--runner",
-            metavar="threads|processes|dask|ray",
+            metavar="NAME",
             parser=one_of(Runner),
-            help="What makes the bitrates: threads of one process, processes with a GPU each, or "
-            "workers of Dask or Ray.",
+            help="What makes the bitrates: threads of one process, processes with one GPU each, or "
+            "the workers of dask or ray.",
+            rich_help_panel=RUNNING,
         ),
     ] = "threads",
     workers: Annotated[
@@ -73,8 +82,9 @@ def sweep(
         typer.Option(
             "--workers",
             metavar="N",
-            help="Bitrates that are made at the same time.",
+            help="How many bitrates to make at the same time.",
             show_default="one per GPU; 1 with threads",
+            rich_help_panel=RUNNING,
         ),
     ] = None,
     cluster: Annotated[
@@ -82,59 +92,56 @@ def sweep(
         typer.Option(
             "--cluster",
             metavar="ADDRESS",
-            help="A Dask or Ray cluster that runs already.",
+            help="Address of a running Dask or Ray cluster.",
             show_default="one for this sweep",
+            rich_help_panel=RUNNING,
         ),
     ] = None,
-    no_prefect: Annotated[
-        bool,
-        typer.Option("--no-prefect", help="Run the stages directly, one bitrate after the other."),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything, print the plan or all problems, stop."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout: plans and results.")
-    ] = False,
+    no_prefect: NoPrefect = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Convert a model at several bits per weight from one measurement, and compare the results.
+    """Convert a model at several bitrates from one measurement, and compare the results.
 
-    Tokens, sensitivity and measurement are made once. A folder with the comparison is left behind,
-    with a report that is one page.
+    Calibration tokens, sensitivity and measurement are shared by all bitrates.
     """
     running = {"runner": runner, "workers": workers, "cluster": cluster}
     given = {name: value for name, value in running.items() if value is not None}
     config = build_sweep(source, out, {**values, **given, "bpw": _bits(bpw)})
     if no_prefect and (runner != "threads" or (workers or 1) > 1):
-        raise ConfigError("`--no-prefect` makes one bitrate after the other; leave out `--runner`")
+        raise ConfigError(
+            "`--no-prefect` makes one bitrate after the other; leave out `--runner` and `--workers`"
+        )
     with flow_server(wanted=not (no_prefect or dry_run)) as server:
         _sweep(config, server, dry_run=dry_run, as_json=as_json)
 
 
 def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json: bool) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.bitrates import check_runner, preflight_sweep  # these import torch
+    from exl2flow.flows.bitrates import check_runner  # these import torch
+    from exl2flow.flows.preparation import prepare_sweep
     from exl2flow.flows.release import check_release
 
     check_runner(config)
     check_release(config)
-    config = with_local_source(config, plain=as_json)
-    plans = preflight_sweep(config)
+    prepared = prepare_sweep(with_local_source(config, plain=as_json))
+    config, plans = prepared.config, prepared.plans
     if not as_json:
         show(plan_table(_plan_rows(config, plans)))
     if dry_run:
         if as_json:
             emit_json({"plans": {name: plan.to_json() for name, plan in plans.items()}})
         return
+    from exl2flow.flows.local import sweep_locally
+
     failure = None
     with shown(plain=as_json):
         try:
-            _run(config, server)
+            run_flow(server, "sweep", prepared, otherwise=sweep_locally)
         except (SweepFailed, *NOT_PUBLISHED) as error:
             if not (config.out / SWEEP_FILE).exists():
                 raise
-            failure = error  # what was made is shown first
+            failure = error  # the results are shown first
     _tell(config, plans, time.monotonic() - begun, as_json=as_json)
     if isinstance(failure, NOT_PUBLISHED):
         say(ONLY_PUBLISHING)
@@ -143,35 +150,26 @@ def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json:
 
 
 def _bits(text: str) -> tuple[float, ...]:
-    """Return the numbers in a list with commas.
+    """Return the numbers in a comma-separated list.
 
     Raises:
-        ConfigError: there is something else in it.
+        ConfigError: an entry is not a number.
     """
     try:
         return tuple(float(word) for word in text.split(",") if word.strip())
     except ValueError:
         raise ConfigError(
-            f"`--bpw {text}` is not a list of numbers with commas, such as `2.5,3,4`"
+            f"`--bpw {text}` is not a comma-separated list of numbers, such as `2.5,3,4`"
         ) from None
 
 
 def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[str, str]]:
-    """Return (what, value) of all bitrates; most of their plans is the same."""
+    """Return (what, value) for all bitrates, whose plans are mostly the same."""
     rows = dict(next(iter(plans.values())).rows())
     sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
     several = {"target": ", ".join(plans), "output": f"{config.out}: {', '.join(sizes)}"}
     most = max(plans.values(), key=lambda plan: plan.memory_bytes)
     return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
-
-
-def _run(config: SweepConfig, server: "Api | None") -> None:
-    if server:
-        run_flow(server, "sweep", config)
-    else:
-        from exl2flow.flows.local import sweep_locally
-
-        sweep_locally(config)
 
 
 def _tell(

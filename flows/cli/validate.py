@@ -1,4 +1,4 @@
-"""`exl2flow validate`: perplexity and divergence of models from their source."""
+"""`exl2flow validate`: perplexity of models and their divergence from the source."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,8 +12,8 @@ from exl2flow.core.errors import ConfigError, ValidationFailed
 from exl2flow.core.progress import Progress, Tick
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
+from exl2flow.flows.cli.options.table import EVALUATION
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.settings import EVALUATION
 from exl2flow.flows.cli.sources import fetched_with_progress
 from exl2flow.flows.cli.tables import comparison_table
 
@@ -43,8 +43,8 @@ def validate(
         typer.Option(
             "--reference",
             metavar="SOURCE",
-            help="The unquantized model to compare with, a folder or org/name on the Hub; without "
-            "it only perplexity is known.",
+            help="Unquantized model to compare with: a folder, or org/name on the Hub. Without it, "
+            "only perplexity is computed.",
             show_default="none",
         ),
     ] = None,
@@ -53,21 +53,22 @@ def validate(
         typer.Option(
             "--plot",
             metavar="FILE.svg",
-            help="Draw KL divergence against bits per weight and against bytes.",
+            help="Plot KL divergence against bits per weight and against bytes.",
             show_default=False,
         ),
     ] = None,
     values: Values,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per model, each on one line.")
+        bool,
+        typer.Option("--json", metavar="", help="Print one JSON object per model, one per line."),
     ] = False,
 ) -> None:
-    """Score models on text: perplexity, and how far they are from their source.
+    """Score models on text: perplexity, and divergence from their source.
 
-    Several models share one pass of the reference. KL divergence is the mean over all positions
-    of the sum of p_ref ln(p_ref / p), in nats; top-1 agreement is the share of positions at which
-    both find the same token likeliest. Of models that differ in nothing but their bits, a larger
-    one that diverges more is warned of.
+    All models share one pass of the reference. KL divergence is the mean over all positions of the
+    sum of p_ref ln(p_ref / p), in nats; top-1 agreement is the share of positions at which both
+    models rank the same token first. Among models that differ only in bits, the command warns of
+    every model that diverges more than a smaller one.
     """
     options = build_validation(values)
     _check_plot(plot, reference)
@@ -90,21 +91,23 @@ def validate(
 
 
 def _check_plot(plot: Path | None, reference: Path | None) -> None:
-    """Refuse, before the work, a plot that could not be drawn or written.
+    """Check before any work that the plot can be drawn and written.
 
     Raises:
-        ConfigError: saying what is missing.
+        ConfigError: it cannot.
     """
     if plot is None:
         return
     if reference is None:
-        raise ConfigError("`--plot` shows divergences; name the source with `--reference`")
+        raise ConfigError(
+            "`--plot` shows divergences, which need the source; name it with `--reference`"
+        )
     if plot.suffix != ".svg" or not plot.absolute().parent.is_dir():
         raise ConfigError(f"`--plot {plot}` is not a name ending in `.svg` in an existing folder")
 
 
 def _compare(models: Sequence["Compared"], plot: Path | None, *, quiet: bool) -> None:
-    """Say whether divergences fall as bytes rise, and draw them."""
+    """Report whether divergence falls as size rises, and plot both."""
     from exl2flow.core.files import write_text
     from exl2flow.inference.report.comparison import check_bitrates
     from exl2flow.inference.report.plots import render_comparison
@@ -126,7 +129,7 @@ def _evaluate(
     device: str,
     progress: Progress,
 ) -> list["Score"]:
-    """Score the models on rows that fit the positions of all of them."""
+    """Score the models on rows that are short enough for all of them."""
     from exl2flow.inference.evaluate import evaluate
     from exl2flow.inference.text import text_rows
     from exl2flow.kernels import resolve_device
@@ -151,10 +154,10 @@ def _evaluate(
 
 
 def _judge(scores: Sequence["Score"], options: ValidateOptions) -> None:
-    """Warn of models above a limit.
+    """Warn of models above the warning limit.
 
     Raises:
-        ValidationFailed: listing the models that fail.
+        ValidationFailed: listing the models above the failure limit.
     """
     from exl2flow.inference.validate.stage import verdict
 

@@ -1,7 +1,7 @@
 """The simplest generator: one prompt, one sequence, one token per forward pass."""
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from exl2flow.inference.generate.lane import Lane
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import SamplerRows, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import check_ids
+from exl2flow.model import TextStream, check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +114,7 @@ class BaseGenerator:
         seed: int | None = None,
         add_bos: bool = True,
         stop_tokens: Collection[int] | None = None,
+        show: Callable[[str], None] | None = None,
     ) -> Generation:
         """Complete a prompt.
 
@@ -124,12 +125,14 @@ class BaseGenerator:
             seed: of the draws; None draws differently every time.
             add_bos: put the model's BOS token first when it has one.
             stop_tokens: ids that end the text; the model's EOS ids when None, none when empty.
+            show: receives the text in pieces, as soon as their characters are complete.
         """
         tokenizer = self.model.tokenizer
         stops = tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         ids = tokenizer.encode(prompt, add_bos=add_bos)
         made: list[int] = []
         reason = "max_new_tokens"
+        pieces = TextStream(tokenizer, ids)
         for token in self.stream(
             ids,
             max_new_tokens=max_new_tokens,
@@ -140,6 +143,10 @@ class BaseGenerator:
                 reason = "stop_token"
                 break
             made.append(token)
+            if show is not None:
+                show(pieces.push(token))
+        if show is not None:
+            show(pieces.flush())
         before = tokenizer.decode(ids)  # decoded together, for spaces at the seam
         text = tokenizer.decode([*ids, *made]).removeprefix(before)
         return Generation(prompt=prompt, text=text, ids=tuple(made), reason=reason)

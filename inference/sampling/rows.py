@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from exl2flow.inference.sampling.settings import GREEDY_BELOW, SamplingSettings
+from exl2flow.core.sampling import GREEDY_BELOW, SamplingSettings
 
 FEW = 64  # settings that keep no more candidates are served by the same operations
 EVERYTHING = 2**31  # more than a vocabulary has

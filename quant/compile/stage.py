@@ -270,13 +270,17 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     def check(key: str, sha256: str) -> None:
         look()
         names = [name for name in written.names if name.startswith(f"{key}.")]
-        matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
+        mismatch = ReconstructionMismatch(
+            f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
+            "faulty: delete the folder and repeat the command"
+        )
+        try:
+            matrix = QuantizedMatrix.from_tensors(key, {name: written.read(name) for name in names})
+        except SourceModelError as error:  # no matrix at all
+            raise mismatch from error
         decoded = to_host({key: matrix.to(device).dequantize()})()[key]
         if reconstruction_digest(decoded) != sha256:
-            raise ReconstructionMismatch(
-                f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
-                "faulty: delete the folder and repeat the command"
-            )
+            raise mismatch
         if matrix.bias is not None:
             plain[f"{key}.bias"] = tuple(matrix.bias.shape)
 

@@ -69,13 +69,8 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
 
 
-def fitted(config: ConversionConfig) -> ConversionConfig:
-    """Return the configuration with a target in bytes in place of the memory to fit.
-
-    Raises:
-        ConfigError, BudgetUnreachable, SourceModelError: as `find_fit`.
-    """
-    fit = find_fit(config)
+def fitted(config: ConversionConfig, fit: Fit | None) -> ConversionConfig:
+    """Return the configuration with the memory that it must fit turned into a target in bytes."""
     if fit is None:
         return config
     return config.model_copy(update={"target_bytes": fit.weights, "fit": None})

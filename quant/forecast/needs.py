@@ -12,8 +12,9 @@ from typing import Self
 import torch
 
 from exl2flow.core.background import HELPERS
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.memory import free_memory, limit_memory
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.model import Composition, ModelSpec, ProjectionSpec
 from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant.allocate.layout import plain_tensors

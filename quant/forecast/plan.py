@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageFolder
 from exl2flow.model import Composition, ModelSpec

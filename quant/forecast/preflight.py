@@ -67,7 +67,6 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     card = None
     if device is not None and device.type == "cuda":
         card = Card.of(device, config.max_memory)
-    attempt(lambda: _check_names([config.source, config.out, config.work_dir_root]))
     attempt(lambda: _check_writable(config.work_dir_root))
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
@@ -91,14 +90,6 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
             if not problems:
                 return plan
     raise PreflightFailed("\n".join(problems))
-
-
-def _check_names(folders: Sequence[Path]) -> None:
-    """Refuse folders whose names are not UTF-8; the safetensors library opens no file in them."""
-    for folder in folders:
-        shown = os.fsencode(folder).decode(errors="backslashreplace")
-        if shown != str(folder):
-            raise StoreError(f"the name of `{shown}` is not UTF-8; rename it or choose another")
 
 
 def _check_writable(folder: Path) -> None:

@@ -5,6 +5,7 @@ These rows were not used for Hessians. The old matrices stay unless the KL diver
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -93,6 +94,13 @@ def judge(run: StageRun) -> None:
     write_json(path, content)
     run.folder.commit(JUDGEMENT_FILE, digest(path), cursor=total)
     run.tick(total, total, f"KL on rows set aside {kl['before']:.5f} -> {kl['after']:.5f}")
+
+
+def judgement_in_words(judgement: Mapping[str, Any]) -> str:
+    """Return in one line what the held-out rows showed; `judgement` is what `judge` wrote."""
+    kl = f"{judgement['kl_before']:.5f} -> {judgement['kl_after']:.5f}"
+    verdict = "refined" if judgement["refined"] else "no better: the old matrices stay"
+    return f"KL divergence on {judgement['rows']} held-out rows: {kl}, {verdict}"
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.source import WANTED
 from exl2flow.model import ModelSpec, ProjectionSpec, QuantizedMatrix, TensorFiles, resolve
 from exl2flow.model.exl2 import is_quantized, padded_columns, tensor_names

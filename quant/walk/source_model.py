@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from exl2flow.core.background import pinned
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.config import RunOptions
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.interrupt import look
 from exl2flow.core.memory import free_memory, limit_memory, limit_of
@@ -45,9 +45,7 @@ class SourceModel:
     keeps_states: bool = True  # on the device, if they fit
 
     @classmethod
-    def open(
-        cls, config: ConversionConfig, device: str, *, gradients: bool = False
-    ) -> "SourceModel":
+    def open(cls, config: RunOptions, device: str, *, gradients: bool = False) -> "SourceModel":
         """Open the source of a conversion; reads headers only.
 
         Args:

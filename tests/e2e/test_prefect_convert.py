@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, ValidationFailed
+from exl2flow.core.measure import MeasureConfig
 from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.flows import convert, measure
+from exl2flow.flows import convert, measure, preparation
+from exl2flow.flows.preparation import handed_on, prepare
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates
 STAGES = (*SHARED, "allocate", "quantize", "compile", "validate")
@@ -122,8 +125,13 @@ def test_other_bits_reuse_tokens_and_measurement(converted: Converted) -> None:
         shutil.rmtree(newest)  # the other tests know one folder per stage
 
 
-def test_flow_measure_shares_its_stages_with_convert(converted: Converted) -> None:
-    path = measure(converted.config)
+@pytest.mark.parametrize("kind", [MeasureConfig, ConversionConfig])
+def test_flow_measure_shares_its_stages_with_convert(
+    kind: type[MeasureConfig | ConversionConfig], converted: Converted
+) -> None:
+    given = converted.config.model_dump(include=set(MeasureConfig.model_fields))
+
+    path = measure(kind.model_validate({**given, "out": converted.root / "m.json"}))
 
     assert path == converted.stage_folder("measure") / "measurement.json"
     assert path.is_file()
@@ -196,3 +204,20 @@ def test_interrupted_run_is_cancelled_and_goes_on_to_the_same_bytes(converted: C
     assert state.is_completed()
     assert finished.items() <= snapshot(folder / "sublayers").items()
     assert {path.name: path.read_bytes() for path in folder.glob("sublayers/*")} == before
+
+
+@pytest.mark.parametrize("is_handed_on", [True, False])
+def test_the_flow_checks_unless_its_command_did(
+    is_handed_on: bool, converted: Converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ConversionConfig] = []
+    original = preparation.preflight
+    monkeypatch.setattr(
+        preparation, "preflight", lambda config: (made.append(config), original(config))[1]
+    )
+
+    with handed_on(prepare(converted.config)) if is_handed_on else nullcontext():
+        _, state = run_flow(converted.config)
+
+    assert state.is_completed()
+    assert made == [converted.config]

@@ -1,21 +1,37 @@
-"""`exl2flow refine` on a tiny model, as a user calls it."""
+"""`exl2flow refine` on a tiny model, as a user calls it, and its flow on a real server."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import UUID
 
 import pytest
-from refinements import disguise, rough_model
+from prefect_runs import artifacts, run_name, run_state, task_states
+from refinements import disguise, refinement, rough_model
 from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.settings import CALIBRATION, QUALITY, RUNNING, VALIDATION
+from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING, VALIDATION
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4")
-QUICK = ("--rows", "8", *SHORT, *EVALUATION, "--fail-ratio", "100", "--device", "cpu")
+QUICK = (
+    "--rows",
+    "8",
+    *SHORT,
+    *EVALUATION,
+    "--fail-ratio",
+    "100",
+    "--device",
+    "cpu",
+    "--no-prefect",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +92,7 @@ def test_a_repeated_command_is_cached_and_says_the_same_for_people(refined: Refi
     judgement = refined.said["refinement"]
     assert result.exit_code == 0
     assert "refine 1/1 cached" in result.stderr
-    assert f"KL divergence on {judgement['rows']} rows set aside" in result.stdout
+    assert f"KL divergence on {judgement['rows']} held-out rows" in result.stdout
     assert f"{judgement['kl_before']:.5f} -> {judgement['kl_after']:.5f}, refined" in result.stdout
     assert f"model   {refined.out}" in result.stdout
 
@@ -114,11 +130,106 @@ def test_another_reference_is_refused(refined: Refined, tmp_path: Path) -> None:
     assert "give the model that it was made from" in " ".join(result.stderr.split())
 
 
-def test_help_names_what_stays_and_all_options() -> None:
-    result = run("refine", "--help")
+def test_help_all_names_what_stays_and_all_options() -> None:
+    result = run("refine", "--help-all")
 
     text = " ".join(result.output.replace("│", " ").split())
     assert result.exit_code == 0
     assert "the size is the same to the byte" in text
     for _, settings in (QUALITY, CALIBRATION, VALIDATION, RUNNING):
         assert all(f" {setting.flag} " in text for setting in settings)
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(refined: Refined, tmp_path: Path) -> None:
+    arguments = (refined.model, "--reference", refined.source, "--out", tmp_path / "o", *QUICK)
+
+    people, program = (
+        run("refine", *arguments, "--dry-run"),
+        run("refine", *arguments, "--dry-run", "--json"),
+    )
+
+    assert people.exit_code == program.exit_code == 0
+    assert "of which 4 are set aside to judge" in people.stdout
+    assert json.loads(program.stdout)["plan"]["out"] == str(tmp_path / "o")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_verdict_comes_after_the_report(refined: Refined) -> None:
+    result = run(*refined.arguments, "--fail-ratio", "0.5")
+
+    assert result.exit_code == 1
+    assert "KL divergence" in result.stdout
+    assert "above 0.5 x" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def flow_run(
+    refined: Refined,
+    prefect_env: Mapping[str, str],
+    single_thread: None,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, UUID]:
+    """Refine by the flow as a deployment would; return the output's folder and the run."""
+    from exl2flow.flows import refine
+
+    out = tmp_path_factory.mktemp("refine-flow") / "out"
+    config = refinement(refined.source, refined.model, out)
+    parameters = {"config": config.model_dump(mode="json")}
+    state = refine(**parameters, return_state=True)
+    run_id = state.state_details.flow_run_id
+    assert state.is_completed(), state
+    assert run_id is not None
+    return out, run_id
+
+
+STAGES = ("tokenize", "sensitivity", "refine", "judge", "compile", "validate")
+
+
+def test_the_run_has_a_task_per_stage_and_makes_the_model(flow_run: tuple[Path, UUID]) -> None:
+    out, run_id = flow_run
+
+    assert run_name(run_id) == "source@refined:rough"
+    assert task_states(run_id) == dict.fromkeys(STAGES, "Completed")
+    assert list(out.glob("*.safetensors"))
+
+
+def test_the_page_of_the_run_shows_progress_judgement_and_report(
+    flow_run: tuple[Path, UUID],
+) -> None:
+    found = artifacts(flow_run[1])
+
+    assert found["source-refine"].data == 100.0
+    assert "held-out rows" in str(found["source-judgement"].data)
+    assert "data:image/svg+xml;base64," in str(found["source-report"].data)
+
+
+def test_the_command_runs_the_flow_on_the_configured_server(
+    refined: Refined, prefect_env: Mapping[str, str], tmp_path: Path
+) -> None:
+    words = [str(word) for word in refined.arguments if word != "--no-prefect"]
+
+    made = subprocess.run(
+        [sys.executable, "-m", "exl2flow.flows.cli", *words, "--json"],
+        env={**os.environ, **prefect_env},
+        capture_output=True,
+        text=True,
+    )
+
+    assert made.returncode == 0, made.stderr
+    assert "this run in the Prefect UI: " in made.stderr
+    assert json.loads(made.stdout)["refinement"] == refined.said["refinement"]
+    assert "refine 1/1 cached" in made.stderr
+
+
+def test_a_reference_of_another_model_fails_the_run(
+    refined: Refined, prefect_env: Mapping[str, str], tmp_path: Path
+) -> None:
+    from exl2flow.flows import refine
+
+    other = make_tiny("llama", tmp_path / "other", num_hidden_layers=1, vocab_size=320)
+
+    state = refine(refinement(other, refined.model, tmp_path / "out"), return_state=True)
+
+    assert state.is_failed()
+    assert run_state(state.state_details.flow_run_id) == "Failed"
+    assert not (tmp_path / "out").exists()

@@ -120,7 +120,7 @@ def test_sweep_with_a_bitrate_that_failed_publishes_nothing(
     strict = {"rows": 1, "row_tokens": 64, "sample_tokens": 0, "fail_perplexity_ratio": 1e-9}
     config = sweep_of(source, tmp_path, validate_options=strict)
 
-    with pytest.raises(SweepFailed, match=f"Nothing of this went to `{REPO}`"):
+    with pytest.raises(SweepFailed, match=f"Nothing was published to `{REPO}`"):
         sweep_locally(config)
 
     assert REPO not in hub.repos

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.core.config import PRESETS, ConversionConfig, build_config
+from exl2flow.core.config import PRESETS, ConversionConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 NO_DEFAULT = ("empty", "required", "none")  # how cells begin that state no value
@@ -34,7 +34,7 @@ def said(cell: str) -> str:
 
 
 def config_of(quality: str) -> ConversionConfig:
-    return build_config(source="a", out="b", quality=quality)
+    return ConversionConfig(source="a", out="b", quality=quality)
 
 
 @pytest.mark.parametrize("row", table("field | `fast`"), ids=lambda row: row[0])
@@ -60,5 +60,5 @@ def test_reference_names_every_field_that_a_preset_sets() -> None:
 def test_default_is_what_the_reference_says(row: list[str]) -> None:
     field, cell, *_ = row
     if not cell.startswith(NO_DEFAULT):
-        config = build_config(source="a", out="b", fit={"memory": "24GB"})
+        config = ConversionConfig(source="a", out="b", fit={"memory": "24GB"})
         assert str(value_of(config, field)) in (said(cell), f"{said(cell)}.0")

@@ -7,7 +7,7 @@ import pytest
 from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
 
 from exl2flow.core.cleaning import clean, clean_after, unneeded
-from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError, WorkDirBusy
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, root: Path) -> ConversionConfig:
-    return build_config(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
+    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
 
 
 def test_of_a_finished_conversion_only_the_quantized_tensors_can_go(

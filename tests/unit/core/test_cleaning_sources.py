@@ -7,7 +7,7 @@ import pytest
 from toy_conversions import FAILING, RAN, begun, convert, model, other, paths, stages_of
 
 from exl2flow.core.cleaning import clean, unneeded
-from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import write_json
 from exl2flow.core.source import provenance_file
 
@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, root: Path) -> ConversionConfig:
-    return build_config(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
+    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
 
 
 def fetched(root: Path, commit: str) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from exl2flow.core.config import PRESETS, ConversionConfig, Options, RoundingOptions, build_config
+from exl2flow.core.config import PRESETS, ConversionConfig, Options, RoundingOptions
 
 DIFFERENT: dict[type, object] = {bool: True, int: 7, float: 0.7}
 
@@ -33,10 +33,10 @@ def another(group: str, option: str, preset: object) -> object:
 
 @pytest.mark.parametrize("quality", PRESETS)
 def test_a_preset_sets_its_options_and_no_others(quality: str) -> None:
-    config = build_config(source="model", out="out", quality=quality)
+    config = ConversionConfig(source="model", out="out", quality=quality)
 
     assert found(config, PRESETS[quality]) == PRESETS[quality]
-    standard = build_config(source="model", out="out").model_dump()
+    standard = ConversionConfig(source="model", out="out").model_dump()
     for group, options in PRESETS[quality].items():
         standard[group] |= options
     assert config.model_dump() == standard | {"quality": quality}
@@ -49,10 +49,10 @@ def test_standard_is_the_defaults() -> None:
         if isinstance(field.default, Options)
     }
 
-    config = build_config(source="model", out="out", quality="standard")
+    config = ConversionConfig(source="model", out="out", quality="standard")
 
     assert config.model_dump(include=set(defaults)) == defaults
-    assert config == build_config(source="model", out="out")
+    assert config == ConversionConfig(source="model", out="out")
 
 
 @pytest.mark.parametrize(("quality", "group", "option"), list(entries()))
@@ -62,7 +62,9 @@ def test_a_given_option_stays_beside_those_of_the_preset(
     preset = PRESETS[quality]
     value = another(group, option, preset[group][option])
 
-    config = build_config(source="model", out="out", quality=quality, **{group: {option: value}})
+    config = ConversionConfig(
+        source="model", out="out", quality=quality, **{group: {option: value}}
+    )
 
     expected = {name: dict(options) for name, options in preset.items()}
     expected[group][option] = value
@@ -72,7 +74,7 @@ def test_a_given_option_stays_beside_those_of_the_preset(
 def test_options_given_as_an_object_count_as_far_as_they_were_set() -> None:
     given = RoundingOptions(damping=0.2, rounds=3)  # 3 is also the default
 
-    config = build_config(source="model", out="out", quality="exllamav2", rounding=given)
+    config = ConversionConfig(source="model", out="out", quality="exllamav2", rounding=given)
 
     assert (config.rounding.damping, config.rounding.rounds) == (0.2, 3)
     assert config.rounding.scale_search == "grid"
@@ -81,9 +83,9 @@ def test_options_given_as_an_object_count_as_far_as_they_were_set() -> None:
 def test_nothing_given_in_words_is_nothing_given() -> None:
     empty = {"quality": "fast", "bpw": None, "head_bits": None, "rounding": {"rounds": None}}
 
-    config = build_config(source="model", out="out", sensitivity=None, **empty)
+    config = ConversionConfig(source="model", out="out", sensitivity=None, **empty)
 
-    assert config == build_config(source="model", out="out", quality="fast")
+    assert config == ConversionConfig(source="model", out="out", quality="fast")
 
 
 @pytest.mark.parametrize("quality", PRESETS)
@@ -92,7 +94,7 @@ def test_json_keeps_what_was_given_and_what_was_filled(
     quality: str, target: dict[str, object]
 ) -> None:
     given = {"rounding": {"rounds": 5}, "calibration": {"rows": 115}, **target}
-    config = build_config(source="model", out="out", quality=quality, **given)
+    config = ConversionConfig(source="model", out="out", quality=quality, **given)
 
     again = ConversionConfig.model_validate_json(config.model_dump_json())
 
@@ -102,8 +104,8 @@ def test_json_keeps_what_was_given_and_what_was_filled(
 
 def test_another_preset_takes_nothing_from_a_stored_configuration() -> None:
     """A stored configuration holds every option, so only its name changes."""
-    config = build_config(source="model", out="out", quality="exllamav2")
+    config = ConversionConfig(source="model", out="out", quality="exllamav2")
 
     stored = {**config.model_dump(mode="json"), "quality": "best"}
 
-    assert build_config(**stored).rounding == config.rounding
+    assert ConversionConfig(**stored).rounding == config.rounding

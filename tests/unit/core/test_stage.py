@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, WorkDirBusy
 from exl2flow.core.files import digest, write_text
 from exl2flow.core.progress import Tick, silent
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> ConversionConfig:
     source = tmp_path / "model"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    return build_config(source=source, out=tmp_path / "out")
+    return ConversionConfig(source=source, out=tmp_path / "out")
 
 
 def write_note(run: StageRun) -> None:
@@ -69,7 +69,7 @@ def run_all(config: ConversionConfig, stages: tuple[Stage, ...] = CHAIN) -> Pipe
 
 
 def with_options(config: ConversionConfig, **values: object) -> ConversionConfig:
-    return build_config(source=config.source, out=config.out, **values)
+    return ConversionConfig(source=config.source, out=config.out, **values)
 
 
 def test_second_run_executes_nothing(config: ConversionConfig) -> None:

@@ -5,7 +5,7 @@ import sys
 import pytest
 from prefect import Flow
 
-from exl2flow.core.config import PRESETS, ConversionConfig, build_config
+from exl2flow.core.config import PRESETS, ConversionConfig
 from exl2flow.flows import convert, sweep
 
 
@@ -54,13 +54,13 @@ def test_parameters_of_a_deployment_are_filled_from_the_preset(quality: str) -> 
 
     found = through_prefect(json.loads(json.dumps(given)))
 
-    assert found == build_config(**given)
+    assert found == ConversionConfig(**given)
     assert found.rounding.rounds == 5
 
 
 @pytest.mark.parametrize("target", [{}, {"bpw": 3.0}, {"bpw_total": 3.5}, {"target_bytes": 10**9}])
 def test_a_configuration_comes_out_of_prefect_as_it_went_in(target: dict[str, object]) -> None:
-    config = build_config(source="model", out="out", quality="exllamav2", **target)
+    config = ConversionConfig(source="model", out="out", quality="exllamav2", **target)
 
     assert through_prefect(config) == config
     assert through_prefect(config.model_dump(mode="json")) == config

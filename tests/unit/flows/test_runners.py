@@ -44,7 +44,7 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     check_runner(config_of("processes", workers=2))
     check_runner(config_of("dask", workers=3, cluster="auto"))
-    with pytest.raises(ConfigError, match="3 workers are more than the 2 GPUs"):
+    with pytest.raises(ConfigError, match="3 workers need as many GPUs, there are 2"):
         check_runner(config_of("processes", workers=3))
 
 

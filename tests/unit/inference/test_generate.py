@@ -56,6 +56,17 @@ def test_text_continues_the_prompt(model: LoadedModel, generator: BaseGenerator)
     assert made.prompt + made.text == model.tokenizer.decode(ids)
 
 
+def test_text_is_shown_in_pieces_as_it_is_generated(generator: BaseGenerator) -> None:
+    pieces: list[str] = []
+
+    made = generator.generate(
+        PROMPT, max_new_tokens=20, settings=GREEDY, stop_tokens=(), show=pieces.append
+    )
+
+    assert "".join(pieces) == made.text
+    assert len([piece for piece in pieces if piece]) > 1
+
+
 def test_equal_seeds_give_equal_tokens_and_others_do_not(generator: BaseGenerator) -> None:
     made = [
         generator.generate(PROMPT, max_new_tokens=16, settings=HOT, seed=seed, stop_tokens=()).ids

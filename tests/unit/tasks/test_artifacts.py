@@ -123,7 +123,7 @@ def test_single_step_has_no_progress_artifact(monkeypatch: pytest.MonkeyPatch) -
     assert recorder.percents == []
 
 
-def test_progress_of_a_resumed_stage_tells_times_by_the_pace_of_this_run(
+def test_progress_of_a_resumed_stage_shows_the_pace_of_this_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = Recorder(monkeypatch)

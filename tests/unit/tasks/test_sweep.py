@@ -47,12 +47,12 @@ def sweep_of(**values: object) -> SweepConfig:
     return SweepConfig.model_validate({"source": "model", "out": "out", "bpw": [3], **values})
 
 
-def test_a_worker_per_gpu_unless_fewer_are_asked_for(four_gpus: None) -> None:
+def test_there_is_a_worker_per_gpu_unless_fewer_are_given(four_gpus: None) -> None:
     assert workers_of(sweep_of(runner="processes")) == 4
     assert workers_of(sweep_of(runner="dask", workers=3)) == 3
     assert workers_of(sweep_of(runner="threads")) == 1
     assert workers_of(sweep_of(runner="processes", device="cpu", workers=6)) == 6
-    with pytest.raises(ConfigError, match="5 workers are more than the 4 GPUs"):
+    with pytest.raises(ConfigError, match="5 workers need as many GPUs, there are 4"):
         workers_of(sweep_of(runner="processes", workers=5))
 
 

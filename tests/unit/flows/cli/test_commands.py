@@ -1,16 +1,18 @@
-import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
+from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.setting import Panel
-from exl2flow.flows.cli.settings import (
+from exl2flow.flows.cli.options import Panel
+from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
+from exl2flow.flows.cli.options.table import (
     CALIBRATION,
     CONVERSION,
     EVALUATION,
@@ -19,7 +21,6 @@ from exl2flow.flows.cli.settings import (
     SWEEP,
     VALIDATION,
 )
-from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.tasks.stages import STAGES
 
 COMMANDS = {
@@ -29,7 +30,7 @@ COMMANDS = {
     "refine": (refine.EXAMPLES, (QUALITY, CALIBRATION, VALIDATION, RUNNING)),
     "inspect": (inspection.EXAMPLES, ()),
     "validate": (validate.EXAMPLES, (EVALUATION,)),
-    "generate": (generate.EXAMPLES, ()),
+    "generate": (generate.EXAMPLES, (SAMPLING,)),
 }
 
 
@@ -38,11 +39,16 @@ def words(text: str) -> str:
     return " ".join(plain.replace("│", " ").split())
 
 
+WITH_RARE_OPTIONS = ("convert", "sweep", "measure", "refine", "validate")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -> None:
     examples, panels = COMMANDS[command]
 
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(
+        app, [command, "--help-all" if command in WITH_RARE_OPTIONS else "--help"]
+    )
 
     text = words(result.output)
     assert result.exit_code == 0
@@ -55,6 +61,27 @@ def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -
             assert f"{words(setting.help)} [default" not in text
         else:
             assert f"[default: {default}]" in text or f"[default: ({default})]" in text
+
+
+@pytest.mark.parametrize("command", WITH_RARE_OPTIONS)
+def test_short_help_leaves_out_rare_options_and_says_how_to_see_them(command: str) -> None:
+    _, panels = COMMANDS[command]
+
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+
+    text = words(result.output)
+    listed = {setting.flag for setting in settings(panels) if f" {setting.flag} " in text}
+    assert listed == {setting.flag for setting in settings(panels) if not setting.is_rare}
+    assert " --help-all " in text
+    assert len(result.output.splitlines()) <= 105
+
+
+@pytest.mark.parametrize("command", WITH_RARE_OPTIONS[:-1])
+def test_rare_options_are_accepted_though_short_help_hides_them(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "nowhere", "--out", "o", "--seed", "many"])
+
+    assert result.exit_code == 2
+    assert "'--seed'" in result.stderr
 
 
 def settings(panels: tuple[Panel, ...]) -> list:
@@ -140,18 +167,17 @@ def test_options_of_sampling_are_checked_by_name_before_the_model_is_looked_for(
     result = CliRunner().invoke(app, ["generate", "missing", "--prompt", "x", flag, value])
 
     assert result.exit_code == 2
-    assert f"Invalid value for '{flag}'" in result.stderr
+    assert flag in result.stderr
+    assert "missing" not in result.stderr
 
 
-def test_sampling_options_have_the_defaults_of_sampling_settings() -> None:
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(generate.generate).parameters.items()
-    }
-
+def test_every_field_of_sampling_settings_has_an_option_with_its_default() -> None:
     settings = SamplingSettings()
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        assert defaults[name] == getattr(settings, name)
+
+    defaults = {option.field: option.field_info().default for option in SAMPLING[1]}
+    assert defaults == {field.name: getattr(settings, field.name) for field in fields(settings)}
+    assert build_sampling({}) == settings
+    assert build_sampling({"top_k": 7, "min_p": 0.1}) == replace(settings, top_k=7, min_p=0.1)
 
 
 def test_the_version_needs_neither_torch_nor_prefect() -> None:

@@ -1,8 +1,13 @@
+import errno
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from exl2flow.core import errors
@@ -85,3 +90,60 @@ def test_lines_that_an_error_quotes_are_no_problems(capsys: pytest.CaptureFixtur
         raise errors.ServerFailed("the server ended; its log:\nfirst\nsecond")
 
     assert capsys.readouterr().err == "error: the server ended; its log:\nfirst\nsecond\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "the machine has no more memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried …"), "the GPU has no more memory"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/model"),
+            "for `out/model`: No space left on device",
+        ),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "refused a request: Too many open"),
+        (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_limits_of_the_machine_are_one_message_without_a_traceback(
+    error: Exception, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as leaving, explained(ARGUMENTS):
+        raise error
+
+    said = capsys.readouterr().err
+    assert leaving.value.exit_code == 1
+    assert said.startswith("error: ")
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_failed_allocation_of_torch_is_a_message_and_a_defect_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit), explained(ARGUMENTS):
+        torch.empty(2**58, dtype=torch.uint8)
+
+    assert "the machine has no more memory" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="shape"), explained(ARGUMENTS):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)  # a defect: `main` keeps its traceback
+
+
+def test_a_file_nested_without_end_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 5_000 + "]" * 5_000)
+
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "exl2flow.flows.cli", "convert", str(tmp_path)),
+            *("--out", str(tmp_path / "o"), "--no-prefect", "--dry-run"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert result.returncode == 1
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "unexpected" not in result.stderr

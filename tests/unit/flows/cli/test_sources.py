@@ -1,4 +1,4 @@
-"""What the command line says of a source."""
+"""Messages of the command line about a source."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from exl2flow.flows.cli.sources import fetched_with_progress
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])
-def test_a_folder_is_told_from_the_hub_where_it_can_surprise(
+def test_a_local_folder_is_named_where_it_could_be_mistaken_for_the_hub(
     is_fetched: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -38,8 +38,8 @@ def test_weights_and_everything_else_fill_the_memory(source: Path, tmp_path: Pat
     assert tight is not None
     assert tight.weights + tight.needs.total == memory
     assert tight.bpw < roomy.bpw
-    assert fitted(config).target_bytes == tight.weights
-    preflight(fitted(config))
+    assert fitted(config, tight).target_bytes == tight.weights
+    preflight(fitted(config, tight))
 
 
 def test_error_names_what_would_fit(source: Path, tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ def test_without_memory_nothing_changes(source: Path, tmp_path: Path) -> None:
     config = small_config(source, tmp_path)
 
     assert find_fit(config) is None
-    assert fitted(config) is config
+    assert fitted(config, None) is config

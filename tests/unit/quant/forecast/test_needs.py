@@ -13,9 +13,10 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 
 from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
 from exl2flow.core.progress import Tick
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import decoder_numel
@@ -102,10 +103,10 @@ def test_a_given_measurement_needs_no_measuring(source: Path, tmp_path: Path) ->
     assert "measure" not in needs_of(source, measurement=path)
 
 
-def test_refining_neither_measures_nor_allocates_nor_tunes(source: Path) -> None:
-    given = config_of(source, quality="best").model_dump() | {"model": source}
-
-    config = RefinementConfig.model_validate(given)
+def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
+    config = RefinementConfig(
+        source=source, model=source, out=source.parent / "out", quality="best", device="cpu"
+    )
 
     assert list(Forecast(config, resolve(source), None).needs(0)) == [
         "tokenize",

@@ -14,7 +14,7 @@ from tiny import make_tiny
 from traces import contents, truncate
 
 from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig, TuneOptions, build_config
+from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import Interrupted, NotEnoughRows
 from exl2flow.core.files import read_json, read_tensors, write_json, write_tensors
 from exl2flow.core.progress import Progress, Tick, silent
@@ -77,7 +77,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A model with biases and norms of heads, quantized and not yet tuned."""
     root = tmp_path_factory.mktemp("tune")
     source = make_tiny("qwen3", root / "model", dtype=torch.bfloat16, attention_bias=True)
-    config = build_config(
+    config = ConversionConfig(
         source=source,
         out=root / "out",
         quality="exllamav2",  # rounded as coarsely as can be: tuning has more to gain

@@ -11,7 +11,7 @@ from tiny import make_tiny
 from traces import alter, contents, delete, identities, truncate
 
 from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig, build_config
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, StoreError
 from exl2flow.core.progress import Progress, Tick, silent
 from exl2flow.core.stage import Pipeline
@@ -97,7 +97,7 @@ def undisturbed(
 ) -> Pipeline:
     if kind not in finished:
         folder = tmp_path_factory.mktemp("walk")
-        config = build_config(
+        config = ConversionConfig(
             source=source,
             out=folder / "out",
             bpw=5,

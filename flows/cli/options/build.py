@@ -1,57 +1,60 @@
-"""How rows of the table in `settings.py` become a command's parameters and a configuration."""
+"""Turns rows of the table into a command's parameters, and what was given into a configuration."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.measure import MeasureConfig
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.cli.setting import Panel
-from exl2flow.flows.cli.settings import CONVERSION, EVALUATION, SWEEP
+from exl2flow.flows.cli.options.common import RUNNING
+from exl2flow.flows.cli.options.rare import help_all
+from exl2flow.flows.cli.options.setting import Panel
+from exl2flow.flows.cli.options.table import CONVERSION, EVALUATION, SWEEP
 
 Model = TypeVar("Model", bound=BaseModel)
 Values = Mapping[str, object]  # dotted field → value, of the options that are given
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        help="Folder of a Hugging Face model: config.json, tokenizer.json or tokenizer.model, "
-        "*.safetensors in fp16, bf16 or fp32. Or org/name, org/name@revision: a model on the "
-        "Hugging Face Hub, which is fetched.",
-        metavar="SOURCE",
-        show_default=False,
-    ),
-]
-
 
 def with_settings(*panels: Panel) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's parameter `values` by the options of these panels.
+    """Replace a command's parameter `values` with the options of these panels.
 
-    The command receives `Values`, for `build` or `build_validation`.
+    The command receives `Values`, for `build` and the like. If some of the options are rare, the
+    command also gets `--help-all`.
     """
     settings = [(panel, setting) for panel, members in panels for setting in members]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
         own = [p for p in signature.parameters.values() if p.name != "values"]
+        last = [p for p in own if _panel(p) == RUNNING]  # how it runs, after what it makes
+        first = [p for p in own if p not in last]
         added = [setting.parameter(panel) for panel, setting in settings]
+        rare = [help_all()] if any(setting.is_rare for _, setting in settings) else []
 
         @wraps(command)
         def wrapper(**given: Any) -> None:
+            given.pop("help_all", None)
             values = {setting.field: given.pop(setting.name) for _, setting in settings}
             command(values={k: v for k, v in values.items() if v is not None}, **given)
 
-        wrapper.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]  # read by typer
+        wrapper.__signature__ = signature.replace(parameters=[*first, *rare, *added, *last])  # type: ignore[attr-defined]  # read by typer
         return wrapper
 
     return decorate
+
+
+def _panel(parameter: inspect.Parameter) -> str | None:
+    """Return the help panel that a command's own parameter names."""
+    [info] = getattr(parameter.annotation, "__metadata__", [None])
+    return getattr(info, "rich_help_panel", None)
 
 
 def build(source: Path, out: Path, values: Values) -> ConversionConfig:
@@ -60,10 +63,33 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
     Raises:
         ConfigError: naming the options that are out of range.
     """
-    flags = {s.field: s.flag for _, members in CONVERSION for s in members}
-    flags |= {"out": "--out", "fit": "--fit"}
     nested = _nested({"source": source, "out": out, **values})
-    return validated(ConversionConfig, nested, flags)
+    return validated(ConversionConfig, nested, _flags(fit="--fit"))
+
+
+def build_measurement(source: Path, out: Path, values: Values) -> MeasureConfig:
+    """Return the configuration that the options of a measurement describe.
+
+    Raises:
+        ConfigError: naming the options that are out of range.
+    """
+    return validated(MeasureConfig, _nested({"source": source, "out": out, **values}), _flags())
+
+
+def build_refinement(model: Path, reference: Path, out: Path, values: Values) -> RefinementConfig:
+    """Return the configuration that the options of a refinement describe.
+
+    Raises:
+        ConfigError: naming the options that are out of range.
+    """
+    nested = _nested({"model": model, "source": reference, "out": out, **values})
+    return validated(RefinementConfig, nested, _flags(source="--reference"))
+
+
+def _flags(**more: str) -> dict[str, str]:
+    """Return field → option of a conversion, for messages."""
+    flags = {s.field: s.flag for _, members in CONVERSION for s in members}
+    return {**flags, "out": "--out", **more}
 
 
 def build_sweep(source: Path, out: Path, values: Values) -> SweepConfig:

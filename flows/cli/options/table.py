@@ -1,12 +1,12 @@
 """The table of options that set a field of `ConversionConfig`: flag, field, help."""
 
-from exl2flow.flows.cli.setting import Panel, Setting
+from exl2flow.flows.cli.options.setting import Panel, Setting
 
 DEVICE = Setting(
     flag="--device",
     field="device",
     metavar="auto|cpu|cuda",
-    help="Where to compute; auto: CUDA when there is a usable GPU, else the CPU.",
+    help="Device to compute on; auto: CUDA if there is a usable GPU, else the CPU.",
 )
 
 RESULT: Panel = (
@@ -17,44 +17,49 @@ RESULT: Panel = (
             field="bpw",
             metavar="BITS",
             default="4",
-            help="Average bits per weight of the decoder's matrices, scales and permutations "
-            "included; 2 to 8. Embedding and head are not counted.",
+            help="Average bits per weight of the decoder's matrices, from 2 to 8; "
+            "embedding and head are not counted.",
         ),
         Setting(
             flag="--bpw-total",
+            is_rare=True,
             field="bpw_total",
             metavar="BITS",
-            help="Instead of `--bpw`: bits per weight of the whole output, embedding and head "
-            "included. The head's bits are then chosen with all others.",
+            help="Instead of `--bpw`: bits per weight of the whole output, embedding and "
+            "head included. Allocation then chooses the head's bits, too.",
         ),
         Setting(
             flag="--target-bytes",
+            is_rare=True,
             field="target_bytes",
             metavar="N",
-            help="Instead of `--bpw`: the most bytes that all output files of weights may take.",
+            help="Instead of `--bpw`: maximum size of all weight files together, in bytes.",
         ),
         Setting(
             flag="--fit",
             field="fit.memory",
             metavar="SIZE",
             default="none",
-            help="Instead of `--bpw`: the memory of the GPU that will run the model, as 24GB. The "
-            "largest model that fits beside its cache and what else it takes is made.",
+            help="Instead of `--bpw`: memory of the GPU that will run the model, as 24GB. "
+            "Makes the largest model that fits beside its cache and working memory.",
         ),
         Setting(
             flag="--context",
+            is_rare=True,
             field="fit.context",
             metavar="N",
-            help="With `--fit`: tokens whose keys and values must fit.",
+            help="With `--fit`: context length whose cache must fit, in tokens.",
         ),
         Setting(
             flag="--cache",
+            is_rare=True,
             field="fit.cache",
             metavar="FORMAT",
-            help="With `--fit`: how they are held: fp16, fp8, q8, q6 or q4.",
+            help="With `--fit`: format of that cache: fp16, fp8, q8, q6 or q4.",
         ),
         Setting(
             flag="--head-bits",
+            is_rare=True,
             field="head_bits",
             metavar="BITS",
             default="6 with `--bpw`, else chosen",
@@ -62,25 +67,27 @@ RESULT: Panel = (
         ),
         Setting(
             flag="--shard-size-mb",
+            is_rare=True,
             field="shard_size_mb",
             metavar="MIB",
-            help="Greatest size of an output file in MiB; 0: everything in one file.",
+            help="Maximum size of an output file in MiB; 0: a single file.",
         ),
     ),
 )
 TOKEN_BLOCK = Setting(
     flag="--token-block",
+    is_rare=True,
     field="token_block",
     metavar="NAME",
     default="the token in HF_TOKEN",
-    help="Prefect Secret block that holds the token for the Hugging Face Hub.",
+    help="Prefect Secret block with the token for the Hugging Face Hub.",
 )
 MAX_MEMORY = Setting(
     flag="--max-memory",
     field="max_memory",
     metavar="SIZE",
     default="all there is",
-    help="Memory of the GPU to use at most, as 24GB; states then lie in main memory if need be.",
+    help="GPU memory to use at most, as 24GB. Hidden states move to main memory if needed.",
 )
 RUNNING: Panel = (
     "Running",
@@ -91,8 +98,8 @@ RUNNING: Panel = (
             field="work_root",
             metavar="DIR",
             default="`.exl2flow` beside the output",
-            help="Folder of the checkpoints. Conversions of one model that share it share what "
-            "they have in common: tokens and measurement.",
+            help="Folder for checkpoints. Conversions of one model with the same work root "
+            "share tokens and measurement.",
         ),
         DEVICE,
         TOKEN_BLOCK,
@@ -105,27 +112,31 @@ QUALITY: Panel = (
             flag="--quality",
             field="quality",
             metavar="PRESET",
-            help="How much work goes into a small error: fast, standard or best; exllamav2: the "
-            "algorithm of the original program. Options that are given override the preset.",
+            help="How much work to spend on a small error: fast, standard or best; "
+            "exllamav2: the original program's algorithm. Options you give override "
+            "the preset.",
         ),
         Setting(
             flag="--sensitivity",
+            is_rare=True,
             field="sensitivity.kind",
             metavar="fisher|error",
-            help="What bits are allotted by: fisher: the KL divergence expected of every matrix, "
-            "from one backward pass; error: the relative error of each sublayer.",
+            help="Cost by which bits are allocated. fisher: expected KL divergence of each "
+            "matrix, from one backward pass; error: relative error of each sublayer.",
         ),
         Setting(
             flag="--sensitivity-rows",
+            is_rare=True,
             field="sensitivity.rows",
             metavar="N",
-            help="Calibration rows of the backward pass.",
+            help="Calibration rows for the backward pass.",
         ),
         Setting(
             flag="--rounds",
+            is_rare=True,
             field="rounding.rounds",
             metavar="N",
-            help="Rounds of scale refit and coordinate descent after rounding; 0: none.",
+            help="Rounds of scale refitting and coordinate descent after rounding; 0: none.",
         ),
     ),
 )
@@ -135,61 +146,68 @@ CALIBRATION: Panel = (
         Setting(
             flag="--calibration",
             field="calibration.text",
-            metavar="standard|chat|self|FILE",
-            help="standard: the built-in set. chat: half of the rows are dialogues in the model's "
-            "chat template. self: the model writes half of the rows. Or a Parquet file with your "
-            "own text in any text columns.",
+            metavar="TEXT",
+            help="standard: the built-in set. chat: half of the rows are dialogues in the "
+            "model's chat template. self: the model writes half of the rows. Or a "
+            "Parquet file with text columns.",
         ),
         Setting(
             flag="--calibration-share",
+            is_rare=True,
             field="calibration.share",
             metavar="X",
-            help="The share of `chat` or `self` rows, above 0, at most 1; the standard set makes "
-            "the others.",
+            help="Share of `chat` or `self` rows, above 0 and at most 1; the rest is the "
+            "standard set.",
         ),
         Setting(
             flag="--rows",
             field="calibration.rows",
             metavar="N",
-            help="Calibration rows that quantization sees.",
+            help="Calibration rows for quantization.",
         ),
         Setting(
             flag="--row-tokens",
+            is_rare=True,
             field="calibration.row_tokens",
             metavar="N",
-            help="Tokens in each of them; a multiple of 32.",
+            help="Tokens per row; a multiple of 32.",
         ),
         Setting(
             flag="--measure-rows",
+            is_rare=True,
             field="calibration.measure_rows",
             metavar="N",
-            help="Calibration rows that measurement sees.",
+            help="Calibration rows for measurement.",
         ),
         Setting(
             flag="--measure-row-tokens",
+            is_rare=True,
             field="calibration.measure_row_tokens",
             metavar="N",
-            help="Tokens in each of them; a multiple of 32.",
+            help="Tokens per measurement row; a multiple of 32.",
         ),
         Setting(
             flag="--seed",
+            is_rare=True,
             field="calibration.seed",
             metavar="N",
-            help="Seed of the shuffled, the random-token and the self-written rows.",
+            help="Seed for shuffled, random-token and self-written rows.",
         ),
         Setting(
             flag="--rope-scale",
+            is_rare=True,
             field="rope.scale",
             metavar="FACTOR",
             default="as config.json says",
-            help="Divide positions by this while converting (linear context extension).",
+            help="Divide positions by this during conversion (linear context extension).",
         ),
         Setting(
             flag="--rope-alpha",
+            is_rare=True,
             field="rope.alpha",
             metavar="FACTOR",
             default="as config.json says",
-            help="NTK factor on the rotary base while converting.",
+            help="NTK factor on the rotary base during conversion.",
         ),
     ),
 )
@@ -201,21 +219,22 @@ ALLOCATION: Panel = (
             field="measurement",
             metavar="FILE",
             default="measure",
-            help="A measurement.json of this model to use instead of measuring: from `exl2flow "
-            "measure`, or written by exllamav2.",
+            help="Use this measurement.json, written by `exl2flow measure` or exllamav2.",
         ),
         Setting(
             flag="--objective",
+            is_rare=True,
             field="allocate.objective",
             metavar="log|sum|power",
-            help="What is least at the end: the sum over sublayers of ln(error), of error, or of "
-            "error to a power.",
+            help="Quantity to minimize over all sublayers: the sum of ln(error), of error, "
+            "or of error to a power.",
         ),
         Setting(
             flag="--objective-power",
+            is_rare=True,
             field="allocate.power",
             metavar="P",
-            help="The exponent of `--objective power`; above 0, at most 8.",
+            help="Exponent for `--objective power`; above 0, at most 8.",
         ),
     ),
 )
@@ -224,52 +243,60 @@ VALIDATION: Panel = (
     (
         Setting(
             flag="--validate-text",
+            is_rare=True,
             field="validate_options.text",
             metavar="FILE",
             default="built-in held-out text",
-            help="UTF-8 text file on which source and result are compared.",
+            help="UTF-8 text file on which to compare source and result.",
         ),
         Setting(
             flag="--validate-rows",
+            is_rare=True,
             field="validate_options.rows",
             metavar="N",
-            help="Rows of it at most.",
+            help="Maximum number of rows of that text.",
         ),
         Setting(
             flag="--validate-row-tokens",
+            is_rare=True,
             field="validate_options.row_tokens",
             metavar="N",
-            help="Tokens per row; never more than the model has positions.",
+            help="Tokens per row; capped at the model's positions.",
         ),
         Setting(
             flag="--warn-ratio",
+            is_rare=True,
             field="validate_options.warn_perplexity_ratio",
             metavar="X",
-            help="Warn when the result's perplexity is above X times the source's.",
+            help="Warn if perplexity exceeds X times the source's.",
         ),
         Setting(
             flag="--fail-ratio",
+            is_rare=True,
             field="validate_options.fail_perplexity_ratio",
             metavar="X",
-            help="Fail (exit code 1) when it is above X times the source's.",
+            help="Fail (exit code 1) if perplexity exceeds X times the source's.",
         ),
         Setting(
             flag="--sample-prompt",
+            is_rare=True,
             field="validate_options.sample_prompt",
             metavar="TEXT",
-            help="Prompt of the text that the result generates for the report.",
+            help="Prompt for the sample text in the report.",
         ),
         Setting(
             flag="--sample-tokens",
+            is_rare=True,
             field="validate_options.sample_tokens",
             metavar="N",
-            help="Length of that text in tokens; 0: none.",
+            help="Length of the sample in tokens; 0: no sample.",
         ),
         Setting(
             flag="--sample-seed",
+            is_rare=True,
             field="validate_options.sample_seed",
             metavar="N",
-            help="Seed of that text.",
+            help="Seed for the sample.",
         ),
     ),
 )
@@ -281,43 +308,48 @@ PUBLISHING: Panel = (
             field="publish.repo",
             metavar="ORG/NAME",
             default="nowhere",
-            help="Repository on the Hugging Face Hub that receives a branch per bitrate in the "
-            "end, as `exl2flow publish` does it. What can be refused is asked before any work.",
+            help="Repository on the Hugging Face Hub to publish to, one branch per "
+            "bitrate. Everything that could refuse it is checked first.",
         ),
         Setting(
             flag="--private",
+            is_rare=True,
             field="publish.private",
             metavar="",  # a switch, which typer would show as `<bool>`
             default="public",
-            help="With `--publish`: leave the repository private when all is verified.",
+            help="With `--publish`: keep the repository private after verification.",
         ),
         Setting(
             flag="--force",
+            is_rare=True,
             field="publish.force",
             metavar="",  # a switch, which typer would show as `<bool>`
             default="refuse",
-            help="With `--publish`: publish in spite of quality, gating or licence; the card "
-            "says so.",
+            help="With `--publish`: publish despite quality, gating or licence; the card says so.",
         ),
         Setting(
             flag="--max-kl",
+            is_rare=True,
             field="publish.max_kl",
             metavar="NATS",
-            help="With `--publish`: refuse models whose KL divergence is above this.",
+            help="With `--publish`: refuse models with a KL divergence above this.",
         ),
         Setting(
             flag="--base-model",
+            is_rare=True,
             field="publish.base_model",
             metavar="ORG/NAME",
             default="as recorded",
-            help="With `--publish`: the source on the Hub, if it is a folder of your own.",
+            help="With `--publish`: the source on the Hub, if it was converted from a "
+            "local folder.",
         ),
         Setting(
             flag="--license",
+            is_rare=True,
             field="publish.license",
             metavar="ID",
             default="as recorded",
-            help="With `--publish`: licence of the source by the Hub's ids, if it is not recorded.",
+            help="With `--publish`: the source's licence as a Hub id, if it is not recorded.",
         ),
     ),
 )
@@ -335,25 +367,25 @@ EVALUATION: Panel = (
             flag="--rows",
             field="validate_options.rows",
             metavar="N",
-            help="Rows of it at most.",
+            help="Maximum number of rows of it.",
         ),
         Setting(
             flag="--row-tokens",
             field="validate_options.row_tokens",
             metavar="N",
-            help="Tokens per row; never more than the models have positions.",
+            help="Tokens per row; capped at the models' positions.",
         ),
         Setting(
             flag="--warn-ratio",
             field="validate_options.warn_perplexity_ratio",
             metavar="X",
-            help="Warn when a model's perplexity is above X times the reference's.",
+            help="Warn if a model's perplexity exceeds X times the reference's.",
         ),
         Setting(
             flag="--fail-ratio",
             field="validate_options.fail_perplexity_ratio",
             metavar="X",
-            help="Fail (exit code 1) when it is above X times the reference's.",
+            help="Fail (exit code 1) if it exceeds X times the reference's.",
         ),
         DEVICE,
         TOKEN_BLOCK,

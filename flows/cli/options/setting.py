@@ -1,12 +1,12 @@
-"""An option of the command line that sets a field of `ConversionConfig`.
+"""An option of the command line that sets a field of a configuration.
 
 Types, bounds and defaults are the field's, so that none of them is written twice.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -41,13 +41,18 @@ def one_of(kind: Any) -> Callable[[str], str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`--flag` sets `field`, a dotted path inside `ConversionConfig`; `default` is for people."""
+    """`--flag` sets `field` of `model`: a dotted path in a pydantic model, a name in a dataclass.
+
+    default: for people, in place of the field's; is_rare: only `--help-all` lists it.
+    """
 
     flag: str
     field: str
     help: str
     metavar: str | None = None
     default: str | None = None
+    is_rare: bool = False
+    model: type = ConversionConfig
 
     @property
     def name(self) -> str:
@@ -56,7 +61,12 @@ class Setting:
 
     def field_info(self) -> FieldInfo:
         """Return the field of the configuration that this sets."""
-        model: type[BaseModel] = ConversionConfig
+        if is_dataclass(self.model):
+            default = {field.name: field.default for field in fields(self.model)}[self.field]
+            return FieldInfo.from_annotated_attribute(
+                get_type_hints(self.model)[self.field], default
+            )
+        model: type[BaseModel] = self.model
         *groups, last = self.field.split(".")
         for group in groups:
             found = group_of(model.model_fields[group])
@@ -75,6 +85,7 @@ class Setting:
             parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
             show_default=False if shown is None else str(shown),
             rich_help_panel=panel,
+            hidden=self.is_rare,
         )
         return inspect.Parameter(
             self.name,
