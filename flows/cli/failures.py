@@ -73,7 +73,12 @@ def _message(error: Exl2FlowError) -> str:
 def explain_defect(error: Exception) -> None:
     """Say that something unforeseen happened, and keep its traceback in a file."""
     with tempfile.NamedTemporaryFile(
-        "w", prefix="exl2flow-", suffix=".log", delete=False, encoding="utf-8"
+        "w",
+        prefix="exl2flow-",
+        suffix=".log",
+        delete=False,
+        encoding="utf-8",
+        errors="backslashreplace",
     ) as file:
         file.write("".join(traceback.format_exception(error)))
     first = str(error).strip().partition("\n")[0]

@@ -24,7 +24,11 @@ from exl2flow.flows.cli import (
     validate,
     webhook,
 )
-from exl2flow.flows.cli.console import OUT, logging_to_stderr
+from exl2flow.flows.cli.console import (
+    OUT,
+    escape_what_cannot_be_encoded,
+    logging_to_stderr,
+)
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
 
@@ -109,6 +113,7 @@ def main() -> None:
     """Run the program and exit."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     signal.signal(signal.SIGTERM, _terminate)
+    escape_what_cannot_be_encoded()
     try:
         app()
     except Exception as error:  # the outermost frame: whatever arrives here is a defect
