@@ -5,6 +5,7 @@ The page that shows both says whether more bytes bring a model closer to its sou
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 from prefect import task
@@ -12,20 +13,13 @@ from prefect import task
 from exl2flow.core.config import ValidateOptions
 from exl2flow.core.progress import Tick
 from exl2flow.inference.evaluate import Score, evaluate
-from exl2flow.inference.report.comparison import MEGABYTE, Compared, check_bitrates, compared
+from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
+from exl2flow.inference.report.tables import Row, bitrate_row, markdown_table, scored_on
 from exl2flow.inference.text import text_rows
 from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.model import Tokenizer, resolve
-from exl2flow.tasks.artifacts import (
-    UNKNOWN,
-    Artifacts,
-    ProgressArtifact,
-    Row,
-    fixed,
-    markdown_plot,
-    markdown_table,
-)
+from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, markdown_plot
 
 
 @task(name="score", task_run_name="score", persist_result=False)
@@ -79,24 +73,19 @@ def publish_comparison(
     if not scores:
         return
     artifacts = Artifacts(source.resolve().name)
-    rows = [comparison_row(s, m) for s, m in zip(scores, compared(scores), strict=True)]
-    artifacts.table("bitrates", rows, f"All figures of `{title}`")
+    artifacts.table("bitrates", bitrate_rows(scores), f"All figures of `{title}`")
     page = comparison_page(scores, samples, links=links)
     artifacts.markdown("comparison", page, f"Figures, plot and samples of `{title}`")
 
 
-def comparison_row(score: Score, model: Compared) -> Row:
-    """Return a model's row of the table of all."""
-    return {
-        "model": model.label,
-        "bits per weight": fixed(model.bpw, 3),
-        "size (MB)": fixed(score.bytes / MEGABYTE, 2),
-        "KL divergence": fixed(score.kl_divergence, 5),
-        "estimated": fixed(model.predicted_kl, 5),
-        "top-1 agreement": _percent(score.top1_agreement),
-        "perplexity": fixed(score.perplexity, 4),
-        "source's": fixed(score.reference_perplexity, 4),
-    }
+def bitrate_rows(scores: Sequence[Score], links: Mapping[str, str] | None = None) -> list[Row]:
+    """Return a row per model; `links` as in `comparison_page`."""
+    rows = []
+    for score, model in zip(scores, compared(scores), strict=True):
+        url = (links or {}).get(Path(score.model).name)
+        name = model.label if url is None else f"[{model.label}]({url})"
+        rows.append({**bitrate_row(model, asdict(score)), "model": name})
+    return rows
 
 
 def comparison_page(
@@ -118,30 +107,10 @@ def comparison_page(
     lines += [line for text in warnings for line in (f"**Warning:** {text}.", "")]
     if any(model.kl for model in models):
         lines += [markdown_plot(render_comparison(models), "KL divergence and bits"), ""]
-    pairs = list(zip(scores, models, strict=True))
-    lines += [markdown_table([_page_row(score, model, links or {}) for score, model in pairs])]
-    source = scores[0].reference_perplexity
-    text = f"Measured on {scores[0].tokens:,} tokens; KL divergence in nats"
-    lines += [
-        "",
-        f"{text}." if source is None else f"{text}, the source's perplexity {source:.4f}.",
-    ]
+    lines += [markdown_table(bitrate_rows(scores, links)), "", f"{scored_on(asdict(scores[0]))}."]
     for model, sample in zip(models, samples, strict=True):
         if sample:
             quoted = "\n".join(f"> {line}" for line in sample.splitlines())
             lines += ["", f"## What {model.label} writes", "", quoted]
     lines += ["", "## Folders", "", *(f"- `{score.model}`" for score in scores)]
     return "\n".join(lines) + "\n"
-
-
-def _page_row(score: Score, model: Compared, links: Mapping[str, str]) -> Row:
-    """Return the part of a row that fits on a page, with a link if there is one."""
-    url = links.get(Path(score.model).name)
-    row = comparison_row(score, model)
-    chosen = ("bits per weight", "size (MB)", "KL divergence", "top-1 agreement", "perplexity")
-    name = model.label if url is None else f"[{model.label}]({url})"
-    return {"model": name, **{column: row[column] for column in chosen}}
-
-
-def _percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{100 * share:.2f} %"

@@ -34,6 +34,11 @@ def say(text: str, *, style: str = "") -> None:
     ERR.print(text, style=style, markup=False, soft_wrap=True)
 
 
+def printable(text: str) -> str:
+    """Replace what could move the cursor or command the terminal; models may generate anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def emit_json(value: object) -> None:
     """Print one JSON object as one line on stdout; NaN and infinity become null."""
     text = json.dumps(_finite(value), ensure_ascii=False)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl2flow.core.config import CacheName, Device
-from exl2flow.flows.cli.console import emit_json, say
+from exl2flow.flows.cli.console import emit_json, printable, say
 from exl2flow.flows.cli.setting import one_of
-from exl2flow.flows.cli.wording import printable
 
 if TYPE_CHECKING:
     from exl2flow.inference.load import LoadedModel

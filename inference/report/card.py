@@ -1,21 +1,22 @@
 """The card of a repository: what its bitrates are worth, need and come from; all from records."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from exl2flow.inference.evaluate import Score
+from exl2flow.core import words
+from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.publication import Bitrate, Origin
+from exl2flow.inference.report.tables import Row, bitrate_row, markdown_table, scored_on
 from exl2flow.model.footprint import cache_bytes
 
 TEMPLATE = "card.md.j2"
-UNKNOWN = "–"
 TAGS = ("exl2", "exllamav2", "exl2flow", "quantized")
 FORMS = ("fp16", "q8", "q6", "q4")  # of the cache, that the card lists
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
-MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
 SHORT = 12  # digits of digests for people
 
 
@@ -56,29 +57,29 @@ def render_card(
         has_measurement=has_measurement,
         notes=notes,
         bitrates=ordered,
-        reference=fixed(scores[0], "reference_perplexity", 3) if scores else UNKNOWN,
-        tokens=f"{scores[0].tokens:,}" if scores else UNKNOWN,
+        table=markdown_table([_row(repo, bitrate) for bitrate in ordered]),
+        scored_on=scored_on(asdict(scores[0])) if scores else "",
         contexts=contexts,
         forms=[_form(form, ordered, contexts) for form in FORMS],
         example=example.branch,
         folder=f"{name.removesuffix('-exl2')}-{example.branch}",
         facts=_facts(ordered, origin),
-        fixed=fixed,
-        size=size,
+        size=words.size,
     )
 
 
-def size(count: int) -> str:
-    """Return bytes in words."""
-    if count < GIBIBYTE:
-        return f"{count / MEBIBYTE:.1f} MiB"
-    return f"{count / GIBIBYTE:.2f} GiB"
-
-
-def fixed(score: Score | None, field: str, digits: int) -> str:
-    """Return a figure of a score in words."""
-    value = None if score is None else getattr(score, field)
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
+def _row(repo: str, bitrate: Bitrate) -> Row:
+    """Return a line of the table of bitrates, with a link to the branch."""
+    score = {} if bitrate.score is None else asdict(bitrate.score)
+    figures = Compared(
+        label=f"[{bitrate.branch}](https://huggingface.co/{repo}/tree/{bitrate.branch})",
+        series=None,
+        bpw=bitrate.bpw,
+        bytes=bitrate.weight_bytes,
+        kl=score.get("kl_divergence"),
+        predicted_kl=bitrate.record.get("predicted_kl"),
+    )
+    return bitrate_row(figures, score)
 
 
 def _metadata(origin: Origin) -> dict[str, object]:
@@ -141,7 +142,7 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> list[tuple[str, list[
     heads = [_found(b.spec.config, ("quantization_config", "head_bits")) for b in bitrates]
 
     return [
-        ("source commit", [(origin.commit or UNKNOWN)[:SHORT]] * len(bitrates)),
+        ("source commit", [(origin.commit or words.UNKNOWN)[:SHORT]] * len(bitrates)),
         row("exl2flow", "versions", "exl2flow"),
         row("torch", "versions", "torch"),
         row("quality preset", "options", "quality"),
@@ -159,4 +160,4 @@ def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:
     value: Any = record
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
-    return UNKNOWN if value is None else str(value)
+    return words.UNKNOWN if value is None else str(value)

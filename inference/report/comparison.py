@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_record
-
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +115,14 @@ def _rises(models: Sequence[Compared]) -> list[str]:
         best = min(smaller, key=_divergence, default=model)
         if _divergence(best) < _divergence(model):
             texts.append(
-                f"KL divergence rises with bytes: `{model.label}` has {_divergence(model):.5f} "
-                f"nats at {model.bytes / MEGABYTE:.2f} MB, `{best.label}` {_divergence(best):.5f} "
-                f"at {best.bytes / MEGABYTE:.2f} MB"
+                f"KL divergence rises with bytes: `{model.label}` has {_stated(model)}, "
+                f"`{best.label}` {_stated(best)}"
             )
     return texts
+
+
+def _stated(model: Compared) -> str:
+    return f"{words.divergence(model.kl)} nats at {words.size(model.bytes)}"
 
 
 def _divergence(model: Compared) -> float:

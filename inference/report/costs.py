@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from exl2flow.core import words
+
 LARGE_SHARE = 0.5  # of all costs: how many matrices make it is stated
 
 
@@ -107,4 +109,5 @@ def concentration(items: Sequence[Priced]) -> str:
         count, reached = count + 1, reached + (item.nats or 0.0)
         if reached >= LARGE_SHARE * total:
             break
-    return f"{count} of {len(items)} matrices make {100 * reached / total:.0f} % of the estimate"
+    part = words.percent(reached / total, 0)
+    return f"{count} of {len(items)} matrices cause {part} of the estimate"

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.stage import RECORD_FILE
 from exl2flow.core.sweep import SWEEP_FILE
@@ -19,11 +20,11 @@ from exl2flow.inference.report.comparison import Compared, check_bitrates, compa
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot
 from exl2flow.inference.report.record import read_object
+from exl2flow.inference.report.tables import bitrate_row, scored_on
 
 TEMPLATE = "page.html.j2"
 VALIDATION = "validate/*/report.json"  # of a work directory
 FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
-UNKNOWN = "–"
 
 Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → what is known besides: sample, error
 
@@ -115,11 +116,13 @@ def _render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"fixed": _fixed, "shade": _shade, "short": _short}
+    environment.filters |= {"bits": words.bits, "shade": _shade, "short": words.short}
     return environment.get_template(TEMPLATE).render(
         name=Path(str(first.record.get("source", ""))).name or first.contents.folder.name,
         first=first,
         entries=entries,
+        rows=[bitrate_row(entry.figures, asdict(entry.score)) for entry in entries],
+        scored_on=scored_on(asdict(first.score)),
         failed=failed,
         published=published,
         sound=sound,
@@ -161,14 +164,6 @@ def _inline(svg: str) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _fixed(value: float | None, digits: int) -> str:
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
 def _shade(bpw: float) -> str:
     """Return how dark a cell is: 0 to 1."""
     return f"{min(1.0, max(0.0, (bpw - FEWEST) / (MOST - FEWEST))):.2f}"
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("model.layers.")

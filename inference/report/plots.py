@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from exl2flow.inference.report.comparison import MEGABYTE, Compared, by_series
+from exl2flow.core import words
+from exl2flow.inference.report.comparison import Compared, by_series
 from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
 
 MARKED_COLOR = "#222222"
@@ -57,17 +58,17 @@ def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title:
         if is_priced:
             _draw_costs(panels[1], names, costs, [measured.nats.get(name) for name in names])
         named = range(0, len(names), 1 + (len(names) - 1) // MOST_NAMES)
-        short = [names[index].removeprefix("model.layers.") for index in named]
-        panels[-1].set_xticks(named, short, rotation=90, fontsize=6)
+        labels = [words.short(names[index]) for index in named]
+        panels[-1].set_xticks(named, labels, rotation=90, fontsize=6)
         panels[-1].set_xlim(-0.6, len(layers) - 0.4)
         panels[0].set_title(title)
         return _as_svg(figure)
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    title = f"KL divergence {report['score']['kl_divergence']:.4f} nats"
+    title = f"KL divergence {words.divergence(report['score']['kl_divergence'])} nats"
     predicted = report.get("predicted_kl")
-    return title if predicted is None else f"{title}, estimated {predicted:.4f}"
+    return title if predicted is None else f"{title}, estimated {words.divergence(predicted)}"
 
 
 def _draw_bits(
@@ -129,8 +130,9 @@ def render_comparison(models: Sequence[Compared]) -> str:
     with _style():
         figure = Figure(figsize=(9, 4.2), layout="constrained")
         bits, size = figure.subplots(1, 2, sharey=True)
+        unit, width = words.unit(max((model.bytes for model in models), default=0))
         for index, (series, members) in enumerate(by_series(models).items()):
-            drawn = [(m.label, m.bpw, m.bytes / MEGABYTE, m.kl) for m in members if m.kl]
+            drawn = [(m.label, m.bpw, m.bytes / width, m.kl) for m in members if m.kl]
             style = {
                 "color": COLORS[index % len(COLORS)] if series else PLAIN_COLOR,
                 "marker": MARKERS[index % len(MARKERS)],
@@ -139,12 +141,12 @@ def render_comparison(models: Sequence[Compared]) -> str:
             }
             place = LABEL_PLACES[index % len(LABEL_PLACES)]
             by_bits = [(label, bpw, kl) for label, bpw, _, kl in drawn if bpw is not None]
-            by_size = [(label, megabytes, kl) for label, _, megabytes, kl in drawn]
+            by_size = [(label, stored, kl) for label, _, stored, kl in drawn]
             _draw_series(bits, by_bits, style, place)
             _draw_series(size, by_size, style, place)
         bits.set_ylabel("KL divergence from the source (nats)")
         bits.set_xlabel("bits per weight of the layers' matrices")
-        size.set_xlabel("weights on disk (MB)")
+        size.set_xlabel(f"weights on disk ({unit})")
         for axes in (bits, size):
             _finish(axes)
         return _as_svg(figure)

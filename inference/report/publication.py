@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.stage import RECORD_FILE
 from exl2flow.inference.evaluate import Score
@@ -109,7 +110,7 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
     for score in scores:
         found = score.kl_divergence
         if found is None or not found <= max_kl:
-            text = "unknown" if found is None else f"{found:.5f}"
+            text = "unknown" if found is None else words.divergence(found)
             problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
     # people choose among all of them, whatever presets they were made with
     models = [replace(model, series=None) for model in compared(scores)]

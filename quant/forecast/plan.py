@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from exl2flow.core import words
 from exl2flow.quant.forecast.gpu import Card, GpuNeed
 from exl2flow.quant.forecast.main_memory import Need
 
@@ -82,4 +83,4 @@ def _by_stage(needs: Mapping[str, Need]) -> str:
 
 def megabytes(size: int) -> str:
     """Return a size in words."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    return words.size(size)

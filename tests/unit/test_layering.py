@@ -33,6 +33,7 @@ EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("model/chat_template.py", "inference/report/page.py", "inference/report/card.py"),
     "matplotlib": ("inference/report/plots.py",),
+    "pandas": ("inference/report/frames.py", "quant/tokenize/frame.py"),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
     "prefect_ray": ("flows/runners.py",),

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.flows.cli.console import OUT, emit_json, logging_to_stderr, say, show
+from exl2flow.flows.cli.console import OUT, emit_json, logging_to_stderr, printable, say, show
 from exl2flow.flows.cli.tables import plan_table
-from exl2flow.flows.cli.wording import number, percent, printable, short, size
 
 
 def test_json_is_one_line_of_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +40,8 @@ LONE = "/data/\udcff \ud800"
 
 def test_lone_surrogates_are_printed_escaped_and_json_stays_exact() -> None:
     script = (
-        "import sys; from exl2flow.flows.cli import main; from exl2flow.flows.cli.console import *\n"
+        "import sys; from exl2flow.flows.cli import main\n"
+        "from exl2flow.flows.cli.console import OUT, emit_json, say\n"
         "sys.argv = ['exl2flow', '--version']\n"
         "try:\n    main()\n"
         f"finally:\n    emit_json({LONE!r}); say({LONE!r}); OUT.print({LONE!r})\n"
@@ -86,22 +86,6 @@ def test_logging_is_left_as_it_was() -> None:
         assert logger.level == logging.DEBUG
 
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
-
-
-def test_values_are_worded_for_people() -> None:
-    assert [size(n) for n in (12, 1_500, 2_340_000, 5e9)] == [
-        "12 B",
-        "1.50 kB",
-        "2.34 MB",
-        "5.00 GB",
-    ]
-    assert (number(None), number(1.23456), percent(None), percent(0.5)) == (
-        "–",
-        "1.2346",
-        "–",
-        "50.00 %",
-    )
-    assert short("model.layers.3.mlp") == "3.mlp"
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
