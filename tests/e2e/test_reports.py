@@ -30,6 +30,8 @@ from exl2flow.inference.report.publication import Origin, describe
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.validate import report_page
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -208,6 +210,15 @@ def test_scores_are_those_of_the_report(model: Path, validation: Path) -> None:
         score["kl_divergence"],
     )
     assert (row["size_bytes"], row["tokens"]) == (score["bytes"], score["tokens"])
+
+
+def test_the_example_of_the_page_runs(converted: Path, model: Path) -> None:
+    (path,) = converted.glob("work/*/measure/*/measurement.json")
+    page = (ROOT / "docs" / "concepts" / "validation.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    script = re.sub(r"model-exl2/\d\.0bpw", str(model), script)
+
+    exec(script.replace('"measurement.json"', repr(str(path))))
 
 
 def test_what_is_no_measurement_and_no_scored_model_is_refused(
