@@ -18,7 +18,7 @@ from exl2flow.flows.cli.console import OUT, printable, say, show
 
 if TYPE_CHECKING:
     from exl2flow.inference.report.comparison import Compared
-    from exl2flow.inference.report.costs import PricedMatrix
+    from exl2flow.inference.report.costs import Priced
 
 CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
 MOST_COSTLY = 6  # matrices that are listed by what their errors cost
@@ -72,7 +72,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def cost_table(items: Sequence["PricedMatrix"]) -> Table | None:
+def cost_table(items: Sequence["Priced"]) -> Table | None:
     """Return the matrices that cost most under a title on their share; None if it is unknown."""
     from exl2flow.inference.report.costs import concentration, dominant, total_nats
     from exl2flow.inference.report.tables import cost_rows

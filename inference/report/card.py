@@ -1,4 +1,4 @@
-"""The card of a repository: what its bitrates are worth, need and come from; all from records."""
+"""The card of a repository: quality, memory and origin of its bitrates, all from records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +18,7 @@ TAGS = ("exl2", "exllamav2", "exl2flow", "quantized")
 FORMS = ("fp16", "q8", "q6", "q4")  # of the cache, that the card lists
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 SHORT = 12  # digits of digests for people
+DIGESTS = ("sha256 of its rows", "fingerprint")
 
 
 def render_card(
@@ -32,9 +33,9 @@ def render_card(
 
     Args:
         repo: where it is published.
-        bitrates: all that are there, in any order.
+        bitrates: all bitrates of the repository, in any order.
         origin: their source.
-        notes: what was overridden.
+        notes: problems that were overridden.
         has_measurement: whether `main` has one.
     """
     environment = Environment(
@@ -48,7 +49,6 @@ def render_card(
     scores = [bitrate.score for bitrate in ordered if bitrate.score is not None]
     example = min(ordered, key=lambda bitrate: abs(bitrate.bpw - 4))
     name = repo.rpartition("/")[2]
-    contexts = _contexts(ordered)
     return environment.get_template(TEMPLATE).render(
         metadata=_metadata(origin),
         name=name.removesuffix("-exl2"),
@@ -59,12 +59,10 @@ def render_card(
         bitrates=ordered,
         table=markdown_table([_row(repo, bitrate) for bitrate in ordered]),
         scored_on=scored_on(asdict(scores[0])) if scores else "",
-        contexts=contexts,
-        forms=[_form(form, ordered, contexts) for form in FORMS],
+        forms=[{"name": form, "table": _memory(form, ordered)} for form in FORMS],
         example=example.branch,
         folder=f"{name.removesuffix('-exl2')}-{example.branch}",
         facts=_facts(ordered, origin),
-        size=words.size,
     )
 
 
@@ -83,7 +81,7 @@ def _row(repo: str, bitrate: Bitrate) -> Row:
 
 
 def _metadata(origin: Origin) -> dict[str, object]:
-    """Return what the Hub reads; what is not known is left out."""
+    """Return the metadata that the Hub reads, without unknown entries."""
     found = {
         "base_model": origin.repo,
         "base_model_relation": "quantized" if origin.repo else None,
@@ -97,7 +95,7 @@ def _metadata(origin: Origin) -> dict[str, object]:
 
 
 def _absolute(origin: Origin) -> str | None:
-    """Return the link to the licence; one inside of the source's repository leads there."""
+    """Return the link to the licence; a file name leads to the source's repository."""
     link = origin.license_link
     if link is None or "://" in link or origin.repo is None:
         return link
@@ -111,48 +109,41 @@ def _source(origin: Origin) -> str:
     return link if origin.commit is None else f"{link} at commit `{origin.commit}`"
 
 
-def _contexts(bitrates: Sequence[Bitrate]) -> list[int]:
-    """Return the lengths that the model has positions for, at least one."""
+def _memory(form: str, bitrates: Sequence[Bitrate]) -> str:
+    """Return weights and cache of one form, by the lengths that the model has positions for."""
     most = min(bitrate.spec.max_positions for bitrate in bitrates)
-    return [tokens for tokens in CONTEXTS if tokens <= most] or [most]
+    contexts = [tokens for tokens in CONTEXTS if tokens <= most] or [most]
+    rows = []
+    for bitrate in bitrates:
+        row = {"branch": bitrate.branch}
+        for tokens in contexts:
+            cache = cache_bytes(bitrate.spec, context=tokens, cache_format=form)
+            row[f"{tokens:,}"] = words.size(bitrate.weight_bytes + cache)
+        rows.append(row)
+    return markdown_table(rows)
 
 
-def _form(form: str, bitrates: Sequence[Bitrate], contexts: Sequence[int]) -> dict[str, object]:
-    """Return the table of one form of the cache, in bytes."""
-    rows = [
-        {
-            "branch": bitrate.branch,
-            "sizes": [
-                bitrate.weight_bytes + cache_bytes(bitrate.spec, context=tokens, cache_format=form)
-                for tokens in contexts
-            ],
-        }
-        for bitrate in bitrates
-    ]
-    return {"name": form, "rows": rows}
-
-
-def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> list[tuple[str, list[str]]]:
-    """Return (name, its value for each bitrate)."""
-
-    def row(name: str, *path: str, short: bool = False) -> tuple[str, list[str]]:
-        values = [_found(bitrate.record, path) for bitrate in bitrates]
-        return name, [value[:SHORT] if short else value for value in values]
-
-    heads = [_found(b.spec.config, ("quantization_config", "head_bits")) for b in bitrates]
-
-    return [
-        ("source commit", [(origin.commit or words.UNKNOWN)[:SHORT]] * len(bitrates)),
-        row("exl2flow", "versions", "exl2flow"),
-        row("torch", "versions", "torch"),
-        row("quality preset", "options", "quality"),
-        ("bits of the head", heads),
-        row("calibration", "calibration", "dataset"),
-        row("sha256 of its rows", "calibration", "sha256", short=True),
-        row("seed of calibration", "options", "calibration", "seed"),
-        row("seed of sensitivity", "options", "sensitivity", "seed"),
-        row("fingerprint", "fingerprint", short=True),
-    ]
+def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
+    """Return how the bitrates were made: a row per fact."""
+    paths = {
+        "exl2flow": ("versions", "exl2flow"),
+        "torch": ("versions", "torch"),
+        "quality preset": ("options", "quality"),
+        "bits of the head": ("quantization_config", "head_bits"),
+        "calibration": ("calibration", "dataset"),
+        "sha256 of its rows": ("calibration", "sha256"),
+        "seed of calibration": ("options", "calibration", "seed"),
+        "seed of sensitivity": ("options", "sensitivity", "seed"),
+        "fingerprint": ("fingerprint",),
+    }
+    commit = (origin.commit or words.UNKNOWN)[:SHORT]
+    rows = [{"": "source commit", **{bitrate.branch: commit for bitrate in bitrates}}]
+    for name, path in paths.items():
+        found = {b.branch: _found({**b.spec.config, **b.record}, path) for b in bitrates}
+        if name in DIGESTS:
+            found = {branch: value[:SHORT] for branch, value in found.items()}
+        rows.append({"": name, **found})
+    return markdown_table(rows)
 
 
 def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.inference.report.comparison import Compared
-from exl2flow.inference.report.costs import PricedMatrix, share, total_nats
+from exl2flow.inference.report.costs import Priced, share, total_nats
 
 Row = dict[str, str]  # column → cell
 
@@ -68,7 +68,7 @@ def scored_on(score: Mapping[str, Any]) -> str:
     return f"{text}; source perplexity {source}; KL divergence in nats"
 
 
-def cost_rows(items: Sequence[PricedMatrix], total: float | None) -> list[Row]:
+def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
     """Return a row per matrix with its share of a total cost."""
     return [
         {
@@ -83,7 +83,7 @@ def cost_rows(items: Sequence[PricedMatrix], total: float | None) -> list[Row]:
     ]
 
 
-def sublayer_row(name: str, items: Sequence[PricedMatrix], found: Mapping[str, Any]) -> Row:
+def sublayer_row(name: str, items: Sequence[Priced], found: Mapping[str, Any]) -> Row:
     """Return a sublayer or the head; `found` has its `bpw` and `rel_err`, `items` its matrices."""
     return {
         "sublayer": words.short(name),
