@@ -1,4 +1,4 @@
-"""What the run's page shows of bit allocation: the chosen parameters of every matrix."""
+"""The chosen parameters of every matrix, on the page of a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ from exl2flow.quant.measure.measurement import projection_bits
 from exl2flow.tasks.artifacts import Artifacts
 
 LEGEND = (
-    "Parameters are shares of a matrix's in-features, their bits and the size of their groups: "
-    "`0.25:3b_32g/0.75:2b_32g s4` has a quarter at 3 bits and the others at 2, in groups of 32 "
+    "Parameters list shares of a matrix's in-features with their bits and group size: "
+    "`0.25:3b_32g/0.75:2b_32g s4` holds a quarter at 3 bits and the others at 2, in groups of 32 "
     "that share a scale of 4 bits."
 )
 

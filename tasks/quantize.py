@@ -32,11 +32,11 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
 
 
 def measured_of(spec: ModelSpec, chosen: Mapping[str, Mapping[str, Any]]) -> Measured:
-    """Return what measurement had found of the chosen candidates, by name of sublayer.
+    """Return what measurement found for the chosen candidates, by sublayer.
 
     Args:
         spec: the model.
-        chosen: slot, a matrix or a sublayer, → entry of the measurement.
+        chosen: slot (a matrix or a sublayer) → entry of the measurement.
     """
     keys = {s.name: [p.key for p in s.projections] for s in spec.sublayers}
     keys[spec.head.key] = [spec.head.key]

@@ -1,4 +1,4 @@
-"""What the run's page shows of validation: the report, its plot inside."""
+"""The validation report with its plot, on the page of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What commands print with: results on stdout, everything else on stderr."""
+"""Output of commands: results on stdout, everything else on stderr."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ def escape_what_cannot_be_encoded() -> None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables on stdout; a pipe gets them wide enough that nothing is cut."""
+    """Print tables on stdout, wide enough in a pipe that nothing is cut."""
     wide = Console(highlight=False, emoji=False, width=PIPED_WIDTH)
     (OUT if OUT.is_terminal else wide).print(*parts)
 
@@ -35,7 +35,7 @@ def say(text: str, *, style: str = "") -> None:
 
 
 def printable(text: str) -> str:
-    """Replace what could move the cursor or command the terminal; models may generate anything."""
+    """Replace control characters; models may generate anything."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""`exl2flow inspect`: what an EXL2 model holds, layer by layer."""
+"""`exl2flow inspect`: the contents of an EXL2 model, layer by layer."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,7 +67,7 @@ def inspect_command(
 
 
 def _write_matrices(contents: "ModelContents", csv: Path | None, parquet: Path | None) -> None:
-    """Write the table of matrices to the files that are named.
+    """Write the table of matrices to these files.
 
     Raises:
         WriteFailed: a file cannot be written.
@@ -107,7 +107,7 @@ def _summary(contents: "ModelContents") -> list[tuple[str, str]]:
 
 
 def _divergence(contents: "ModelContents") -> list[tuple[str, str]]:
-    """Return the measured KL divergence and the estimated one, as far as they are known."""
+    """Return the measured and the estimated KL divergence, if known."""
     record = contents.record
     if record is None:
         return []

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from exl2flow.inference.report.comparison import Compared
     from exl2flow.inference.report.costs import Priced
 
-CELLS_PER_LINE = 4  # sublayers beside each other in the compact list of bits
-MOST_COSTLY = 6  # matrices that are listed by what their errors cost
+CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
+MOST_COSTLY = 6  # matrices listed
 HEADER_WIDTH = 6  # columns of the terminal at which the words of a header wrap
 FOLDED = ("model", "parameters")  # columns whose cells wrap rather than being cut
 
@@ -45,7 +45,7 @@ def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
-    """Return (what, value) pairs as a table without borders."""
+    """Return (name, value) pairs as a table without borders."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -62,7 +62,7 @@ def score_table(report: Mapping[str, Any]) -> Table:
 
 
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return bits per weight of every sublayer, several in a line."""
+    """Return bits per weight of every sublayer, several per line."""
     table = Table(title="Bits per weight", title_justify="left", box=None, show_header=False)
     cells = [
         f"[dim]{words.short(layer['name'])}[/dim] {words.bits(layer['bpw'])}" for layer in layers
@@ -73,7 +73,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def cost_table(items: Sequence["Priced"]) -> Table | None:
-    """Return the matrices that cost most under a title on their share; None if it is unknown."""
+    """Return the most costly matrices, titled by their share; None if costs are unknown."""
     from exl2flow.inference.report.costs import concentration, dominant, total_nats
     from exl2flow.inference.report.tables import cost_rows
 
@@ -85,7 +85,7 @@ def cost_table(items: Sequence["Priced"]) -> Table | None:
 
 
 def print_report(report: Mapping[str, Any], seconds: float) -> None:
-    """Print the outcome of a conversion."""
+    """Print the result of a conversion."""
     from exl2flow.inference.report.costs import matrix_costs
 
     show(score_table(report))
@@ -107,7 +107,7 @@ def _print_warnings(texts: Iterable[str]) -> None:
 
 
 def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Compared"]) -> Table:
-    """Return one line per validated model; `models` are the same ones, with what they hold."""
+    """Return one line per scored model; `models` describes the same ones."""
     from exl2flow.inference.report.tables import bitrate_row, scored_on
 
     rows = [bitrate_row(model, score) for score, model in zip(scores, models, strict=True)]
@@ -115,7 +115,7 @@ def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Comp
 
 
 def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
-    """Print the outcome of a sweep: its models beside each other, and where everything lies."""
+    """Print the result of a sweep: its models compared, and where they are."""
     from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
 
     scores = [s for name in content["bitrates"] if (s := known_score(out / name)) is not None]
@@ -130,7 +130,7 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
 
 
 def print_published(published: Mapping[str, Any]) -> None:
-    """Print what lies on the Hub, and where."""
+    """Print the branches on the Hub, with their commits and address."""
     for branch, commit in published["branches"].items():
         OUT.print(f"{branch:<10} {commit}", markup=False, soft_wrap=True)
     visible = "private" if published["private"] else "public"

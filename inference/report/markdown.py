@@ -1,4 +1,4 @@
-"""A validation report for people, in Markdown: figures, which matrices matter, and all of them."""
+"""The validation report in Markdown: figures, the most costly matrices, all matrices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +93,7 @@ def _costly(costs: Sequence[MatrixCost]) -> list[str]:
 
 
 def _tables(layers: Sequence[Mapping[str, Any]], costs: Sequence[MatrixCost]) -> list[str]:
-    """Return a table for all sublayers that have the same projections, a column for each."""
+    """Return a table per kind of sublayer, with a column for each of its projections."""
     members: dict[str, list[MatrixCost]] = {str(layer["name"]): [] for layer in layers}
     for cost in costs:
         members[cost.sublayer].append(cost)

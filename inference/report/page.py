@@ -1,7 +1,7 @@
 """Models of one source as one self-contained HTML page: figures, plots, bits, samples, provenance.
 
-The page needs no network and no script; `page.html.j2` is its text. What it shows comes from the
-models' own folders, samples from where validation left them.
+The page, written as `page.html.j2`, needs no network and no script. Its content comes from the
+models' own folders; the samples come from validation's reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ from exl2flow.inference.report.tables import bitrate_row, scored_on
 
 TEMPLATE = "page.html.j2"
 VALIDATION = "validate/*/report.json"  # of a work directory
-FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
+FEWEST, MOST = 2.0, 8.0  # bits per weight of the lightest and the darkest cell
 
-Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → what is known besides: sample, error
+Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → its sample or error, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class Entry:
 
     @property
     def warnings(self) -> list[str]:
-        """What the rows of text lacked, say."""
+        """Notes on the calibration rows, such as too little text."""
         rows = (self.record.get("calibration") or {}).get("quantize") or {}
         return list(rows.get("notes") or ())
 
 
 def write_up(folder: Path) -> str:
-    """Return the page of a sweep's folder, of one with several models, or of a work directory.
+    """Return the page for a sweep's folder, a folder of models, or a work directory.
 
     Raises:
         SourceModelError: there is no validated model.
@@ -81,7 +81,7 @@ def _found(folder: Path) -> Found:
 
 
 def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
-    """Return the models that reports tell of, as far as they are still those."""
+    """Return the models of these reports, without those that have changed since."""
     found = {}
     for report in reports:
         folder = Path(str(report.get("model")))
@@ -134,7 +134,7 @@ def _render(
 
 
 def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """Return (what, value) of what made the models; what differs between them is listed."""
+    """Return how the models were made as (what, value); differing values are listed."""
     found: dict[str, dict[str, None]] = {}
     for entry in entries:
         options, record = entry.record.get("options") or {}, entry.record
@@ -160,10 +160,10 @@ def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
 
 
 def _inline(svg: str) -> str:
-    """Return an SVG document as a part of a page."""
+    """Return an SVG document as an element of a page."""
     return svg[svg.index("<svg") :]
 
 
 def _shade(bpw: float) -> str:
-    """Return how dark a cell is: 0 to 1."""
+    """Return the shade of a cell, 0 to 1."""
     return f"{min(1.0, max(0.0, (bpw - FEWEST) / (MOST - FEWEST))):.2f}"

@@ -1,4 +1,4 @@
-"""Plots as SVG text, the same bytes for the same figures: of one model, and of a set of models."""
+"""Plots of one model and of several as SVG text; equal figures give equal bytes."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from exl2flow.inference.report.comparison import Compared, by_series
 from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
 
 MARKED_COLOR = "#222222"
-MOST_NAMES = 64  # of sublayers on an axis; of more every second, third … is named
+MOST_NAMES = 64  # sublayers named on an axis; if there are more, every second, third …
 Point = tuple[str, float, float]  # label, place on the first axis, KL divergence
 Place = tuple[Literal["left", "right"], tuple[float, float]]  # of a label; offset in points
 
@@ -31,19 +31,19 @@ TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What measurement found before quantization, by sublayer, as far as it did: nats, errors."""
+    """Costs in nats and relative errors measured before quantization, by sublayer."""
 
     nats: Mapping[str, float] = field(default_factory=dict)
     rel_err: Mapping[str, float] = field(default_factory=dict)
 
 
 def render_plot(report: Mapping[str, Any]) -> str:
-    """Return bits and errors by sublayer, and what the errors cost if that is known."""
+    """Plot bits and errors by sublayer, and the costs of errors if they are known."""
     return _by_sublayer(report["layers"], Measured(), _title(report))
 
 
 def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured) -> str:
-    """Return the same with what was measured before, without a score."""
+    """Plot the same with the values measured before quantization, without a score."""
     return _by_sublayer(layers, measured, "")
 
 
@@ -86,7 +86,7 @@ def _draw_bits(
 
 
 def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
-    """Mark what was measured before, and tell whether there was anything."""
+    """Mark the values measured before; return whether there are any."""
     known = [(index, value) for index, value in enumerate(measured) if value is not None]
     places, values = [index for index, _ in known], [value for _, value in known]
     if known:
@@ -100,7 +100,7 @@ def _draw_costs(
     costs: Sequence[MatrixCost],
     measured: Sequence[float | None],
 ) -> None:
-    """Draw estimated costs as bars, the matrices of a sublayer on top of each other."""
+    """Draw estimated costs as bars, stacked by matrix."""
     names = list(dict.fromkeys(cost.name for cost in costs))
     filled = [0.0] * len(sublayers)
     for index, name in enumerate(names):
@@ -122,10 +122,10 @@ def _draw_costs(
 
 
 def render_comparison(models: Sequence[Compared]) -> str:
-    """Return KL divergence against bits per weight and against bytes; one point per model.
+    """Plot KL divergence against bits per weight and against size; one point per model.
 
-    Models without a positive divergence are left out, for its axis is logarithmic; those that are
-    not EXL2 have no bits per weight and lie on the second panel only.
+    Models without a positive divergence are left out, because its axis is logarithmic. Models that
+    are not EXL2 have no bits per weight and appear in the second panel only.
     """
     with _style():
         figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -153,7 +153,7 @@ def render_comparison(models: Sequence[Compared]) -> str:
 
 
 def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], place: Place) -> None:
-    """Draw points, joined in rising order as far as the style joins, with their labels."""
+    """Draw labelled points from left to right; the style says whether a line joins them."""
     ordered = sorted(points, key=lambda point: point[1])
     if not ordered:
         return
@@ -172,7 +172,7 @@ def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], pla
 
 
 def _finish(axes: Axes) -> None:
-    """Set scale, grid and legend of a panel that has points; an empty one says so."""
+    """Set scale, grid and legend of a panel; without points, say so instead."""
     if not axes.lines:
         axes.text(0.5, 0.5, "nothing to show", ha="center", transform=axes.transAxes)
         return

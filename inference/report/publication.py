@@ -1,6 +1,6 @@
-"""What is published: converted folders with their records, and what speaks against it.
+"""What is published: converted folders with their records; and reasons not to publish them.
 
-Records go out without the paths of the machine they were made on.
+Published records hold no paths of the machine that made them.
 """
 
 import json
@@ -18,13 +18,13 @@ from exl2flow.inference.report.licences import licence_problem
 from exl2flow.inference.report.record import read_object, read_record
 from exl2flow.model import ModelSpec, resolve
 
-CARD_FILE = "README.md"  # the source's own is not handed on
+CARD_FILE = "README.md"  # replaces the source's own
 SUFFIX = "bpw"  # of a branch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source: a repository of the Hub and its commit as far as they are known, its licence."""
+    """The source: its repository on the Hub and commit, if known, and its licence."""
 
     repo: str | None = None
     commit: str | None = None
@@ -36,10 +36,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bitrate:
-    """A converted model: its folder's files and what they tell.
+    """A converted model, described by the files in its folder.
 
-    bpw: bits per weight of the decoder's matrices; weight_bytes: of all *.safetensors.
-    score: what validation found, None if it found nothing or compared with nothing.
+    bpw: bits per weight of the decoder's matrices; weight_bytes: size of all *.safetensors.
+    score: that of validation, None if there is none or it had no reference.
     """
 
     folder: Path
@@ -52,22 +52,22 @@ class Bitrate:
 
 
 def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
-    """Return what the files of a converted model tell.
+    """Describe a converted model by its files.
 
     Args:
         folder: with config.json and our records.
-        weight_bytes: if the weights are not in the folder.
+        weight_bytes: size of the weights, if they are not in the folder.
 
     Raises:
         ConfigError: exl2flow did not write the folder.
-        SourceModelError: it is no model.
+        SourceModelError: it is not a model.
     """
     if not folder.is_dir():
-        raise ConfigError(f"`{folder}` is no folder; name folders that `exl2flow convert` wrote")
+        raise ConfigError(f"`{folder}` is not a folder; name folders that `exl2flow convert` wrote")
     record, known = read_object(folder / RECORD_FILE), read_record(folder)
     if known is None or "bpw" not in record.get("allocation", {}):
         raise ConfigError(
-            f"`{folder}` has no {RECORD_FILE} that tells how it was made; name folders that "
+            f"`{folder}` has no {RECORD_FILE} that says how it was made; name folders that "
             "`exl2flow convert` wrote"
         )
     if weight_bytes is None:
@@ -88,18 +88,18 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
 
 
 def branch_name(bpw: float) -> str:
-    """Return the branch of a bitrate: 4.0bpw, 3.25bpw."""
+    """Return the branch for a bitrate, such as 4.0bpw or 3.25bpw."""
     digits = f"{bpw:.2f}"
     return f"{digits[:-1] if digits.endswith('0') else digits}{SUFFIX}"
 
 
 def is_branch(name: str) -> bool:
-    """Tell whether a branch has the name of a bitrate."""
+    """Return whether a branch is named after a bitrate."""
     return name.endswith(SUFFIX) and name.removesuffix(SUFFIX).replace(".", "", 1).isdigit()
 
 
 def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
-    """Return what speaks against the quality of a set of bitrates."""
+    """Return the problems with the quality of a set of bitrates."""
     problems = [
         f"`{bitrate.folder}` has no measured KL divergence of these files; run `exl2flow convert` "
         "with its validation once more"
@@ -118,7 +118,7 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
 
 
 def origin_problems(origin: Origin) -> list[str]:
-    """Return what speaks against handing on what was made from a source."""
+    """Return reasons not to redistribute models made from a source."""
     problems = []
     if origin.repo is None:
         problems.append("the source on the Hub is not known; name it with `--base-model org/name`")
@@ -131,14 +131,14 @@ def origin_problems(origin: Origin) -> list[str]:
 
 
 def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
-    """Return where the sources of these models came from, each once; none for local folders."""
+    """Return the distinct origins of these models' sources; local folders have none."""
     records = (bitrate.record.get("provenance") for bitrate in bitrates)
     found = [origin_from(known) for known in records if isinstance(known, Mapping)]
     return list(dict.fromkeys(found))
 
 
 def origin_from(known: Mapping[str, Any]) -> Origin:
-    """Return the origin that a record of provenance tells of."""
+    """Return the origin that a provenance record states."""
     return Origin(
         repo=known.get("repo"),
         commit=known.get("commit"),
@@ -150,7 +150,7 @@ def origin_from(known: Mapping[str, Any]) -> Origin:
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
-    """Return name → file or content of a branch: the folder, our card, the record without paths."""
+    """Return name → file or content for a branch: the folder, our card, the record without paths."""
     files: dict[str, Path | bytes] = {
         path.name: path
         for path in sorted(bitrate.folder.iterdir())
@@ -161,7 +161,7 @@ def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a JSON value in which absolute paths are cut down to their last part."""
+    """Return a JSON value with absolute paths reduced to their last part."""
     if isinstance(value, Mapping):
         return {key: without_paths(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

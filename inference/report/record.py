@@ -1,6 +1,6 @@
-"""What a converted model's own files tell of it: how it was made, and how good it was found.
+"""A converted model's record and score, read from its folder.
 
-A model that comes from elsewhere has neither file; then nothing is known, and nothing is refused.
+Models from elsewhere have neither file; nothing is known about them, and nothing is refused.
 """
 
 import json
@@ -12,19 +12,19 @@ from typing import Any
 from exl2flow.core.config import DEFAULT_HEAD_BITS
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
 
-NATS = "nats"  # the objective of allocation whose value is a divergence
+NATS = "nats"  # the allocation objective whose value is a divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """Divergences are nats per token.
 
-    reports: sublayer or head → what `quantize` said of it.
-    series: quality preset, and what of the head distinguishes it from others of that preset.
-    allocated_kl: what allocation expected of the matrices that it chose for.
-    predicted_kl: sum of the costs of all final matrices; before tuning if there was any.
-    score: what validation found of these very files, by the fields of `Score`; calibration: the
-    same on the text that they were made with.
+    reports: sublayer or head → its report by `quantize`.
+    series: quality preset, plus the head's bits where they differ from the preset's default.
+    allocated_kl: what allocation expected for the matrices whose bits it chose.
+    predicted_kl: sum of the costs of all final matrices, before any tuning.
+    score: validation's fields of `Score` for these very files; calibration: the same for the
+    calibration text.
     """
 
     reports: Mapping[str, Mapping[str, Any]]
@@ -37,7 +37,7 @@ class Record:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; of an absent or foreign file nothing."""
+    """Return a JSON object, an empty one if the file is missing or foreign."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -46,13 +46,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return what is known of a model, None if exl2flow did not write it."""
+    """Return the record of a model, None if exl2flow did not write it."""
     record = read_object(folder / RECORD_FILE)
     if not record:
         return None
     found = read_object(folder / SCORE_FILE)
     if found.get("fingerprint") != record.get("fingerprint"):
-        found = {}  # of an earlier model in this folder
+        found = {}  # belongs to an earlier model in this folder
     allocation = record.get("allocation") or {}
     return Record(
         reports={str(layer.get("name")): layer for layer in record.get("layers") or ()},
@@ -66,7 +66,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def _series(options: Mapping[str, Any]) -> str | None:
-    """Return what conversions share of which only the bits differ."""
+    """Return what conversions that differ in nothing but their bits have in common."""
     quality = options.get("quality")
     if quality is None:
         return None

@@ -109,7 +109,7 @@ def test_page_of_a_comparison_has_a_row_per_model_and_a_plot_of_divergences(
     assert rows[1].startswith("| [4.0bpw](http://hub/org/tiny/tree/4.0bpw) |")
     assert rows[0].count("|") == header.count("|")
     assert ("data:image/svg+xml;base64," in page) == is_plotted
-    assert page.count("## What ") == 1
+    assert page.count("## Sample of ") == 1
     assert "> One\n> morning" in page
     assert f"- `{folders[0]}`" in page
 
