@@ -150,7 +150,7 @@ def origin_from(known: Mapping[str, Any]) -> Origin:
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
-    """Return name → file or content for a branch: the folder, our card, the record without paths."""
+    """Return a branch as name → file or content: the folder, our card, the path-free record."""
     files: dict[str, Path | bytes] = {
         path.name: path
         for path in sorted(bitrate.folder.iterdir())
