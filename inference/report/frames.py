@@ -42,7 +42,7 @@ def measurement_frame(path: Path | str) -> pd.DataFrame:
             f"`{path}` cannot be read as a measurement ({error}); give a `measurement.json` that "
             "`exl2flow measure` or exllamav2 wrote"
         ) from error
-    return pd.DataFrame(rows, columns=list(MEASURED))
+    return pd.DataFrame(rows, columns=list(MEASURED)).astype({"cost_nats": float})
 
 
 def _candidate(slot: str, index: int, entry: dict[str, Any]) -> dict[str, object]:
