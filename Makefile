@@ -10,7 +10,7 @@ FOLDERS := core kernels model quant tasks flows inference calibration_data
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
 	    --rows 16 --row-tokens 512 --measure-rows 16 --measure-row-tokens 512 --validate-rows 16 \
-	    --validate-row-tokens 512
+	    --validate-row-tokens 512 --validate-text demo/heldout.txt
 
 # A user's environment: the package and its pinned dependencies.
 .venv/.installed: pyproject.toml constraints.txt

@@ -317,18 +317,19 @@ def print_stats(documents: list[str]) -> None:
 
 
 def main() -> None:
-    """Write documents, each followed by the end-of-text token, or print statistics."""
+    """Write documents, each followed by the end-of-text token or a blank line, or statistics."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--characters", type=int, default=5_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stats", action="store_true", help="print statistics, not the text")
+    parser.add_argument("--plain", action="store_true", help="blank lines between documents")
     arguments = parser.parse_args()
     documents = take(arguments.characters, arguments.seed)
     if arguments.stats:
         print_stats(documents)
         return
     for document in documents:
-        print(document, EOS, sep="\n")
+        print(document, "" if arguments.plain else EOS, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-"""What the run's page shows of bit allocation: the chosen parameters of every matrix."""
+"""The chosen parameters of every matrix, on the page of a run."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import NATS, Pipeline
+from exl2flow.inference.report.tables import Row
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.measure.measurement import projection_bits
-from exl2flow.tasks.artifacts import Artifacts, Row, fixed
+from exl2flow.tasks.artifacts import Artifacts
 
 LEGEND = (
-    "Parameters are shares of a matrix's in-features, their bits and the size of their groups: "
-    "`0.25:3b_32g/0.75:2b_32g s4` has a quarter at 3 bits and the others at 2, in groups of 32 "
+    "Parameters list shares of a matrix's in-features with their bits and group size: "
+    "`0.25:3b_32g/0.75:2b_32g s4` holds a quarter at 3 bits and the others at 2, in groups of 32 "
     "that share a scale of 4 bits."
 )
 
@@ -28,20 +30,20 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
         params = choice[projection.key]
         numel = projection.in_features * projection.out_features
         row: Row = {
-            "matrix": projection.key,
-            "bits per weight": fixed(projection_bits(projection, params) / numel, 3),
+            "matrix": words.short(projection.key),
             "parameters": str(params),
+            "bits per weight": words.bits(projection_bits(projection, params) / numel),
         }
         if allocation["objective"] == NATS:
             chosen = allocation["choice"].get(projection.key, {})
-            row["cost (nats)"] = fixed(chosen.get("nats"), 6)
+            row["cost (nats)"] = words.cost(chosen.get("nats"))
         rows.append(row)
     artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
 
 
 def _result(allocation: Mapping[str, Any]) -> str:
-    """Return what the allocation came to, in words."""
-    text = f": {allocation['bpw']:.3f} bits per weight in the layers"
+    """Summarize the allocation in words."""
+    text = f": {words.bits(allocation['bpw'])} bits per weight in the layers"
     if allocation["objective"] == NATS:
-        text += f", estimated KL divergence {allocation['value']:.5f} nats"
+        text += f", estimated KL divergence {words.divergence(allocation['value'])} nats"
     return f"{text}."

@@ -4,7 +4,7 @@ import base64
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
@@ -25,11 +25,9 @@ from exl2flow.core.progress import Tick, report
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Row = dict[str, str | int | float]
 
 UPDATE_SECONDS = 5.0  # an update is a request and a row in the server's database
-PAUSE_SECONDS = 300.0  # after a failure: a request to an API that is away can take a minute to fail
-UNKNOWN = "–"
+PAUSE_SECONDS = 300.0  # after a failure: an API that is away can take a minute to say so
 
 
 class Artifacts:
@@ -44,11 +42,11 @@ class Artifacts:
         """Return the key of an artifact."""
         return f"{self._prefix}-{name}"
 
-    def table(self, name: str, rows: Sequence[Row], description: str) -> None:
+    def table(self, name: str, rows: Sequence[Mapping[str, str]], description: str) -> None:
         """Publish a table."""
         self.attempt(
             lambda: create_table_artifact(
-                key=self.key(name), table=list(rows), description=description
+                key=self.key(name), table=[dict(row) for row in rows], description=description
             )
         )
 
@@ -72,18 +70,6 @@ class Artifacts:
                 log.warning("cannot publish artifacts, going on without: %s", error)
             self._warned = True
             return None
-
-
-def fixed(value: float | None, digits: int) -> str:
-    """Return a number with fixed digits, or a dash if it is unknown."""
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table; needs at least one row, and all rows have the same columns."""
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [[str(value) for value in row.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def markdown_plot(svg: str, description: str) -> str:

@@ -1,9 +1,11 @@
 """The judgement of a refinement on the run's page."""
 
+from exl2flow.core import words
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
+from exl2flow.inference.report.tables import markdown_table
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE, judgement_in_words
-from exl2flow.tasks.artifacts import Artifacts, markdown_table
+from exl2flow.tasks.artifacts import Artifacts
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
@@ -11,8 +13,8 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     judgement = read_json(pipeline.path("judge") / JUDGEMENT_FILE)
     table = markdown_table(
         [
-            {"matrices": "old", "KL divergence (nats)": f"{judgement['kl_before']:.5f}"},
-            {"matrices": "new", "KL divergence (nats)": f"{judgement['kl_after']:.5f}"},
+            {"matrices": "old", "KL divergence (nats)": words.divergence(judgement["kl_before"])},
+            {"matrices": "new", "KL divergence (nats)": words.divergence(judgement["kl_after"])},
         ]
     )
     text = judgement_in_words(judgement)

@@ -1,16 +1,18 @@
-"""What the run's page shows of quantization: errors of sublayers, and of every matrix its cost."""
+"""Errors of sublayers and costs of matrices, on the page of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
-from exl2flow.inference.report.costs import MatrixCost, matrix_costs, share, total_nats
+from exl2flow.inference.report.costs import matrix_costs, total_nats
 from exl2flow.inference.report.plots import Measured, render_errors
+from exl2flow.inference.report.tables import Row, cost_rows, markdown_table, sublayer_row
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
 from exl2flow.quant.quantize.stage import read_report, result_files
-from exl2flow.tasks.artifacts import UNKNOWN, Artifacts, Row, fixed, markdown_plot, markdown_table
+from exl2flow.tasks.artifacts import Artifacts, markdown_plot
 
 Report = Mapping[str, Any]  # of a sublayer or the head, as `quantize` wrote it
 
@@ -21,20 +23,20 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     spec = resolve(pipeline.config.source)
     reports = [read_report(folder / name) for name in result_files(spec)]
     chosen = read_json(pipeline.path("allocate") / ALLOCATION_FILE)["choice"]
-    total = total_nats(matrix_costs(reports))
-    estimate = "" if total is None else f", estimated KL divergence {fixed(total, 5)} nats"
+    costs = matrix_costs(reports)
+    total = total_nats(costs)
+    estimate = "" if total is None else f", estimated KL divergence {words.divergence(total)} nats"
     page = errors_page(reports, measured_of(spec, chosen))
     artifacts.markdown("errors", page, f"Errors of sublayers{estimate}")
-    rows = matrix_rows(matrix_costs(reports))
-    artifacts.table("matrices", rows, "Errors of matrices, and what each of them costs")
+    artifacts.table("matrices", cost_rows(costs, total), "Error and cost of every matrix")
 
 
 def measured_of(spec: ModelSpec, chosen: Mapping[str, Mapping[str, Any]]) -> Measured:
-    """Return what measurement had found of the chosen candidates, by name of sublayer.
+    """Return what measurement found for the chosen candidates, by sublayer.
 
     Args:
         spec: the model.
-        chosen: slot, a matrix or a sublayer, → entry of the measurement.
+        chosen: slot (a matrix or a sublayer) → entry of the measurement.
     """
     keys = {s.name: [p.key for p in s.projections] for s in spec.sublayers}
     keys[spec.head.key] = [spec.head.key]
@@ -52,45 +54,22 @@ def errors_page(reports: Sequence[Report], measured: Measured) -> str:
     plot = markdown_plot(render_errors(reports, measured), "bits and errors by sublayer")
     return (
         f"{plot}\n\n"
-        "Relative errors are those of a sublayer's output, costs the KL divergence that they are "
-        "estimated to cause alone. What was measured is known before bits are allotted.\n\n"
+        "Relative errors are those of a sublayer's output; costs estimate the KL divergence that "
+        "each error causes alone. The measured values were known before bits were allotted.\n\n"
         f"{markdown_table(sublayer_rows(reports, measured))}\n"
     )
 
 
 def sublayer_rows(reports: Sequence[Report], measured: Measured) -> list[Row]:
-    """Return a row per report, all with the same columns: those that are known at all."""
-    is_priced = total_nats(matrix_costs(reports)) is not None
-    return [_sublayer_row(report, measured, is_priced=is_priced) for report in reports]
+    """Return a row per report; measurements have a column if any is known."""
+    return [_sublayer_row(report, measured) for report in reports]
 
 
-def _sublayer_row(report: Report, measured: Measured, *, is_priced: bool) -> Row:
+def _sublayer_row(report: Report, measured: Measured) -> Row:
     name = str(report["name"])
-    row: Row = {
-        "sublayer": name.removeprefix("model.layers."),
-        "bits per weight": fixed(report["bpw"], 3),
-        "relative error": fixed(report["rel_err"], 5),
-    }
-    if measured.rel_err:
-        row["measured error"] = fixed(measured.rel_err.get(name), 5)
-    if is_priced:
-        row["cost (nats)"] = fixed(total_nats(matrix_costs([report])), 6)
+    row = sublayer_row(name, matrix_costs([report]), report)
     if measured.nats:
-        row["measured cost"] = fixed(measured.nats.get(name), 6)
+        row["measured cost"] = words.cost(measured.nats.get(name))
+    if measured.rel_err:
+        row["measured error"] = words.error(measured.rel_err.get(name))
     return row
-
-
-def matrix_rows(costs: Sequence[MatrixCost]) -> list[Row]:
-    """Return a row per matrix, in model order."""
-    total = total_nats(costs)
-    return [_matrix_row(cost, share(cost, total)) for cost in costs]
-
-
-def _matrix_row(cost: MatrixCost, part: float | None) -> Row:
-    return {
-        "matrix": cost.key,
-        "bits per weight": fixed(cost.bpw, 3),
-        "relative error": fixed(cost.rel_err, 5),
-        "cost (nats)": fixed(cost.nats, 6),
-        "share of all": UNKNOWN if part is None else f"{100 * part:.1f} %",
-    }

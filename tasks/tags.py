@@ -1,4 +1,4 @@
-"""Tags of a run, by which lists of runs can be filtered in the UI."""
+"""Tags of a run, which filter lists of runs in the UI."""
 
 import logging
 from pathlib import Path
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 def tag_run(source: Path, *tags: str) -> None:
-    """Tag the flow run that calls this with its model's name and more, at best effort.
+    """Tag the calling flow run with its model's name and more, on a best-effort basis.
 
-    Only flow runs have tags: for each task with one, Prefect asks its server for a slot, and a
-    server that is away would then stop the run.
+    Only flow runs are tagged: for each tagged task Prefect asks its server for a slot, so a server
+    that is down would stop the run.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:

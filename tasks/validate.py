@@ -1,8 +1,10 @@
-"""What the run's page shows of validation: the report, its plot inside."""
+"""The validation report with its plot, on the page of a run."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.files import read_json
 from exl2flow.core.stage import Pipeline
 from exl2flow.inference.validate.stage import MARKDOWN_FILE, PLOT_FILE, REPORT_FILE
@@ -12,19 +14,24 @@ SECTION = "\n## "
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish the report as one self-contained page, the plot before its first section."""
+    """Publish the report as one self-contained page."""
     folder = pipeline.path("validate")
+    score = read_json(folder / REPORT_FILE)["score"]
+    artifacts.markdown("report", report_page(folder), f"Validation: {_brief(score)}")
+
+
+def report_page(folder: Path) -> str:
+    """Return the report in the stage's folder with its plot before the first section."""
     text = (folder / MARKDOWN_FILE).read_text(encoding="utf-8")
     svg = (folder / PLOT_FILE).read_text(encoding="utf-8")
     figures, section, rest = text.partition(SECTION)
     plot = markdown_plot(svg, "bits and errors by sublayer")
-    score = read_json(folder / REPORT_FILE)["score"]
-    page = f"{figures}\n{plot}\n{section}{rest}"
-    artifacts.markdown("report", page, f"Validation: {_brief(score)}")
+    return f"{figures}\n{plot}\n{section}{rest}"
 
 
 def _brief(score: Mapping[str, Any]) -> str:
     return (
-        f"KL divergence {score['kl_divergence']:.5f} nats, perplexity {score['perplexity']:.3f} "
-        f"({score['reference_perplexity']:.3f} of the source)"
+        f"KL divergence {words.divergence(score['kl_divergence'])} nats, perplexity "
+        f"{words.perplexity(score['perplexity'])} "
+        f"(source: {words.perplexity(score['reference_perplexity'])})"
     )

@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.wording import size
 
 if TYPE_CHECKING:
     from exl2flow.core.cleaning import Item

@@ -1,27 +1,42 @@
-"""What commands print with: results on stdout, everything else on stderr."""
+"""Output of commands: results on stdout, everything else on stderr."""
 
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 
 from rich.console import Console, RenderableType
 
 PIPED_WIDTH = 160  # columns of tables that do not go to a terminal
-OUT = Console(highlight=False)
-ERR = Console(stderr=True, highlight=False)
+# `emoji`: rich would replace `:on:` in paths and JSON, even without markup
+OUT = Console(highlight=False, emoji=False)
+ERR = Console(stderr=True, highlight=False, emoji=False)
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Print characters that stdout and stderr cannot encode as `\\udc80`; JSON stays exact."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables on stdout; a pipe gets them wide enough that nothing is cut."""
-    console = OUT if OUT.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
-    console.print(*parts)
+    """Print tables on stdout, wide enough in a pipe that nothing is cut."""
+    wide = Console(highlight=False, emoji=False, width=PIPED_WIDTH)
+    (OUT if OUT.is_terminal else wide).print(*parts)
 
 
 def say(text: str, *, style: str = "") -> None:
     """Print a message for people on stderr, unwrapped, so that paths can be copied."""
     ERR.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Replace control characters; models may generate anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def emit_json(value: object) -> None:

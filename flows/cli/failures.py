@@ -103,7 +103,12 @@ def _of_the_machine(error: BaseException) -> str | None:
 def explain_defect(error: Exception) -> None:
     """Report an unexpected error, and keep its traceback in a file."""
     with tempfile.NamedTemporaryFile(
-        "w", prefix="exl2flow-", suffix=".log", delete=False, encoding="utf-8"
+        "w",
+        prefix="exl2flow-",
+        suffix=".log",
+        delete=False,
+        encoding="utf-8",
+        errors="backslashreplace",
     ) as file:
         file.write("".join(traceback.format_exception(error)))
     first = str(error).strip().partition("\n")[0]

@@ -10,10 +10,9 @@ import typer
 
 from exl2flow.core.config import CacheName, Device
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.flows.cli.console import emit_json, say
+from exl2flow.flows.cli.console import emit_json, printable, say
 from exl2flow.flows.cli.options import Values, one_of, with_settings
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
-from exl2flow.flows.cli.wording import printable
 
 EXAMPLES = (
     "Examples:",

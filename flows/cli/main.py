@@ -27,7 +27,11 @@ from exl2flow.flows.cli import (
     validate,
     webhook,
 )
-from exl2flow.flows.cli.console import OUT, logging_to_stderr
+from exl2flow.flows.cli.console import (
+    OUT,
+    escape_what_cannot_be_encoded,
+    logging_to_stderr,
+)
 from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
 
 
@@ -121,6 +125,7 @@ def main() -> None:
     """Run the program and exit."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     signal.signal(signal.SIGTERM, _terminate)
+    escape_what_cannot_be_encoded()
     try:
         app()
     except Exception as error:  # the outermost frame: only defects get here

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from exl2flow.core.pace import Pace, clock
 from exl2flow.core.progress import Progress, Tick, reporting_to
+from exl2flow.core.words import short
 from exl2flow.flows.cli.console import ERR, say
-from exl2flow.flows.cli.wording import short
 
 
 class PlainLines:

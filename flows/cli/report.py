@@ -1,4 +1,4 @@
-"""`exl2flow report`: what is known of a sweep, as one page for a browser."""
+"""`exl2flow report`: the results of a sweep as one page for a browser."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +20,8 @@ def report(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Folder of a sweep, or one with converted models in it, or the work directory of "
-            "a model.",
+            help="Folder of a sweep, folder that holds converted models, or work directory of a "
+            "model.",
             show_default=False,
         ),
     ],
@@ -33,10 +33,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page on the models of a sweep.
+    """Write one self-contained HTML page about the models of a sweep.
 
-    It shows figures and plots of all bitrates, where bits and errors are, a sample of each, and
-    what made them. It needs no network and no script.
+    It shows figures and plots of all bitrates, where bits and errors are, samples, and how the
+    models were made. It needs no network and no script.
     """
     from exl2flow.core.files import write_text  # these import torch
     from exl2flow.inference.report.page import write_up

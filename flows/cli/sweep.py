@@ -10,6 +10,7 @@ import typer
 from exl2flow.core.errors import ConfigError, SweepFailed
 from exl2flow.core.pace import clock
 from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
+from exl2flow.core.words import size
 from exl2flow.flows.cli.console import OUT, emit_json, say, show
 from exl2flow.flows.cli.options import (
     AsJson,
@@ -27,7 +28,6 @@ from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
 from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_sweep
-from exl2flow.flows.cli.wording import size
 
 if TYPE_CHECKING:
     from exl2flow.flows.server.temporary import Api

@@ -1,22 +1,24 @@
-"""The card of a repository: what its bitrates are worth, need and come from; all from records."""
+"""The card of a repository: quality, memory and origin of its bitrates, all from records."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from exl2flow.inference.evaluate import Score
+from exl2flow.core import words
+from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.publication import Bitrate, Origin
+from exl2flow.inference.report.tables import Row, bitrate_row, markdown_table, scored_on
 from exl2flow.model.footprint import cache_bytes
 
 TEMPLATE = "card.md.j2"
-UNKNOWN = "–"
 TAGS = ("exl2", "exllamav2", "exl2flow", "quantized")
 FORMS = ("fp16", "q8", "q6", "q4")  # of the cache, that the card lists
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
-MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
 SHORT = 12  # digits of digests for people
+DIGESTS = ("sha256 of its rows", "fingerprint")
 
 
 def render_card(
@@ -31,9 +33,9 @@ def render_card(
 
     Args:
         repo: where it is published.
-        bitrates: all that are there, in any order.
+        bitrates: all bitrates of the repository, in any order.
         origin: their source.
-        notes: what was overridden.
+        notes: problems that were overridden.
         has_measurement: whether `main` has one.
     """
     environment = Environment(
@@ -47,7 +49,6 @@ def render_card(
     scores = [bitrate.score for bitrate in ordered if bitrate.score is not None]
     example = min(ordered, key=lambda bitrate: abs(bitrate.bpw - 4))
     name = repo.rpartition("/")[2]
-    contexts = _contexts(ordered)
     return environment.get_template(TEMPLATE).render(
         metadata=_metadata(origin),
         name=name.removesuffix("-exl2"),
@@ -56,33 +57,31 @@ def render_card(
         has_measurement=has_measurement,
         notes=notes,
         bitrates=ordered,
-        reference=fixed(scores[0], "reference_perplexity", 3) if scores else UNKNOWN,
-        tokens=f"{scores[0].tokens:,}" if scores else UNKNOWN,
-        contexts=contexts,
-        forms=[_form(form, ordered, contexts) for form in FORMS],
+        table=markdown_table([_row(repo, bitrate) for bitrate in ordered]),
+        scored_on=scored_on(asdict(scores[0])) if scores else "",
+        forms=[{"name": form, "table": _memory(form, ordered)} for form in FORMS],
         example=example.branch,
         folder=f"{name.removesuffix('-exl2')}-{example.branch}",
         facts=_facts(ordered, origin),
-        fixed=fixed,
-        size=size,
     )
 
 
-def size(count: int) -> str:
-    """Return bytes in words."""
-    if count < GIBIBYTE:
-        return f"{count / MEBIBYTE:.1f} MiB"
-    return f"{count / GIBIBYTE:.2f} GiB"
-
-
-def fixed(score: Score | None, field: str, digits: int) -> str:
-    """Return a figure of a score in words."""
-    value = None if score is None else getattr(score, field)
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
+def _row(repo: str, bitrate: Bitrate) -> Row:
+    """Return a line of the table of bitrates, with a link to the branch."""
+    score = {} if bitrate.score is None else asdict(bitrate.score)
+    figures = Compared(
+        label=f"[{bitrate.branch}](https://huggingface.co/{repo}/tree/{bitrate.branch})",
+        series=None,
+        bpw=bitrate.bpw,
+        bytes=bitrate.weight_bytes,
+        kl=score.get("kl_divergence"),
+        predicted_kl=bitrate.record.get("predicted_kl"),
+    )
+    return bitrate_row(figures, score)
 
 
 def _metadata(origin: Origin) -> dict[str, object]:
-    """Return what the Hub reads; what is not known is left out."""
+    """Return the metadata that the Hub reads, without unknown entries."""
     found = {
         "base_model": origin.repo,
         "base_model_relation": "quantized" if origin.repo else None,
@@ -96,7 +95,7 @@ def _metadata(origin: Origin) -> dict[str, object]:
 
 
 def _absolute(origin: Origin) -> str | None:
-    """Return the link to the licence; one inside of the source's repository leads there."""
+    """Return the link to the licence; a file name leads to the source's repository."""
     link = origin.license_link
     if link is None or "://" in link or origin.repo is None:
         return link
@@ -110,48 +109,41 @@ def _source(origin: Origin) -> str:
     return link if origin.commit is None else f"{link} at commit `{origin.commit}`"
 
 
-def _contexts(bitrates: Sequence[Bitrate]) -> list[int]:
-    """Return the lengths that the model has positions for, at least one."""
+def _memory(form: str, bitrates: Sequence[Bitrate]) -> str:
+    """Return weights and cache of one form, by the lengths that the model has positions for."""
     most = min(bitrate.spec.max_positions for bitrate in bitrates)
-    return [tokens for tokens in CONTEXTS if tokens <= most] or [most]
+    contexts = [tokens for tokens in CONTEXTS if tokens <= most] or [most]
+    rows = []
+    for bitrate in bitrates:
+        row = {"branch": bitrate.branch}
+        for tokens in contexts:
+            cache = cache_bytes(bitrate.spec, context=tokens, cache_format=form)
+            row[f"{tokens:,}"] = words.size(bitrate.weight_bytes + cache)
+        rows.append(row)
+    return markdown_table(rows)
 
 
-def _form(form: str, bitrates: Sequence[Bitrate], contexts: Sequence[int]) -> dict[str, object]:
-    """Return the table of one form of the cache, in bytes."""
-    rows = [
-        {
-            "branch": bitrate.branch,
-            "sizes": [
-                bitrate.weight_bytes + cache_bytes(bitrate.spec, context=tokens, cache_format=form)
-                for tokens in contexts
-            ],
-        }
-        for bitrate in bitrates
-    ]
-    return {"name": form, "rows": rows}
-
-
-def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> list[tuple[str, list[str]]]:
-    """Return (name, its value for each bitrate)."""
-
-    def row(name: str, *path: str, short: bool = False) -> tuple[str, list[str]]:
-        values = [_found(bitrate.record, path) for bitrate in bitrates]
-        return name, [value[:SHORT] if short else value for value in values]
-
-    heads = [_found(b.spec.config, ("quantization_config", "head_bits")) for b in bitrates]
-
-    return [
-        ("source commit", [(origin.commit or UNKNOWN)[:SHORT]] * len(bitrates)),
-        row("exl2flow", "versions", "exl2flow"),
-        row("torch", "versions", "torch"),
-        row("quality preset", "options", "quality"),
-        ("bits of the head", heads),
-        row("calibration", "calibration", "dataset"),
-        row("sha256 of its rows", "calibration", "sha256", short=True),
-        row("seed of calibration", "options", "calibration", "seed"),
-        row("seed of sensitivity", "options", "sensitivity", "seed"),
-        row("fingerprint", "fingerprint", short=True),
-    ]
+def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
+    """Return how the bitrates were made: a row per fact."""
+    paths = {
+        "exl2flow": ("versions", "exl2flow"),
+        "torch": ("versions", "torch"),
+        "quality preset": ("options", "quality"),
+        "bits of the head": ("quantization_config", "head_bits"),
+        "calibration": ("calibration", "dataset"),
+        "sha256 of its rows": ("calibration", "sha256"),
+        "seed of calibration": ("options", "calibration", "seed"),
+        "seed of sensitivity": ("options", "sensitivity", "seed"),
+        "fingerprint": ("fingerprint",),
+    }
+    commit = (origin.commit or words.UNKNOWN)[:SHORT]
+    rows = [{"": "source commit", **{bitrate.branch: commit for bitrate in bitrates}}]
+    for name, path in paths.items():
+        found = {b.branch: _found({**b.spec.config, **b.record}, path) for b in bitrates}
+        if name in DIGESTS:
+            found = {branch: value[:SHORT] for branch, value in found.items()}
+        rows.append({"": name, **found})
+    return markdown_table(rows)
 
 
 def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:
@@ -159,4 +151,4 @@ def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:
     value: Any = record
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
-    return UNKNOWN if value is None else str(value)
+    return words.UNKNOWN if value is None else str(value)

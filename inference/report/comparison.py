@@ -1,24 +1,23 @@
-"""Models of one source beside each other: does the divergence fall as the bytes rise?"""
+"""Compare models of one source: does the divergence fall as the bytes rise?"""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_record
 
-MEGABYTE = 1e6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A scored model and what its folder tells.
+    """A scored model, described by its folder.
 
     label: distinguishes it from the others of the set.
-    series: what it shares with models of which only the bits differ; None if unknown.
+    series: shared by models that differ in nothing but their bits; None if unknown.
     bpw: bits per weight of the layers' matrices, None if it is not EXL2.
     kl: measured divergence in nats, None without a reference; predicted_kl: the estimated one.
     """
@@ -31,12 +30,12 @@ class Compared:
     predicted_kl: float | None
 
     def to_json(self) -> dict[str, object]:
-        """Return what a score does not tell."""
+        """Return the fields that a score lacks."""
         return {"bpw": self.bpw, "series": self.series, "predicted_kl": self.predicted_kl}
 
 
 def known_score(folder: Path) -> Score | None:
-    """Return what validation found of a converted model, None if that is not known."""
+    """Return the score that validation gave a converted model, None if there is none."""
     record = read_record(folder)
     if record is None or record.score is None:
         return None
@@ -44,7 +43,7 @@ def known_score(folder: Path) -> Score | None:
 
 
 def compared(scores: Sequence[Score]) -> list[Compared]:
-    """Return scored models with what their folders tell, in the same order."""
+    """Describe scored models by their folders, in the same order."""
     labels = _labels([Path(score.model) for score in scores])
     return [_compared(score, label) for score, label in zip(scores, labels, strict=True)]
 
@@ -63,7 +62,7 @@ def _compared(score: Score, label: str) -> Compared:
 
 
 def _contents(folder: Path) -> ModelContents | None:
-    """Return what an EXL2 folder holds, None of another one."""
+    """Return the contents of an EXL2 folder, None for other folders."""
     try:
         return inspect_model(folder)
     except SourceModelError:
@@ -71,7 +70,7 @@ def _contents(folder: Path) -> ModelContents | None:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, or as much of their paths as makes them differ."""
+    """Return the folders' names, or as much of their paths as distinguishes them."""
     resolved = [folder.resolve() for folder in folders]
     names = [path.name for path in resolved]
     if len(set(names)) == len(set(resolved)):
@@ -89,13 +88,13 @@ def by_series(models: Sequence[Compared]) -> dict[str | None, list[Compared]]:
 
 
 def check_bitrates(models: Sequence[Compared]) -> tuple[str, list[str]]:
-    """Tell whether more bytes bring models of one series closer to their source.
+    """Check that more bytes bring the models of a series closer to their source.
 
-    EXL2 models of unknown series count as one: those of another program, say.
+    EXL2 models of unknown series, such as those of another program, count as one series.
 
     Returns:
-        A sentence on the series in which they do, empty if there is none of two models; and a
-        warning for each model that diverges more than a smaller one.
+        A sentence that lists the series of two and more models for which this holds, or nothing;
+        and a warning for each model that diverges more than a smaller one.
     """
     sound, warnings = [], []
     for series, members in by_series(models).items():
@@ -116,11 +115,14 @@ def _rises(models: Sequence[Compared]) -> list[str]:
         best = min(smaller, key=_divergence, default=model)
         if _divergence(best) < _divergence(model):
             texts.append(
-                f"KL divergence rises with bytes: `{model.label}` has {_divergence(model):.5f} "
-                f"nats at {model.bytes / MEGABYTE:.2f} MB, `{best.label}` {_divergence(best):.5f} "
-                f"at {best.bytes / MEGABYTE:.2f} MB"
+                f"KL divergence rises with bytes: `{model.label}` has {_stated(model)}, "
+                f"`{best.label}` {_stated(best)}"
             )
     return texts
+
+
+def _stated(model: Compared) -> str:
+    return f"{words.divergence(model.kl)} nats at {words.size(model.bytes)}"
 
 
 def _divergence(model: Compared) -> float:

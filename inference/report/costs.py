@@ -1,7 +1,7 @@
 """Which matrices matter: what the error of each one costs, as `quantize` estimated it.
 
-Costs are nats of KL divergence per token that an error causes alone, on the calibration text.
-Errors act on each other, and other text is another matter: costs rank, measured divergence judges.
+A cost is the KL divergence in nats per token that an error alone causes on the calibration text.
+Errors interact, and other text differs, so costs rank matrices; only measurement judges a model.
 """
 
 import math
@@ -9,35 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-LARGE_SHARE = 0.5  # of all costs: how many matrices make it is stated
+from exl2flow.core import words
+
+LARGE_SHARE = 0.5  # of all costs: how many matrices cause it is stated
 
 
 class Priced(Protocol):
-    """Anything whose cost may be known."""
-
-    @property
-    def nats(self) -> float | None:
-        """The cost, None if unknown."""
-
-
-class PricedMatrix(Priced, Protocol):
     """A matrix as tables show it; what is unknown is None."""
 
     @property
-    def key(self) -> str:
-        """Its name in the model."""
-
+    def key(self) -> str: ...
     @property
-    def params(self) -> str | None:
-        """Bit widths and groups as they were chosen."""
-
+    def params(self) -> str | None: ...
     @property
-    def bpw(self) -> float | None:
-        """Bits per weight."""
-
+    def bpw(self) -> float | None: ...
     @property
-    def rel_err(self) -> float | None:
-        """The relative error of its output."""
+    def nats(self) -> float | None: ...
+    @property
+    def rel_err(self) -> float | None: ...
 
 
 PricedItem = TypeVar("PricedItem", bound=Priced)
@@ -45,7 +34,7 @@ PricedItem = TypeVar("PricedItem", bound=Priced)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCost:
-    """One matrix of a report; what it does not tell is None or empty.
+    """One matrix of a report; what is unknown is None or empty.
 
     sublayer: of the report, or the head's name; name: of the projection.
     """
@@ -64,7 +53,7 @@ class MatrixCost:
 
 
 def matrix_costs(layers: Sequence[Mapping[str, Any]]) -> list[MatrixCost]:
-    """Return the matrices of all reports of sublayers and of the head, in model order."""
+    """Return the matrices of all sublayers and of the head, in model order."""
     return [
         MatrixCost(
             sublayer=str(layer["name"]),
@@ -98,7 +87,7 @@ def dominant(items: Sequence[PricedItem], count: int) -> list[PricedItem]:
 
 
 def concentration(items: Sequence[Priced]) -> str:
-    """Say how few matrices make half of all costs; nothing if costs are unknown or zero."""
+    """Say how few matrices cause half of all costs; nothing if costs are unknown or zero."""
     total = total_nats(items)
     if not total:
         return ""
@@ -107,4 +96,5 @@ def concentration(items: Sequence[Priced]) -> str:
         count, reached = count + 1, reached + (item.nats or 0.0)
         if reached >= LARGE_SHARE * total:
             break
-    return f"{count} of {len(items)} matrices make {100 * reached / total:.0f} % of the estimate"
+    part = words.percent(reached / total, 0)
+    return f"{count} of {len(items)} matrices cause {part} of the estimate"

@@ -1,7 +1,7 @@
-"""What an EXL2 folder holds, from its tensor names and headers; any program may have written it.
+"""What an EXL2 folder holds, according to its tensor names and headers, whatever wrote it.
 
-Only headers and group tables are read, so a large model takes no longer than a small one. Errors,
-what they cost, and the divergence are known when the folder has the records that we write.
+Only headers and group tables are read, so large models take no longer than small ones. Errors,
+their costs and the divergence are known if the folder has our records.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _META = torch.device("meta")
 class MatrixContents:
     """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits.
 
-    params: as they were chosen; nats: what the error costs alone. None if unknown.
+    params: the chosen parameters; nats: what the error alone costs. None if unknown.
     """
 
     key: str
@@ -73,7 +73,7 @@ class PartContents:
 
     @property
     def nats(self) -> float | None:
-        """The sum of what the matrices' errors cost alone."""
+        """Sum of the costs of the matrices."""
         return total_nats(self.matrices)
 
     @property
@@ -83,12 +83,12 @@ class PartContents:
 
     @property
     def bit_widths(self) -> tuple[int, ...]:
-        """Bit widths that occur, falling."""
+        """Bit widths in use, largest first."""
         return tuple(sorted({b for m in self.matrices for b in m.rows}, reverse=True))
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Group sizes that occur, rising."""
+        """Group sizes in use, smallest first."""
         return tuple(sorted({size for m in self.matrices for size in m.group_sizes}))
 
     def to_json(self) -> dict[str, object]:
@@ -108,7 +108,7 @@ class PartContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContents:
-    """A whole folder. `layers`: quantized parts inside layers; `others`: outside, as the head."""
+    """A whole folder. `layers`: quantized parts of layers; `others`: parts such as the head."""
 
     folder: Path
     architecture: str | None
@@ -136,7 +136,7 @@ class ModelContents:
 
     @property
     def bpw(self) -> float:
-        """Bits per weight of the layers' matrices as `--bpw` counts them, else of all."""
+        """Bits per weight of the layers, as `--bpw` counts them; of all if no layer has any."""
         parts = self.layers or self.others
         return sum(p.bits for p in parts) / sum(p.numel for p in parts)
 
@@ -168,7 +168,7 @@ def inspect_model(folder: Path) -> ModelContents:
     """Return what an EXL2 folder holds.
 
     Raises:
-        SourceModelError: no safetensors, or none of the matrices is quantized.
+        SourceModelError: there are no safetensors files, or no matrix is quantized.
         MissingTensor: a quantized matrix lacks one of its tensors.
         TensorShapeError: tensors of a matrix contradict one another.
     """
@@ -213,7 +213,7 @@ def _first_text(value: object) -> str | None:
 def _part(
     name: str, keys: list[str], tensors: TensorFiles, report: Mapping[str, Any]
 ) -> PartContents:
-    """Return a sublayer or the head; `report` is what `quantize` said of it, if known."""
+    """Return a sublayer or the head; `report` is what `quantize` reported, empty if unknown."""
     projections = report.get("projections", {})
     matrices = []
     for key in keys:
@@ -240,7 +240,7 @@ def _matrix(key: str, matrix: QuantizedMatrix, known: Mapping[str, Any]) -> Matr
 
 
 def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:
-    """Return a matrix of which only the group table, the one 16-bit integer tensor, has content."""
+    """Return a matrix of which only the group table, the one int16 tensor, has been read."""
     names = [name for name in (*tensor_names(key), f"{key}.bias") if name in tensors]
     stored = {
         name: tensors.read(name)
@@ -252,7 +252,7 @@ def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:
 
 
 def _part_name(key: str) -> str:
-    """Return the sublayer of a matrix inside a layer: the name one below the layer's number."""
+    """Return the sublayer of a matrix: the name up to the part after the layer's number."""
     words = key.split(".")
     index = next((i for i, word in enumerate(words) if word.isdigit()), None)
     return key if index is None else ".".join(words[: index + 2])
@@ -263,6 +263,6 @@ def _layer_index(name: str) -> int | None:
 
 
 def _walk_order(name: str) -> tuple[bool, int, bool, str]:
-    """Sort by layer, attention first; what is outside the layers comes last."""
+    """Sort by layer, attention first, parts outside the layers last."""
     index = _layer_index(name)
     return index is None, index or 0, "attn" not in name, name

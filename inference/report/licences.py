@@ -1,7 +1,7 @@
-"""What licences of sources allow: whether a converted model may be handed on, to anybody.
+"""Which licences of sources allow a converted model to be redistributed to anybody.
 
-Ids are those of the Hub. A licence that is in neither table, `other` and `unknown` among them, is
-treated like a forbidden one: somebody has to read it and decide.
+Ids are those of the Hub. A licence in neither table, including `other` and `unknown`, is treated as
+forbidden: somebody has to read it and decide.
 """
 
 ALLOWED = frozenset(
@@ -12,14 +12,14 @@ ALLOWED = frozenset(
         *("artistic-2.0", "mpl-2.0", "epl-2.0", "eupl-1.2", "ncsa", "postgresql", "pddl"),
         *("gpl", "gpl-2.0", "gpl-3.0", "agpl-3.0", "lgpl", "lgpl-2.1", "lgpl-3.0", "osl-3.0"),
         *("cdla-permissive-1.0", "cdla-permissive-2.0", "odc-by", "odbl", "openmdw-1.0"),
-        # with conditions on use that go along with the model
+        # with conditions of use that pass on with the model
         *("openrail", "openrail++", "bigscience-openrail-m", "bigcode-openrail-m"),
         *("creativeml-openrail-m", "bigscience-bloom-rail-1.0"),
         *("llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "llama4", "gemma"),
     )
 )
 NO_COMMERCE = "forbids commercial use"
-NO_CHANGES = "forbids handing on changed versions"
+NO_CHANGES = "forbids redistributing modified versions"
 RESEARCH = "allows research only"
 FORBIDDEN: dict[str, str] = {
     **dict.fromkeys(("cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0"), NO_COMMERCE),
@@ -35,11 +35,11 @@ FORBIDDEN: dict[str, str] = {
 
 
 def licence_problem(license: str | None, name: str | None = None) -> str:
-    """Return what speaks against publishing under a licence, nothing if it allows it.
+    """Return why a licence does not allow publishing, nothing if it does.
 
     Args:
-        license: id of the Hub, None if the source does not tell.
-        name: what `other` stands for.
+        license: the Hub's id, None if the source states none.
+        name: the licence that `other` stands for.
     """
     if license is None:
         return "the source states no licence; give its id with `--license` if you know it"

@@ -1,44 +1,35 @@
-"""A validation report for people, in Markdown: figures, which matrices matter, and all of them."""
+"""The validation report in Markdown: figures, the most costly matrices, all matrices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.inference.report.costs import (
     MatrixCost,
     concentration,
     dominant,
     matrix_costs,
-    share,
     total_nats,
 )
+from exl2flow.inference.report.tables import cost_rows, markdown_table, score_rows, sublayer_row
 
 Report = Mapping[str, Any]  # the content of report.json
 
 MOST_COSTLY = 10  # matrices that the report lists by themselves
-UNKNOWN = "–"
 
 
 def render_markdown(report: Report) -> str:
     """Return the report as Markdown."""
-    score = report["score"]
     costs = matrix_costs(report["layers"])
+    title = f"{report['source'].rpartition('/')[2]} at {words.bits(report['bpw'])} bits per weight"
     lines = [
-        f"# {report['source'].rpartition('/')[2]} at {report['bpw']:.3f} bits per weight",
+        f"# {title}",
         "",
         _verdict(report),
         "",
-        "| | source | converted |",
-        "|---|---|---|",
-        f"| perplexity | {score['reference_perplexity']:.4f} | {score['perplexity']:.4f} |",
-        *_calibration_row(report),
-        f"| KL divergence, mean (nats) | | {score['kl_divergence']:.5f} |",
-        *_other_divergences(report),
-        f"| KL divergence, median | | {score['kl_median']:.5f} |",
-        f"| KL divergence, 99 % | | {score['kl_p99']:.5f} |",
-        f"| top-1 agreement | | {score['top1_agreement']:.4f} |",
-        f"| bytes of weights | {report['source_bytes']:,} | {score['bytes']:,} |",
+        markdown_table(score_rows(report)),
         "",
-        f"Measured on {score['tokens']:,} tokens. The model lies in `{report['model']}`.",
+        f"The model is in `{report['model']}`.",
         *_calibration_rows(report),
         *_tuning(report),
         *_costly(costs),
@@ -60,30 +51,8 @@ def _verdict(report: Report) -> str:
     return "**Passed.**"
 
 
-def _calibration_row(report: Report) -> list[str]:
-    calibration = report["calibration"]
-    if calibration is None:
-        return []
-    source, found = calibration["reference_perplexity"], calibration["perplexity"]
-    return [f"| perplexity, calibration text | {source:.4f} | {found:.4f} |"]
-
-
-def _other_divergences(report: Report) -> list[str]:
-    """Return the divergence on the calibration text, and the estimate, which is for that text."""
-    calibration, predicted = report["calibration"], report.get("predicted_kl")
-    found = {
-        "mean on calibration text": calibration and calibration["kl_divergence"],
-        "estimated, sum over matrices": predicted,
-    }
-    return [
-        f"| KL divergence, {what} | | {value:.5f} |"
-        for what, value in found.items()
-        if value is not None
-    ]
-
-
 def _calibration_rows(report: Report) -> list[str]:
-    """Return a sentence on what the rows of quantization are made of."""
+    """Describe the rows that quantization was calibrated on."""
     described = report.get("calibration_rows")
     if not described:
         return []
@@ -95,15 +64,15 @@ def _calibration_rows(report: Report) -> list[str]:
 
 
 def _tuning(report: Report) -> list[str]:
-    """Return a sentence on what distillation brought."""
+    """Describe what distillation gained."""
     tuning = report.get("tuning")
     if not tuning:
         return []
     return [
         "",
-        f"Tuned in {tuning['steps']} steps: KL divergence on calibration rows set aside "
-        f"{tuning['first_kl']:.5f} → {tuning['best_kl']:.5f}. "
-        "Estimates and errors below are those before tuning.",
+        f"Tuned in {tuning['steps']} steps: KL divergence on held-back calibration rows "
+        f"{words.divergence(tuning['first_kl'])} → {words.divergence(tuning['best_kl'])}. "
+        "Estimates and errors below are from before tuning.",
     ]
 
 
@@ -116,65 +85,33 @@ def _costly(costs: Sequence[MatrixCost]) -> list[str]:
         "",
         "## Where the divergence comes from",
         "",
-        f"{concentration(costs)}. It adds up what each matrix's error costs alone, on the "
+        f"{concentration(costs)}, which adds up what the error of each matrix alone costs on the "
         "calibration text.",
         "",
-        "| matrix | parameters | bits per weight | estimated nats | share | relative error |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| {_short(cost.key)} | {cost.params} | {_fixed(cost.bpw, 3)} | {_nats(cost.nats)} "
-            f"| {100 * (share(cost, total) or 0):.1f} % | {_fixed(cost.rel_err, 5)} |"
-            for cost in dominant(costs, MOST_COSTLY)
-        ),
+        markdown_table(cost_rows(dominant(costs, MOST_COSTLY), total)),
     ]
 
 
 def _tables(layers: Sequence[Mapping[str, Any]], costs: Sequence[MatrixCost]) -> list[str]:
-    """Return a table for all sublayers that have the same projections, a column for each."""
+    """Return a table per kind of sublayer, with a column for each of its projections."""
     members: dict[str, list[MatrixCost]] = {str(layer["name"]): [] for layer in layers}
     for cost in costs:
         members[cost.sublayer].append(cost)
-    kinds: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for layer in layers:
-        names = tuple(cost.name for cost in members[str(layer["name"])])
-        kinds.setdefault(names if len(names) > 1 else (), []).append(layer)
+        matrices = members[str(layer["name"])]
+        row = sublayer_row(str(layer["name"]), matrices, layer)
+        names = tuple(cost.name for cost in matrices) if len(matrices) > 1 else ()
+        cells = dict(zip(names, map(_cell, matrices), strict=False))
+        kinds.setdefault(names, []).append(row | cells)
     lines = []
     if any(kinds):
-        lines += ["", "Of each matrix: bits per weight · estimated nats · relative error."]
-    for names, found in kinds.items():
-        columns = ("sublayer", "bits per weight", "estimated nats", "relative error", *names)
-        lines += ["", _row(columns), _row(["---"] * len(columns))]
-        lines += [_layer_row(layer, members[str(layer["name"])], names) for layer in found]
+        lines += ["", "For each matrix: bits per weight · cost (nats) · relative error."]
+    for rows in kinds.values():
+        lines += ["", markdown_table(rows)]
     return lines
 
 
-def _layer_row(
-    layer: Mapping[str, Any], members: Sequence[MatrixCost], names: tuple[str, ...]
-) -> str:
-    cells = [f"{_fixed(m.bpw, 2)} · {_nats(m.nats)} · {_fixed(m.rel_err, 3)}" for m in members]
-    return _row(
-        [
-            _short(str(layer["name"])),
-            f"{layer['bpw']:.3f}",
-            _nats(total_nats(members)),
-            f"{layer['rel_err']:.5f}",
-            *(cells if names else ()),
-        ]
-    )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _short(key: str) -> str:
-    return key.removeprefix("model.layers.")
-
-
-def _fixed(value: float | None, digits: int) -> str:
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
-def _nats(value: float | None) -> str:
-    """Return a cost, which may be very small, with its first two digits."""
-    return UNKNOWN if value is None else f"{value:#.2g}"
+def _cell(matrix: MatrixCost) -> str:
+    figures = (words.bits(matrix.bpw), words.cost(matrix.nats), words.error(matrix.rel_err))
+    return " · ".join(figures)

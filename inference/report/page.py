@@ -1,7 +1,7 @@
 """Models of one source as one self-contained HTML page: figures, plots, bits, samples, provenance.
 
-The page needs no network and no script; `page.html.j2` is its text. What it shows comes from the
-models' own folders, samples from where validation left them.
+The page, written as `page.html.j2`, needs no network and no script. Its content comes from the
+models' own folders; the samples come from validation's reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.stage import RECORD_FILE
 from exl2flow.core.sweep import SWEEP_FILE
@@ -19,13 +20,13 @@ from exl2flow.inference.report.comparison import Compared, check_bitrates, compa
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot
 from exl2flow.inference.report.record import read_object
+from exl2flow.inference.report.tables import bitrate_row, scored_on
 
 TEMPLATE = "page.html.j2"
 VALIDATION = f"validate/{'?' * 16}/report.json"  # of a work directory; none that was set aside
 FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
-UNKNOWN = "–"
 
-Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → what is known besides: sample, error
+Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → its sample or error, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +42,13 @@ class Entry:
 
     @property
     def warnings(self) -> list[str]:
-        """What the rows of text lacked, say."""
+        """Notes on the calibration rows, such as too little text."""
         rows = (self.record.get("calibration") or {}).get("quantize") or {}
         return list(rows.get("notes") or ())
 
 
 def write_up(folder: Path) -> str:
-    """Return the page of a sweep's folder, of one with several models, or of a work directory.
+    """Return the page for a sweep's folder, a folder of models, or a work directory.
 
     Raises:
         SourceModelError: there is no validated model.
@@ -80,7 +81,7 @@ def _found(folder: Path) -> Found:
 
 
 def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
-    """Return the models that reports tell of, as far as they are still those."""
+    """Return the models of these reports, without those that have changed since."""
     found = {}
     for report in reports:
         folder = Path(str(report.get("model")))
@@ -115,11 +116,13 @@ def _render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"fixed": _fixed, "shade": _shade, "short": _short}
+    environment.filters |= {"bits": words.bits, "shade": _shade, "short": words.short}
     return environment.get_template(TEMPLATE).render(
         name=Path(str(first.record.get("source", ""))).name or first.contents.folder.name,
         first=first,
         entries=entries,
+        rows=[bitrate_row(entry.figures, asdict(entry.score)) for entry in entries],
+        scored_on=scored_on(asdict(first.score)),
         failed=failed,
         published=published,
         sound=sound,
@@ -131,7 +134,7 @@ def _render(
 
 
 def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """Return (what, value) of what made the models; what differs between them is listed."""
+    """Return how the models were made as (what, value); differing values are listed."""
     found: dict[str, dict[str, None]] = {}
     for entry in entries:
         options, record = entry.record.get("options") or {}, entry.record
@@ -157,18 +160,10 @@ def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
 
 
 def _inline(svg: str) -> str:
-    """Return an SVG document as a part of a page."""
+    """Return an SVG document as an element of a page."""
     return svg[svg.index("<svg") :]
 
 
-def _fixed(value: float | None, digits: int) -> str:
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
 def _shade(bpw: float) -> str:
-    """Return how dark a cell is: 0 to 1."""
+    """Return the shade of a cell, 0 to 1."""
     return f"{min(1.0, max(0.0, (bpw - FEWEST) / (MOST - FEWEST))):.2f}"
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("model.layers.")

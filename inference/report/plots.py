@@ -1,4 +1,4 @@
-"""Plots as SVG text, the same bytes for the same figures: of one model, and of a set of models."""
+"""Plots of one model and of several as SVG text; equal figures give equal bytes."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from exl2flow.inference.report.comparison import MEGABYTE, Compared, by_series
+from exl2flow.core import words
+from exl2flow.inference.report.comparison import Compared, by_series
 from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
 
 MARKED_COLOR = "#222222"
-MOST_NAMES = 64  # of sublayers on an axis; of more every second, third … is named
+MOST_NAMES = 64  # sublayers named on an axis; if there are more, every second, third …
 Point = tuple[str, float, float]  # label, place on the first axis, KL divergence
 Place = tuple[Literal["left", "right"], tuple[float, float]]  # of a label; offset in points
 
@@ -30,19 +31,19 @@ TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What measurement found before quantization, by sublayer, as far as it did: nats, errors."""
+    """Costs in nats and relative errors measured before quantization, by sublayer."""
 
     nats: Mapping[str, float] = field(default_factory=dict)
     rel_err: Mapping[str, float] = field(default_factory=dict)
 
 
 def render_plot(report: Mapping[str, Any]) -> str:
-    """Return bits and errors by sublayer, and what the errors cost if that is known."""
+    """Plot bits and errors by sublayer, and the costs of errors if they are known."""
     return _by_sublayer(report["layers"], Measured(), _title(report))
 
 
 def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured) -> str:
-    """Return the same with what was measured before, without a score."""
+    """Plot the same with the values measured before quantization, without a score."""
     return _by_sublayer(layers, measured, "")
 
 
@@ -57,17 +58,17 @@ def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title:
         if is_priced:
             _draw_costs(panels[1], names, costs, [measured.nats.get(name) for name in names])
         named = range(0, len(names), 1 + (len(names) - 1) // MOST_NAMES)
-        short = [names[index].removeprefix("model.layers.") for index in named]
-        panels[-1].set_xticks(named, short, rotation=90, fontsize=6)
+        labels = [words.short(names[index]) for index in named]
+        panels[-1].set_xticks(named, labels, rotation=90, fontsize=6)
         panels[-1].set_xlim(-0.6, len(layers) - 0.4)
         panels[0].set_title(title)
         return _as_svg(figure)
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    title = f"KL divergence {report['score']['kl_divergence']:.4f} nats"
+    title = f"KL divergence {words.divergence(report['score']['kl_divergence'])} nats"
     predicted = report.get("predicted_kl")
-    return title if predicted is None else f"{title}, estimated {predicted:.4f}"
+    return title if predicted is None else f"{title}, estimated {words.divergence(predicted)}"
 
 
 def _draw_bits(
@@ -85,7 +86,7 @@ def _draw_bits(
 
 
 def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
-    """Mark what was measured before, and tell whether there was anything."""
+    """Mark the values measured before; return whether there are any."""
     known = [(index, value) for index, value in enumerate(measured) if value is not None]
     places, values = [index for index, _ in known], [value for _, value in known]
     if known:
@@ -99,7 +100,7 @@ def _draw_costs(
     costs: Sequence[MatrixCost],
     measured: Sequence[float | None],
 ) -> None:
-    """Draw estimated costs as bars, the matrices of a sublayer on top of each other."""
+    """Draw estimated costs as bars, stacked by matrix."""
     names = list(dict.fromkeys(cost.name for cost in costs))
     filled = [0.0] * len(sublayers)
     for index, name in enumerate(names):
@@ -121,16 +122,17 @@ def _draw_costs(
 
 
 def render_comparison(models: Sequence[Compared]) -> str:
-    """Return KL divergence against bits per weight and against bytes; one point per model.
+    """Plot KL divergence against bits per weight and against size; one point per model.
 
-    Models without a positive divergence are left out, for its axis is logarithmic; those that are
-    not EXL2 have no bits per weight and lie on the second panel only.
+    Models without a positive divergence are left out, because its axis is logarithmic. Models that
+    are not EXL2 have no bits per weight and appear in the second panel only.
     """
     with _style():
         figure = Figure(figsize=(9, 4.2), layout="constrained")
         bits, size = figure.subplots(1, 2, sharey=True)
+        unit, width = words.unit(max((model.bytes for model in models), default=0))
         for index, (series, members) in enumerate(by_series(models).items()):
-            drawn = [(m.label, m.bpw, m.bytes / MEGABYTE, m.kl) for m in members if m.kl]
+            drawn = [(m.label, m.bpw, m.bytes / width, m.kl) for m in members if m.kl]
             style = {
                 "color": COLORS[index % len(COLORS)] if series else PLAIN_COLOR,
                 "marker": MARKERS[index % len(MARKERS)],
@@ -139,19 +141,19 @@ def render_comparison(models: Sequence[Compared]) -> str:
             }
             place = LABEL_PLACES[index % len(LABEL_PLACES)]
             by_bits = [(label, bpw, kl) for label, bpw, _, kl in drawn if bpw is not None]
-            by_size = [(label, megabytes, kl) for label, _, megabytes, kl in drawn]
+            by_size = [(label, stored, kl) for label, _, stored, kl in drawn]
             _draw_series(bits, by_bits, style, place)
             _draw_series(size, by_size, style, place)
         bits.set_ylabel("KL divergence from the source (nats)")
         bits.set_xlabel("bits per weight of the layers' matrices")
-        size.set_xlabel("weights on disk (MB)")
+        size.set_xlabel(f"weights on disk ({unit})")
         for axes in (bits, size):
             _finish(axes)
         return _as_svg(figure)
 
 
 def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], place: Place) -> None:
-    """Draw points, joined in rising order as far as the style joins, with their labels."""
+    """Draw labelled points from left to right; the style says whether a line joins them."""
     ordered = sorted(points, key=lambda point: point[1])
     if not ordered:
         return
@@ -170,7 +172,7 @@ def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], pla
 
 
 def _finish(axes: Axes) -> None:
-    """Set scale, grid and legend of a panel that has points; an empty one says so."""
+    """Set scale, grid and legend of a panel; without points, say so instead."""
     if not axes.lines:
         axes.text(0.5, 0.5, "nothing to show", ha="center", transform=axes.transAxes)
         return

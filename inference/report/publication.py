@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.model_files import check_links, is_of_model, public_content
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
@@ -61,11 +62,11 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
 
     Args:
         folder: with config.json and our records.
-        weight_bytes: if the weights are not in the folder.
+        weight_bytes: size of the weights, if they are not in the folder.
 
     Raises:
         ConfigError: exl2flow did not write the folder.
-        SourceModelError: it is no model.
+        SourceModelError: it is not a model.
     """
     if not folder.is_dir():
         raise ConfigError(f"`{folder}` is not a folder; name folders that `exl2flow convert` wrote")
@@ -93,13 +94,13 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
 
 
 def branch_name(bpw: float) -> str:
-    """Return the branch of a bitrate: 4.0bpw, 3.25bpw."""
+    """Return the branch for a bitrate, such as 4.0bpw or 3.25bpw."""
     digits = f"{bpw:.2f}"
     return f"{digits[:-1] if digits.endswith('0') else digits}{SUFFIX}"
 
 
 def is_branch(name: str) -> bool:
-    """Tell whether a branch has the name of a bitrate."""
+    """Return whether a branch is named after a bitrate."""
     return name.endswith(SUFFIX) and name.removesuffix(SUFFIX).replace(".", "", 1).isdigit()
 
 
@@ -115,7 +116,7 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
     for score in scores:
         found = score.kl_divergence
         if found is None or not found <= max_kl:
-            text = "unknown" if found is None else f"{found:.5f}"
+            text = "unknown" if found is None else words.divergence(found)
             problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
     # users choose among all of them, whatever the presets
     models = [replace(model, series=None) for model in compared(scores)]

@@ -1,6 +1,6 @@
-"""What a converted model's own files tell of it: how it was made, and how good it was found.
+"""A converted model's record and score, read from its folder.
 
-A model that comes from elsewhere has neither file; then nothing is known, and nothing is refused.
+Models from elsewhere have neither file; nothing is known about them, and nothing is refused.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from exl2flow.model.fields import json_object
 class Record:
     """Divergences are nats per token.
 
-    reports: sublayer or head → what `quantize` said of it.
-    series: quality preset, and what of the head distinguishes it from others of that preset.
-    allocated_kl: what allocation expected of the matrices that it chose for.
-    predicted_kl: sum of the costs of all final matrices; before tuning if there was any.
-    score: what validation found of these very files, by the fields of `Score`; calibration: the
-    same on the text that they were made with.
+    reports: sublayer or head → its report by `quantize`.
+    series: quality preset, plus the head's bits where they differ from the preset's default.
+    allocated_kl: what allocation expected for the matrices whose bits it chose.
+    predicted_kl: sum of the costs of all final matrices, before any tuning.
+    score: validation's fields of `Score` for these very files; calibration: the same for the
+    calibration text.
     """
 
     reports: Mapping[str, Mapping[str, Any]]
@@ -35,7 +35,7 @@ class Record:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; of an absent or foreign file nothing."""
+    """Return a JSON object, an empty one if the file is missing or foreign."""
     try:
         return json_object(path.read_bytes(), errors="replace")
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def number(value: object) -> float | None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return what is known of a model, None if exl2flow did not write it."""
+    """Return the record of a model, None if exl2flow did not write it."""
     record = read_object(folder / RECORD_FILE)
     if not record:
         return None
@@ -93,7 +93,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _series(options: Mapping[str, Any]) -> str | None:
-    """Return what conversions share of which only the bits differ."""
+    """Return what conversions that differ in nothing but their bits have in common."""
     quality = options.get("quality")
     if quality is None:
         return None

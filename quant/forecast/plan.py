@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from exl2flow.core import words
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.stage import Pipeline
@@ -151,5 +152,5 @@ def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
 
 
 def megabytes(size: int) -> str:
-    """Format a size."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    """Return a size in words."""
+    return words.size(size)

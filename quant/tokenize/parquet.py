@@ -46,13 +46,16 @@ def records(path: Path, columns: list[str] | None) -> Iterator[list[str]]:
         ) from error
 
 
+def holds_strings(kind: pa.DataType) -> bool:
+    """Return whether a column of this type is text, plain or dictionary-encoded."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
 def _text_columns(path: Path, schema: pa.Schema) -> list[str]:
-    """Return the names of the columns that hold strings, plain or dictionary-encoded."""
-    names = []
-    for column in schema:
-        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            names.append(column.name)
+    """Return the names of the columns that hold strings."""
+    names = [column.name for column in schema if holds_strings(column.type)]
     if not names:
         raise CalibrationError(
             f"`{path}` has no text column, only {_listed(schema)}; add one of strings"

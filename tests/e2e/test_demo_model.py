@@ -14,6 +14,7 @@ from exl2flow.inference import BaseGenerator, SamplingSettings, load_model
 from exl2flow.model import Tokenizer, expected_tensors, resolve
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
+HELD_OUT = DEMO.parent / "heldout.txt"
 CALIBRATION = CalibrationOptions(rows=8, row_tokens=512, measure_rows=8, measure_row_tokens=512)
 FOUR_BITS = 4_416_884  # bytes of the weights at 4 bits with a head of 6
 
@@ -37,7 +38,7 @@ def converted(folder: Path, **target: object) -> Converted:
         work_root=folder / "work",
         calibration=CALIBRATION,
         rounding={"rounds": 0},  # to save time
-        validate_options=ValidateOptions(rows=8, row_tokens=512, sample_tokens=0),
+        validate_options=ValidateOptions(text=HELD_OUT, rows=8, row_tokens=512, sample_tokens=0),
         **target,
     )
     conversion = run_locally(config)
@@ -85,6 +86,11 @@ def test_perplexity_on_held_out_text_rises_by_five_percent_at_two_and_a_half_bit
     poor: Converted,
 ) -> None:
     assert poor.perplexity >= 1.05 * poor.reference_perplexity
+
+
+def test_perplexity_rises_as_bits_fall(poor: Converted, good: Converted) -> None:
+    assert poor.perplexity > good.perplexity > good.reference_perplexity
+    assert good.reference_perplexity < 3
 
 
 def test_divergence_at_two_and_a_half_bits_is_five_times_that_at_four(

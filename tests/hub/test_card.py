@@ -71,13 +71,13 @@ def test_bitrates_are_listed_with_what_validation_found(bitrates: list[Bitrate])
     _, text = parts(render_card("org/tiny-exl2", bitrates[::-1], ORIGIN))
 
     head, _, *found = rows(text, "## Bitrates")
-    assert head[3] == "KL divergence"
+    assert head[4] == "KL divergence"
     for cells, bitrate in zip(found, bitrates, strict=True):
         assert bitrate.score is not None
         assert cells[0].startswith(f"[{bitrate.branch}](https://huggingface.co/org/tiny-exl2/tree/")
         assert float(cells[1]) == pytest.approx(bitrate.bpw, abs=1e-3)
-        assert float(cells[3]) == pytest.approx(bitrate.score.kl_divergence, abs=1e-5)
-        assert cells[2] == f"{bitrate.weight_bytes / 2**20:.1f} MiB"
+        assert float(cells[4]) == pytest.approx(bitrate.score.kl_divergence, abs=1e-5)
+        assert cells[2] == f"{bitrate.weight_bytes / 1e3:.2f} kB"
 
 
 def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:
@@ -89,7 +89,7 @@ def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:
     head, _, first, _ = rows(text, "Cache **q4**")
     assert head[1:] == [f"{tokens:,}" for tokens in CONTEXTS[:4]]
     total = long[0].weight_bytes + cache_bytes(spec, context=32768, cache_format="q4")
-    assert first[4] == f"{total / 2**20:.1f} MiB"
+    assert first[4] == f"{total / 1e6:.2f} MB"
 
 
 def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None:

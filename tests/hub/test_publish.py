@@ -294,7 +294,7 @@ def test_what_speaks_against_it_refuses_and_can_be_forced(
     card = hub.files(REPO)["README.md"].decode()
     assert is_public(hub)
     assert len(published.notes) == 1
-    assert f"> **Published in spite of:** {published.notes[0]}." in card
+    assert f"> **Published despite:** {published.notes[0]}." in card
     assert str(models[0].parent) not in card
 
 

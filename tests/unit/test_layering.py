@@ -33,10 +33,11 @@ EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("model/template_program.py", "inference/report/page.py", "inference/report/card.py"),
     "matplotlib": ("inference/report/plots.py",),
+    "pandas": ("inference/report/frames.py", "quant/tokenize/frame.py"),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
     "prefect_ray": ("flows/runners.py",),
-    "pyarrow": ("quant/tokenize/parquet.py", "inference/text.py", "calibration_data/build.py"),
+    "pyarrow": ("quant/tokenize/", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),

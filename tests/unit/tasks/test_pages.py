@@ -7,13 +7,12 @@ import pytest
 from tiny import make_tiny
 
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.report.costs import matrix_costs
 from exl2flow.inference.report.plots import Measured
 from exl2flow.model import resolve
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.publish import Published
 from exl2flow.tasks.publishing import branch_links, publication_page
-from exl2flow.tasks.quantize import errors_page, matrix_rows, measured_of, sublayer_rows
+from exl2flow.tasks.quantize import errors_page, measured_of, sublayer_rows
 
 
 def report(name: str, *projections: str, nats: float | None = 0.25) -> dict[str, Any]:
@@ -52,9 +51,9 @@ def test_sublayers_show_the_sum_of_their_matrices_and_what_was_measured() -> Non
     assert first == {
         "sublayer": "0.mlp",
         "bits per weight": "3.500",
-        "relative error": "0.12500",
-        "cost (nats)": "0.500000",
-        "measured cost": "0.750000",
+        "cost (nats)": "0.50",
+        "relative error": "0.1250",
+        "measured cost": "0.75",
     }
     assert list(head) == list(first)
     assert head["measured cost"] == "–"
@@ -68,8 +67,9 @@ def test_sublayers_measured_by_their_errors_show_these() -> None:
         {
             "sublayer": "0.mlp",
             "bits per weight": "3.500",
-            "relative error": "0.12500",
-            "measured error": "0.25000",
+            "cost (nats)": "–",
+            "relative error": "0.1250",
+            "measured error": "0.2500",
         }
     ]
 
@@ -78,32 +78,8 @@ def test_page_of_errors_has_a_plot_and_a_row_per_sublayer() -> None:
     page = errors_page(REPORTS, MEASURED)
 
     assert page.startswith("![bits and errors by sublayer](data:image/svg+xml;base64,")
-    assert "| 0.mlp | 3.500 | 0.12500 | 0.500000 | 0.750000 |" in page.splitlines()
+    assert "| 0.mlp | 3.500 | 0.50 | 0.1250 | 0.75 |" in page.splitlines()
     assert "| lm_head |" in page
-
-
-def test_matrices_show_cost_and_share() -> None:
-    rows = matrix_rows(matrix_costs(REPORTS))
-
-    assert [row["matrix"] for row in rows] == [
-        "model.layers.0.mlp.up_proj",
-        "model.layers.0.mlp.down_proj",
-        "lm_head",
-    ]
-    assert rows[0] == {
-        "matrix": "model.layers.0.mlp.up_proj",
-        "bits per weight": "3.250",
-        "relative error": "0.50000",
-        "cost (nats)": "0.250000",
-        "share of all": "33.3 %",
-    }
-
-
-def test_unknown_costs_leave_a_dash_or_no_column() -> None:
-    layers = [report("lm_head", "lm_head", nats=None)]
-
-    assert "cost (nats)" not in sublayer_rows(layers, Measured())[0]
-    assert matrix_rows(matrix_costs(layers))[0]["share of all"] == "–"
 
 
 def test_measured_costs_of_a_sublayer_are_added_up_where_all_are_known(tmp_path: Path) -> None:
@@ -133,7 +109,7 @@ def test_page_of_a_comparison_has_a_row_per_model_and_a_plot_of_divergences(
     assert rows[1].startswith("| [4.0bpw](http://hub/org/tiny/tree/4.0bpw) |")
     assert rows[0].count("|") == header.count("|")
     assert ("data:image/svg+xml;base64," in page) == is_plotted
-    assert page.count("## What ") == 1
+    assert page.count("## Sample of ") == 1
     assert "> One\n> morning" in page
     assert f"- `{folders[0]}`" in page
 

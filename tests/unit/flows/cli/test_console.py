@@ -1,11 +1,14 @@
 import json
 import logging
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from exl2flow.flows.cli.console import emit_json, logging_to_stderr
-from exl2flow.flows.cli.wording import number, percent, printable, short, size
+from exl2flow.flows.cli.console import OUT, emit_json, logging_to_stderr, printable, say, show
+from exl2flow.flows.cli.tables import plan_table
 
 
 def test_json_is_one_line_of_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,6 +17,54 @@ def test_json_is_one_line_of_valid_json(capsys: pytest.CaptureFixture[str]) -> N
     line, end = capsys.readouterr().out.split("\n")
     assert end == ""
     assert json.loads(line) == {"a": [None, 1.5], "b": {"c": None}, "long": "[red]ä\n" * 100}
+
+
+@pytest.mark.parametrize("text", ['"a":1 time 12:on:30', "/data/:fire:/x", ":heart: :warning:"])
+def test_codes_of_emoji_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    emit_json(text)
+    say(f"error: no file `{text}`")
+    OUT.print(f"[b]{text}[/b]")
+    show(plan_table([(text, text)]))
+
+    printed = capsys.readouterr()
+    line, plain, row = printed.out.splitlines()
+    assert (json.loads(line), plain) == (text, text)
+    assert row.split("  ") == [text, text]
+    assert printed.err == f"error: no file `{text}`\n"
+
+
+LONE = "/data/\udcff \ud800"
+
+
+def test_lone_surrogates_are_printed_escaped_and_json_stays_exact() -> None:
+    script = (
+        "import sys; from exl2flow.flows.cli import main\n"
+        "from exl2flow.flows.cli.console import OUT, emit_json, say\n"
+        "sys.argv = ['exl2flow', '--version']\n"
+        "try:\n    main()\n"
+        f"finally:\n    emit_json({LONE!r}); say({LONE!r}); OUT.print({LONE!r})\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    _, line, path = done.stdout.splitlines()
+    assert json.loads(line) == LONE
+    assert (path, done.stderr) == (r"/data/\udcff \ud800", "/data/\\udcff \\ud800\n")
+
+
+@pytest.mark.parametrize("name", ["\udcff", ":on:"])
+def test_a_command_names_a_missing_folder_whatever_its_name(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, "-m", "exl2flow.flows.cli", "inspect", str(tmp_path / name)]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    assert done.returncode == 1
+    shown = name.encode("utf-8", "backslashreplace").decode()
+    assert f"error: `{tmp_path / shown}` is no folder" in done.stderr
 
 
 def test_each_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,22 +86,6 @@ def test_logging_is_left_as_it_was() -> None:
         assert logger.level == logging.DEBUG
 
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
-
-
-def test_values_are_worded_for_people() -> None:
-    assert [size(n) for n in (12, 1_500, 2_340_000, 5e9)] == [
-        "12 B",
-        "1.50 kB",
-        "2.34 MB",
-        "5.00 GB",
-    ]
-    assert (number(None), number(1.23456), percent(None), percent(0.5)) == (
-        "–",
-        "1.2346",
-        "–",
-        "50.00 %",
-    )
-    assert short("model.layers.3.mlp") == "3.mlp"
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:

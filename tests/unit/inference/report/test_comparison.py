@@ -106,7 +106,8 @@ def test_a_larger_model_that_diverges_more_is_warned_of_beside_the_best_smaller_
 
     assert text == ""
     assert warnings == [
-        "KL divergence rises with bytes: `c` has 0.40000 nats at 30.00 MB, `b` 0.30000 at 20.00 MB"
+        "KL divergence rises with bytes: `c` has 0.40000 nats at 30.00 MB, "
+        "`b` 0.30000 nats at 20.00 MB"
     ]
 
 

@@ -45,8 +45,8 @@ def test_those_that_cost_most_stand_first() -> None:
 @pytest.mark.parametrize(
     ("costs", "text"),
     [
-        ([5.0, 3.0, 2.0], "1 of 3 matrices make 50 % of the estimate"),
-        ([4.0, 3.0, 3.0], "2 of 3 matrices make 70 % of the estimate"),
+        ([5.0, 3.0, 2.0], "1 of 3 matrices cause 50 % of the estimate"),
+        ([4.0, 3.0, 3.0], "2 of 3 matrices cause 70 % of the estimate"),
         ([0.0, 0.0], ""),
         ([1.0, None], ""),
     ],

@@ -30,6 +30,7 @@ def report() -> dict[str, Any]:
             "perplexity": 22.5,
             "reference_perplexity": 21.25,
             "kl_divergence": 0.03333,
+            "tokens": 8188,
         },
         "layers": [
             {"name": name, "bpw": 3.0 + i / 4, "rel_err": 0.05 * (i + 1)}
@@ -47,17 +48,17 @@ def test_markdown_shows_every_figure(report: dict[str, Any]) -> None:
     for line in (
         "# tiny at 3.500 bits per weight",
         "**Passed.**",
-        "| perplexity | 11.1111 | 12.3456 |",
-        "| perplexity, calibration text | 21.2500 | 22.5000 |",
+        "| perplexity, 16,376 held-out tokens | 11.1111 | 12.3456 |",
+        "| perplexity, 8,188 calibration tokens | 21.2500 | 22.5000 |",
         "| KL divergence, mean (nats) | | 0.04321 |",
-        "| KL divergence, mean on calibration text | | 0.03333 |",
+        "| KL divergence, mean on calibration tokens | | 0.03333 |",
         "| KL divergence, median | | 0.01234 |",
-        "| KL divergence, 99 % | | 0.56789 |",
-        "| top-1 agreement | | 0.9012 |",
-        "| bytes of weights | 1,234,567 | 345,678 |",
-        "Measured on 16,376 tokens. The model lies in `/models/tiny-exl2`.",
-        "| 0.self_attn | 3.000 | – | 0.05000 |",
-        "| lm_head | 3.500 | – | 0.15000 |",
+        "| KL divergence, 99th percentile | | 0.56789 |",
+        "| top-1 agreement | | 90.12 % |",
+        "| weights on disk | 1.23 MB | 345.68 kB |",
+        "The model is in `/models/tiny-exl2`.",
+        "| 0.self_attn | 3.000 | – | 0.0500 |",
+        "| lm_head | 3.500 | – | 0.1500 |",
         "> One morning",
         "> it rained.",
     ):
@@ -106,8 +107,8 @@ def test_costs_of_matrices_are_summed_and_the_largest_stand_first(priced: dict[s
     lines = render_markdown(priced).splitlines()
 
     assert "| KL divergence, estimated, sum over matrices | | 0.21000 |" in lines
-    first = next(i for i, line in enumerate(lines) if line.startswith("2 of 6 matrices make 52 %"))
-    assert lines[first + 4] == "| lm_head | 1:3b_64g s4 | 3.250 | 0.060 | 28.6 % | 0.12500 |"
+    first = next(i for i, line in enumerate(lines) if line.startswith("2 of 6 matrices cause 52 %"))
+    assert lines[first + 4] == "| lm_head | 1:3b_64g s4 | 3.250 | 0.060 | 28.6 % | 0.1250 |"
     assert lines[first + 5].startswith("| 0.mlp.down_proj |")
 
 
@@ -117,8 +118,8 @@ def test_sublayers_have_a_column_per_matrix(priced: dict[str, Any]) -> None:
     (header,) = (line for line in lines if line.endswith("| gate_proj | up_proj | down_proj |"))
     (row,) = (line for line in lines if line.startswith("| 0.mlp | "))
     assert header.count("|") == row.count("|")
-    assert "| 0.12 | 0.10000 | 3.25 · 0.030 · 0.125 |" in row
-    assert "| lm_head | 3.500 | 0.060 | 0.15000 |" in lines
+    assert "| 0.12 | 0.1000 | 3.250 · 0.030 · 0.1250 |" in row
+    assert "| lm_head | 3.500 | 0.060 | 0.1500 |" in lines
 
 
 def test_a_cost_that_is_unknown_hides_the_ranking(priced: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def test_a_cost_that_is_unknown_hides_the_ranking(priced: dict[str, Any]) -> Non
     text = render_markdown(priced)
 
     assert "Where the divergence" not in text
-    assert "3.25 · – · 0.125" in text
+    assert "3.250 · – · 0.1250" in text
 
 
 def test_rows_of_calibration_and_tuning_are_told(report: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core import memory
-from exl2flow.core.config import ConversionConfig, RefinementConfig
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.refine import RefinementConfig
 from exl2flow.model import resolve
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import Card, Forecast
@@ -48,8 +49,13 @@ def test_the_plan_describes_the_rows(source: Path, text: str, words: str) -> Non
 def test_the_plan_of_a_refinement_says_how_many_rows_judge(
     source: Path, rows: int, judging: int
 ) -> None:
-    plain = config_of(source, "standard", rows=rows)
-    config = RefinementConfig.model_validate({**dict(plain), "model": source.parent / "quantized"})
+    calibration = {**SIZES, "rows": rows}
+    config = RefinementConfig(
+        source=source,
+        model=source.parent / "quantized",
+        out=source.parent / "out",
+        calibration=calibration,
+    )
 
     said = calibration_in_words(config, resolve(source))
 

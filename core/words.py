@@ -1,0 +1,58 @@
+"""How results are written for people: all reports use these words, digits and units.
+
+Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
+"""
+
+UNKNOWN = "–"
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def fixed(value: float | None, digits: int) -> str:
+    """Return a number, or a dash for one that is unknown."""
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def bits(value: float | None) -> str:
+    """Return bits per weight."""
+    return fixed(value, 3)
+
+
+def perplexity(value: float | None) -> str:
+    """Return a perplexity."""
+    return fixed(value, 4)
+
+
+def divergence(value: float | None) -> str:
+    """Return a KL divergence in nats."""
+    return fixed(value, 5)
+
+
+def error(value: float | None) -> str:
+    """Return a relative error."""
+    return fixed(value, 4)
+
+
+def cost(value: float | None) -> str:
+    """Return the cost in nats of one matrix or sublayer, which may be tiny: two digits."""
+    return UNKNOWN if value is None else f"{value:#.2g}"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
+    """Return a share of 1 in percent."""
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
+
+
+def unit(count: float) -> tuple[str, float]:
+    """Return the unit that suits a number of bytes, and how many bytes it has."""
+    return next(((name, width) for name, width in UNITS if count >= width), ("B", 1.0))
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in kB, MB or GB."""
+    name, width = unit(count)
+    return f"{count:.0f} B" if name == "B" else f"{count / width:.2f} {name}"
+
+
+def short(text: str) -> str:
+    """Return a text in which sublayers and matrices lack the prefix that all of them share."""
+    return text.replace("model.layers.", "")

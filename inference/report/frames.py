@@ -1,0 +1,132 @@
+"""Measurements, allocations and scores as pandas DataFrames, for notebooks and scripts.
+
+Rows are tidy, units are in the names of the columns, and what is unknown is NaN. This file alone
+imports pandas, so that only its users wait for it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from exl2flow.core.errors import ConfigError, CorruptCheckpoint
+from exl2flow.core.files import read_json
+from exl2flow.inference.report.comparison import compared, known_score
+from exl2flow.inference.report.inspection import ModelContents, inspect_model
+from exl2flow.model.exl2 import QuantParams
+
+MEASURED = ("slot", "candidate", "parameters", "stored_bits", "relative_error", "cost_nats")
+
+
+def measurement_frame(path: Path | str) -> pd.DataFrame:
+    """Return a `measurement.json`, ours or exllamav2's: one row per candidate of each slot.
+
+    A slot is a matrix or, as exllamav2 measures, a sublayer, whose parameters are listed by
+    projection. Relative errors are those of the slot's output; `cost_nats` is the estimated KL
+    divergence that they cause.
+
+    Raises:
+        ConfigError: the file is not a measurement.
+    """
+    try:
+        slots = read_json(Path(path))["measurement"]
+        rows = [
+            _candidate(slot, index, entry)
+            for slot, entries in slots.items()
+            for index, entry in enumerate(entries or ())
+        ]
+    except (AttributeError, CorruptCheckpoint, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`{path}` cannot be read as a measurement ({error}); give a `measurement.json` that "
+            "`exl2flow measure` or exllamav2 wrote"
+        ) from error
+    return pd.DataFrame(rows, columns=list(MEASURED)).astype({"cost_nats": float})
+
+
+def _candidate(slot: str, index: int, entry: dict[str, Any]) -> dict[str, object]:
+    params = {k: str(QuantParams.from_json(v)) for k, v in entry.items() if isinstance(v, dict)}
+    listed = [f"{name} {text}" for name, text in params.items()]
+    cells = (
+        slot,
+        index,
+        "; ".join(listed) if len(params) > 1 else "".join(params.values()),
+        int(entry["total_bits"]),
+        1 - float(entry["accuracy"]),
+        entry.get("nats"),
+    )
+    return dict(zip(MEASURED, cells, strict=True))
+
+
+def allocation_frame(model: Path | str | ModelContents) -> pd.DataFrame:
+    """Return one row per quantized matrix of an EXL2 model, in model order.
+
+    `stored_bytes` and `bits_per_weight` count everything stored for a matrix. Parameters, errors
+    and costs are known for models that exl2flow wrote.
+
+    Args:
+        model: its folder, or what `inspect_model` returned.
+
+    Raises:
+        Exl2FlowError: as `inspect_model`.
+    """
+    contents = model if isinstance(model, ModelContents) else inspect_model(Path(model))
+    return pd.DataFrame(
+        {
+            "matrix": matrix.key,
+            "sublayer": part.name,
+            "in_features": matrix.shape[0],
+            "out_features": matrix.shape[1],
+            "parameters": matrix.params,
+            "bit_widths": "/".join(map(str, matrix.rows)),
+            "group_sizes": "/".join(map(str, matrix.group_sizes)),
+            "groups": matrix.groups,
+            "bits_per_weight": matrix.bpw,
+            "stored_bytes": matrix.bits // 8,
+            "cost_nats": matrix.nats,
+            "relative_error": matrix.rel_err,
+        }
+        for part in contents.parts
+        for matrix in part.matrices
+    ).astype({"cost_nats": float, "relative_error": float})
+
+
+def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
+    """Return one row per converted model, with what validation found.
+
+    Raises:
+        ConfigError: a model has no score.
+    """
+    folders = [Path(model) for model in models]
+    known = {folder: known_score(folder) for folder in folders}
+    scores = [score for score in known.values() if score is not None]
+    if missing := [f"`{folder}`" for folder, score in known.items() if score is None]:
+        raise ConfigError(
+            f"{', '.join(missing)} has no score of these files; give folders that `exl2flow "
+            "convert` wrote and validated"
+        )
+    rows = [
+        {
+            "model": model.label,
+            "series": model.series,
+            "bits_per_weight": model.bpw,
+            "size_bytes": model.bytes,
+            **_figures(asdict(score)),
+            "estimated_kl_nats": model.predicted_kl,
+            "tokens": score.tokens,
+        }
+        for score, model in zip(scores, compared(scores), strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _figures(score: dict[str, Any]) -> dict[str, float | None]:
+    return {
+        "perplexity": score["perplexity"],
+        "source_perplexity": score["reference_perplexity"],
+        "kl_divergence_nats": score["kl_divergence"],
+        "kl_median_nats": score["kl_median"],
+        "kl_p99_nats": score["kl_p99"],
+        "top1_agreement": score["top1_agreement"],
+    }

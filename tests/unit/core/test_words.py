@@ -1,0 +1,47 @@
+import pytest
+
+from exl2flow.core import words
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (12, "12 B"),
+        (1_500, "1.50 kB"),
+        (2_340_000, "2.34 MB"),
+        (3_701_000_000, "3.70 GB"),  # 3.45 GiB
+    ],
+)
+def test_sizes_are_decimal(count: int, text: str) -> None:
+    assert words.size(count) == text
+
+
+@pytest.mark.parametrize(
+    "word",
+    [words.bits, words.perplexity, words.divergence, words.error, words.cost, words.percent],
+)
+def test_what_is_unknown_is_a_dash(word) -> None:
+    assert word(None) == "–"
+
+
+def test_each_figure_has_its_own_number_of_digits() -> None:
+    assert [
+        words.bits(4.00049),
+        words.perplexity(2.50774),
+        words.divergence(0.005541),
+        words.error(0.03864),
+        words.percent(0.94571),
+        words.percent(0.25, 1),
+    ] == ["4.000", "2.5077", "0.00554", "0.0386", "94.57 %", "25.0 %"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.02, "0.020"), (0.00012345, "0.00012"), (2.4e-5, "2.4e-05"), (1.5, "1.5")],
+)
+def test_costs_have_two_digits_however_small(value: float, text: str) -> None:
+    assert words.cost(value) == text
+
+
+def test_names_lose_the_prefix_that_all_share() -> None:
+    assert words.short("model.layers.3.mlp, lm_head") == "3.mlp, lm_head"
