@@ -15,6 +15,7 @@ from exl2flow.flows import preparation
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.local import run_locally
 from exl2flow.flows.preparation import handed_on, prepare, prepare_sweep
+from exl2flow.tasks.stages import STAGES
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
@@ -77,12 +78,12 @@ def test_what_is_handed_on_holds_for_that_configuration_only(
 ) -> None:
     config = small_config(source, tmp_path / "out", bpw=4.0)
 
-    with handed_on(prepare(config)):
-        assert prepare(small_config(source, tmp_path / "out", bpw=5.0)).config.bpw == 5.0
+    with handed_on(prepare(config, STAGES)):
+        assert prepare(small_config(source, tmp_path / "out", bpw=5.0), STAGES).config.bpw == 5.0
         with pytest.raises(PreflightFailed):
-            prepare(small_config(source, tmp_path / "out", bpw=2.0))
-        prepare(config)
-    prepare(config)
+            prepare(small_config(source, tmp_path / "out", bpw=2.0), STAGES)
+        prepare(config, STAGES)
+    prepare(config, STAGES)
 
     assert calls == ["find_fit", "preflight"] * 4
 

@@ -21,7 +21,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--plot", "kl.svg"], "name the source with `--reference`"),
+        (["--plot", "kl.svg"], "need the source; name it with `--reference`"),
         (["--plot", "kl.png", "--reference", "x"], "`.svg`"),
         (["--plot", "nowhere/kl.svg", "--reference", "x"], "existing folder"),
     ],
