@@ -1,5 +1,6 @@
 """The largest model that fits a GPU: turn its memory into a target in bytes."""
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
 from exl2flow.core.config import CACHES, ConversionConfig, FitOptions
@@ -83,23 +84,18 @@ def fitted(config: ConversionConfig) -> ConversionConfig:
 
 def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest: int) -> str:
     """Return the message that says what does not fit, and what would."""
-    others = []
-    for name in CACHES:
-        if longest := _longest(spec, int(options.memory) - smallest, name):
-            others.append(f"`--cache {name} --context {longest}`")
-    ways = [f"`--fit {smallest + needs.total}`", *others]
+    cache = CACHES[-1]
+    pages = range(spec.max_positions // PAGE_TOKENS + 1)
+    longest = PAGE_TOKENS * bisect_right(
+        pages,
+        int(options.memory) - smallest,
+        lo=1,
+        key=lambda n: Footprint.of(spec, context=n * PAGE_TOKENS, cache_format=cache).total,
+    )
+    shorter = f" or `--cache {cache} --context {longest - PAGE_TOKENS}`"
     return (
         f"nothing fits {megabytes(options.memory)}: the smallest model takes {megabytes(smallest)},"
         f" the {options.cache} cache of {options.context:,} tokens {megabytes(needs.cache)}, all "
-        f"else {megabytes(needs.total - needs.cache)}; what would fit: {' or '.join(ways)}"
+        f"else {megabytes(needs.total - needs.cache)}; what would fit: "
+        f"`--fit {smallest + needs.total}`{shorter * (longest > PAGE_TOKENS)}"
     )
-
-
-def _longest(spec: ModelSpec, room: int, cache: str) -> int:
-    """Return the longest context that fits `room` bytes, in whole pages."""
-    low, high = 0, spec.max_positions // PAGE_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        needs = Footprint.of(spec, context=middle * PAGE_TOKENS, cache_format=cache)
-        low, high = (middle, high) if needs.total <= room else (low, middle - 1)
-    return low * PAGE_TOKENS

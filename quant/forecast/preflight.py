@@ -3,18 +3,17 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypeVar
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, NotEnoughRows, PreflightFailed, StoreError
-from exl2flow.core.files import read_json
 from exl2flow.core.memory import available_memory
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
-from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.stage import Stage
 from exl2flow.kernels import resolve_device
 from exl2flow.model import (
     ChatTemplate,
@@ -67,7 +66,6 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     card = None
     if device is not None and device.type == "cuda":
         card = Card.of(device, config.max_memory)
-    attempt(lambda: _check_names([config.source, config.out, config.work_dir_root]))
     attempt(lambda: _check_writable(config.work_dir_root))
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
@@ -91,14 +89,6 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
             if not problems:
                 return plan
     raise PreflightFailed("\n".join(problems))
-
-
-def _check_names(folders: Sequence[Path]) -> None:
-    """Refuse folders whose names are not UTF-8; the safetensors library opens no file in them."""
-    for folder in folders:
-        shown = os.fsencode(folder).decode(errors="backslashreplace")
-        if shown != str(folder):
-            raise StoreError(f"the name of `{shown}` is not UTF-8; rename it or choose another")
 
 
 def _check_writable(folder: Path) -> None:
@@ -174,7 +164,7 @@ def _plan(
         work_bytes=work_bytes(needs.values()),
         memory_bytes=BASE_MEMORY + memory_bytes(needs.values()),
         needs=needs,
-        left=_left(config, stages, needs, reach.plain + packed),
+        left=Left.of(config, stages, needs, reach.plain + packed),
         card=card,
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),
@@ -182,23 +172,6 @@ def _plan(
         left_out=tuple(left_out(config.source)),
         unused=tuple(unclaimed(spec, TensorFiles(config.source))),
     )
-
-
-def _left(
-    config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need], output: int
-) -> Left:
-    """Return what is left to do; digest the source only if an earlier run has done so."""
-    try:
-        remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
-    except (StoreError, TypeError):
-        remembered = []
-    source = f"{config.source.expanduser().resolve()}/"
-    if any(str(path).startswith(source) for path in remembered):
-        pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
-        return Left.after(pipeline, needs, output)
-    names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
-    needs = {name: need for name, need in needs.items() if name in names}
-    return Left(needs=needs, output_bytes=output if "compile" in names else 0)
 
 
 def check_disk(plans: Sequence[Plan]) -> None:
@@ -212,46 +185,38 @@ def check_disk(plans: Sequence[Plan]) -> None:
         for name, stage_need in plan.left.needs.items():
             work[name if name in SHARED else (plan.out, name)] = stage_need
     sizes = [(plan.out, plan.left.output_bytes) for plan in plans]
-    need: dict[int, int] = {}
-    free: dict[int, int] = {}
+    disks: dict[int, list[tuple[Path, int]]] = {}
     for folder, size in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
         existing = _existing(Path(folder))
-        disk = existing.stat().st_dev
-        need[disk] = need.get(disk, 0) + size
-        free[disk] = shutil.disk_usage(existing).free
-    for disk, size in need.items():
-        if size > free[disk]:
+        disks.setdefault(existing.stat().st_dev, []).append((existing, size))
+    for parts in disks.values():
+        need, free = sum(size for _, size in parts), shutil.disk_usage(parts[0][0]).free
+        if need > free:
             raise StoreError(
-                f"the conversion may need {megabytes(size)} of disk space, {megabytes(free[disk])} "
+                f"the conversion may need {megabytes(need)} of disk space, {megabytes(free)} "
                 "is free; free some, or put `--out` and `--work-root` on other disks"
             )
 
 
 def _check_memory(plan: Plan, spec: ModelSpec) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
-    needs, available = plan.left.needs, available_memory()
-    most = memory_bytes(needs.values())
-    if most and available is not None and BASE_MEMORY + most > available:
-        name = next(name for name, need in needs.items() if need.memory_bytes == most)
-        raise StoreError(
-            f"the stage `{name}` may need {megabytes(BASE_MEMORY + most)} of memory, "
-            f"{megabytes(available)} is available; reduce `--rows` or `--row-tokens`, or choose "
-            "another `--quality`"
-        )
-    if plan.card is None or not needs:
-        return
-    usable = plan.card.memory
-    for name, need in needs.items():
-        if need.gpu_memory_bytes > usable:
-            other = "calibration than `self`" if name == "compose" else "`--quality`"
+    needs, card = plan.left.needs, plan.card
+    main = {name: BASE_MEMORY + n.memory_bytes for name, n in needs.items() if n.memory_bytes}
+    memories = [("memory", available_memory(), main)]
+    if card is not None:
+        on_gpu = {name: need.gpu_memory_bytes for name, need in needs.items()}
+        memories.append(("the GPU's memory", card.memory, on_gpu))
+    for memory, free, sizes in memories:
+        name = max(sizes, key=sizes.__getitem__, default="")
+        if name and free is not None and sizes[name] > free:
             raise StoreError(
-                f"the stage `{name}` may need {megabytes(need.gpu_memory_bytes)} of the GPU's "
-                f"memory, {megabytes(usable)} may be used; choose another {other}, or "
-                "`--device cpu`"
+                f"the stage `{name}` may need {megabytes(sizes[name])} of {memory}, "
+                f"{megabytes(free)} may be used; reduce `--rows` or `--row-tokens`, or choose "
+                "another `--quality`, `--calibration` or `--device`"
             )
-    if (least := working_bytes(spec, usable)) > usable:
+    if card is not None and needs and (least := working_bytes(spec, card.memory)) > card.memory:
         log.warning(
             "the largest sublayer may need %s of the GPU's memory, %s may be used; if memory runs "
-            "out, raise `--max-memory` or use `--device cpu`: the same command goes on from there",
-            *map(megabytes, (least, usable)),
+            "out, raise `--max-memory` and repeat the command: it continues from there",
+            *map(megabytes, (least, card.memory)),
         )

@@ -1,7 +1,6 @@
 """What headers and names of the source's files tell is found before any work."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,11 +85,3 @@ def test_tensors_that_nothing_reads_are_named_in_the_plan(source: Path) -> None:
         "1 of the source's tensors stay out of the output: model.layers.0"
         in dict(plan.rows())["not used"]
     )
-
-
-def test_names_that_are_not_utf8_are_refused(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / os.fsdecode(b"out-\xff")
-
-    problems = problems_of(small_config(source, out))
-
-    assert any(r"out-\xff` is not UTF-8; rename it" in line for line in problems)
