@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import Exl2FlowError, NotEnoughRows, PreflightFailed, StoreError
+from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
 from exl2flow.core.memory import available_memory
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
 from exl2flow.core.stage import Stage
 from exl2flow.kernels import resolve_device
 from exl2flow.model import (
-    ChatTemplate,
     ModelSpec,
     TensorFiles,
-    Tokenizer,
     expected_tensors,
     resolve,
     unclaimed,
@@ -29,8 +27,7 @@ from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY, Left, Plan, calibration_in_words, megabytes
-from exl2flow.quant.tokenize.dialogues import check_template
-from exl2flow.quant.tokenize.parquet import check_parquet
+from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
 from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
@@ -69,15 +66,15 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     attempt(lambda: _check_writable(config.work_dir_root))
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
-    attempt(lambda: _check_text(config))
+    attempt(lambda: check_files(config))
     attempt(lambda: carried_files(config.source))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
     if spec is not None:
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
-        attempt(lambda: _check_tokenizer(config, spec))
+        attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
         attempt(lambda: check_tensors(spec))
-        attempt(lambda: _check_rows(config, spec))
+        attempt(lambda: check_rows(config, spec))
         attempt(lambda: check_measurement(config, spec))
         begun = () if problems else stages
         plan = None
@@ -101,42 +98,6 @@ def _check_writable(folder: Path) -> None:
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _check_text(config: ConversionConfig) -> None:
-    """Check that the files named by the user exist."""
-    named = (config.calibration.file, config.measurement, config.validate_options.text)
-    missing = [str(path) for path in named if path is not None and not path.is_file()]
-    if missing:
-        raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
-    if config.calibration.file is not None:
-        check_parquet(config.calibration.file)
-
-
-def _check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Encode a sentence and, for `--calibration chat`, render the shortest conversation."""
-    tokenizer = Tokenizer.load(spec.source_dir)
-    if len(tokenizer.encode("The quick brown fox.")) == 0:
-        raise NotEnoughRows(
-            f"the tokenizer of `{spec.source_dir}` returns no tokens for plain text"
-        )
-    if config.calibration.text == "chat":
-        check_template(ChatTemplate.load(spec.source_dir, tokenizer))
-
-
-def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Warn about rows too long for the model; refuse a single row where some are set aside."""
-    calibration = config.calibration
-    users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
-    judging = [name for name, needed in users if needed]
-    if judging and calibration.rows < 2:
-        raise NotEnoughRows(
-            f"{' and '.join(judging)} set rows of text aside to judge by, but there is only "
-            "one row; raise `--rows`, or choose another `--quality`"
-        )
-    longest = max(calibration.row_tokens, calibration.measure_row_tokens)
-    if longest > spec.max_positions:
-        log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
 
 
 def _plan(
