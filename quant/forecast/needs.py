@@ -97,9 +97,15 @@ class Forecast:
         self.refines = isinstance(config, RefinementConfig)
         corrected = bool(config.rounding.correction) and not self.refines
         self.pairs = len(paired_rows(self.rows.rows)) if corrected else 0
-        self.widths = len(single_widths(PROJECTION_OPTIONS))
-        groups = [*(s.projections for s in spec.sublayers), (spec.head,)]
-        parts = [[(p.in_features, padded_columns(p.out_features)) for p in g] for g in groups]
+        self.token = FLOAT * spec.hidden_size  # bytes of its state
+        groups, block = [s.projections for s in spec.sublayers], config.sensitivity.block
+        self.factors = [factor_bytes(group, block=block) for group in groups]
+        self.factors.append(factor_bytes((spec.head,), block=sensitivity.head_block(block)))
+        self.projections = [p for group in groups for p in group]
+        parts = [
+            [(p.in_features, padded_columns(p.out_features)) for p in group]
+            for group in (*groups, (spec.head,))
+        ]
         *sublayers, self.head = (sum(k * n for k, n in part) for part in parts)
         self.sublayer = max(sublayers)
         self.largest = max(k * n for part in parts for k, n in part)
@@ -127,15 +133,13 @@ class Forecast:
         return needs | {"compile": Need(**self._on_gpu(HELPERS * DECODING * self.largest))}
 
     def _sensitivity(self) -> Need:
-        options, tokens = self.config.sensitivity, self.rows.row_tokens
-        without_states = options.model_copy(update={"rows": 0})
-        kept = sensitivity.disk_bytes(self.spec, without_states, tokens)
+        options, tokens, kept = self.config.sensitivity, self.rows.row_tokens, sum(self.factors)
         work = self._on_most(tokens, weight=4 * FLOAT, square=3 * FLOAT)
         return Need(
             memory_bytes=sensitivity.memory_bytes(self.spec, options, tokens),
             kept_bytes=kept,
             passing_bytes=sensitivity.disk_bytes(self.spec, options, tokens) - kept,
-            **self._on_gpu(work, 3 * self._states(options.rows * tokens)),
+            **self._on_gpu(work, 3 * self.token * options.rows * tokens),
         )
 
     def _measure(self) -> Need:
@@ -143,31 +147,32 @@ class Forecast:
 
         With Fisher factors each matrix is rounded by itself, and its errors are kept.
         """
-        tokens = self.rows.measure_row_tokens
-        states = self._states(self.rows.measure_rows * tokens)
+        tokens, widths = self.rows.measure_row_tokens, len(single_widths(PROJECTION_OPTIONS))
+        states = self.token * self.rows.measure_rows * tokens
         rounded = self.largest if self.fisher else self.sublayer
-        batch = min(max(BATCH_ELEMENTS, self.largest), self.widths * rounded)
+        batch = min(max(BATCH_ELEMENTS, self.largest), widths * rounded)
         weights = FLOAT * self.sublayer + SUBLAYER_WEIGHT * rounded
         weights += (BATCH_WEIGHT + FLOAT * self.fisher) * batch
-        projections = sum(len(s.projections) for s in self.spec.sublayers) + 1
-        work = self._on_most(tokens, weight=8, square=3 * FLOAT) + 8 * self._side_by_side()
+        batch = gpu_batch_elements(self.card.memory) if self.card else 0
+        two = sorted(k * n for k, n in self.most)[-2:]  # matrices at a time
+        work = sum(8 * min(max(batch, size), widths * size) for size in two)
+        work += self._on_most(tokens, weight=8, square=3 * FLOAT)
         return Need(
             memory_bytes=2 * states + self._working(weights, tokens),
-            kept_bytes=ENTRY * projections * len(PROJECTION_OPTIONS),
+            kept_bytes=ENTRY * (len(self.projections) + 1) * len(PROJECTION_OPTIONS),
             passing_bytes=STATE_FILES * states,
             **self._on_gpu(work, (2 - self.fisher) * states),
         )
 
     def _allocate(self) -> Need:
         """Judging keeps states of two allocations, the source, and one trial per sublayer."""
-        tokens = self.rows.row_tokens
-        judging = min(HELD_OUT_ROWS, self.rows.rows // 2)
+        tokens, judging = self.rows.row_tokens, min(HELD_OUT_ROWS, self.rows.rows // 2)
         training = self.rows.rows - judging
         seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
-        states = self._states((2 * seen + (3 + len(self.spec.sublayers)) * judging) * tokens)
+        rows = 2 * seen + (3 + len(self.spec.sublayers)) * judging
+        working = self._working(SUBLAYER_WEIGHT * self.sublayer, tokens)
         work = working_bytes(self.spec, self.card.memory) if self.card else 0
-        weights = SUBLAYER_WEIGHT * self.sublayer
-        return Need(memory_bytes=states + self._working(weights, tokens), **self._on_gpu(work))
+        return Need(memory_bytes=self.token * rows * tokens + working, **self._on_gpu(work))
 
     def _quantize(self, packed: int) -> Need:
         """Corrected targets need some states of the source beside those of the quantized model.
@@ -175,12 +180,12 @@ class Forecast:
         At the start the states exist twice, as rows and as one tensor, beside embedding and head.
         """
         tokens = self.rows.row_tokens
-        states = self._states((self.rows.rows + self.pairs) * tokens)
-        weights = (SUBLAYER_WEIGHT + CORRECTED_WEIGHT * bool(self.pairs)) * self.sublayer
+        states = self.token * (self.rows.rows + self.pairs) * tokens
+        weight = SUBLAYER_WEIGHT + CORRECTED_WEIGHT * bool(self.pairs)
+        working = self._working(weight * self.sublayer, tokens)
         work = self._on_most(tokens, weight=35, square=5 * FLOAT)
         return Need(
-            memory_bytes=states
-            + max(states + 2 * FLOAT * self.head, self._working(weights, tokens)),
+            memory_bytes=states + max(states + 2 * FLOAT * self.head, working),
             kept_bytes=packed,
             passing_bytes=STATE_FILES * states,
             **self._on_gpu(work, states),
@@ -201,35 +206,22 @@ class Forecast:
             gpu_memory_bytes=working if self.card else 0,
         )
 
-    def _states(self, positions: int) -> int:
-        return positions * self.spec.hidden_size * FLOAT
-
     def _working(self, weights: int, tokens: int) -> int:
         """What a walk needs beside states: a sublayer's `weights` or the head, and what both share.
 
-        Shared are the activations of a row, Hessians and Fisher factors.
+        Shared are the activations of a row, Hessians and Fisher factors (half of each is on disk).
         """
-        spec, block = self.spec, self.config.sensitivity.block
-        widest = max(p.in_features for s in spec.sublayers for p in s.projections)
-        size = FLOAT * (8 * tokens * max(widest, spec.hidden_size) + HESSIANS * widest**2)
-        if self.fisher:
-            factors = [factor_bytes(s.projections, block=block) for s in spec.sublayers]
-            head = factor_bytes((spec.head,), block=sensitivity.head_block(block))
-            size += 2 * max(*factors, head)  # one half of each is on disk
-        logits = LOGITS * FLOAT * min(tokens, LOGIT_POSITIONS) * spec.vocab_size
-        return size + max(weights, SUBLAYER_WEIGHT * self.head + logits)
+        widest = max(p.in_features for p in self.projections)
+        logits = LOGITS * FLOAT * min(tokens, LOGIT_POSITIONS) * self.spec.vocab_size
+        shared = FLOAT * (8 * tokens * widest + HESSIANS * widest**2)
+        shared += 2 * max(self.factors) * self.fisher
+        return shared + max(weights, SUBLAYER_WEIGHT * self.head + logits)
 
     def _on_most(self, tokens: int, *, weight: int, square: int) -> int:
         """Work on the greatest part in bytes: per weight, per element of Hessians, activations."""
         widest = max(max(size) for size in self.most)
         passing = PASSING * FLOAT * ROWS_TOGETHER * tokens * widest
         return passing + sum(k * (weight * n + square * k) for k, n in self.most)
-
-    def _side_by_side(self) -> int:
-        """Weights of the candidates that `measure` rounds on a GPU at once, of two matrices."""
-        batch = gpu_batch_elements(self.card.memory) if self.card else 0
-        sizes = sorted(k * n for k, n in self.most)[-2:]
-        return sum(min(max(batch, size), self.widths * size) for size in sizes)
 
     def _on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
         """Add libraries to the work, and the states if they fit beside it."""

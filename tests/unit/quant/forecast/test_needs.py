@@ -132,7 +132,9 @@ def test_too_little_memory_names_the_stage(source: Path, monkeypatch: pytest.Mon
     need = preflight(config).memory_bytes
     monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
-    with pytest.raises(PreflightFailed, match=r"^the stage `tune` may need .* another `--quality`, "):
+    with pytest.raises(
+        PreflightFailed, match=r"^the stage `tune` may need .* another `--quality`, "
+    ):
         preflight(config)
 
 
