@@ -6,7 +6,7 @@ Every default lives here and nowhere else.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -28,7 +28,6 @@ ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
 CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
-CACHES: tuple[CacheName, ...] = get_args(CacheName)
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
 DEFAULT_BPW, MOST_BPW = 4.0, 8.0

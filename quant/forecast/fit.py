@@ -2,11 +2,10 @@
 
 from dataclasses import asdict, dataclass
 
-from exl2flow.core.config import CACHES, ConversionConfig, FitOptions
+from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.source import WANTED
-from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import ModelSpec, resolve
+from exl2flow.model import resolve
 from exl2flow.model.footprint import Footprint
 from exl2flow.quant.allocate.reach import Reach
 from exl2flow.quant.forecast.plan import megabytes
@@ -46,7 +45,7 @@ def find_fit(config: ConversionConfig) -> Fit | None:
 
     Raises:
         ConfigError: the context exceeds the model's positions.
-        BudgetUnreachable: not even the smallest model fits; it names what would.
+        BudgetUnreachable: not even the smallest model fits; the message says what needs how much.
         SourceModelError: the source cannot be used.
     """
     options = config.fit
@@ -62,7 +61,12 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
     left = int(options.memory) - needs.total
     if left < smallest:
-        raise BudgetUnreachable(_what_would(options, spec, needs, smallest))
+        raise BudgetUnreachable(
+            f"nothing fits {megabytes(options.memory)}: the smallest model takes "
+            f"{megabytes(smallest)}, the {options.cache} cache of {options.context:,} tokens "
+            f"{megabytes(needs.cache)}, all else {megabytes(needs.total - needs.cache)}; use "
+            f"`--fit {smallest + needs.total}`, a shorter `--context` or a smaller `--cache`"
+        )
     weights = min(left, largest)
     bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
     bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
@@ -74,27 +78,3 @@ def fitted(config: ConversionConfig, fit: Fit | None) -> ConversionConfig:
     if fit is None:
         return config
     return config.model_copy(update={"target_bytes": fit.weights, "fit": None})
-
-
-def _what_would(options: FitOptions, spec: ModelSpec, needs: Footprint, smallest: int) -> str:
-    """Return the message that says what does not fit, and what would."""
-    others = []
-    for name in CACHES:
-        if longest := _longest(spec, int(options.memory) - smallest, name):
-            others.append(f"`--cache {name} --context {longest}`")
-    ways = [f"`--fit {smallest + needs.total}`", *others]
-    return (
-        f"nothing fits {megabytes(options.memory)}: the smallest model takes {megabytes(smallest)},"
-        f" the {options.cache} cache of {options.context:,} tokens {megabytes(needs.cache)}, all "
-        f"else {megabytes(needs.total - needs.cache)}; what would fit: {' or '.join(ways)}"
-    )
-
-
-def _longest(spec: ModelSpec, room: int, cache: str) -> int:
-    """Return the longest context that fits `room` bytes, in whole pages."""
-    low, high = 0, spec.max_positions // PAGE_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        needs = Footprint.of(spec, context=middle * PAGE_TOKENS, cache_format=cache)
-        low, high = (middle, high) if needs.total <= room else (low, middle - 1)
-    return low * PAGE_TOKENS

@@ -6,9 +6,12 @@ from typing import Self
 
 from exl2flow.core import words
 from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import StoreError
+from exl2flow.core.files import read_json
 from exl2flow.core.refine import RefinementConfig
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.core.store import StageFolder
+from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
 from exl2flow.quant.forecast.needs import Card, Need
 from exl2flow.quant.tokenize.stage import judging_rows
@@ -24,6 +27,27 @@ class Left:
     needs: Mapping[str, Need]
     output_bytes: int
     finished: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: ConversionConfig,
+        stages: Sequence[Stage],
+        needs: Mapping[str, Need],
+        output_bytes: int,
+    ) -> Self:
+        """Subtract what earlier runs left; digest the source only if one of them has done so."""
+        try:
+            remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
+        except (StoreError, TypeError):
+            remembered = []
+        source = f"{config.source.expanduser().resolve()}/"
+        if any(str(path).startswith(source) for path in remembered):
+            pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
+            return cls.after(pipeline, needs, output_bytes)
+        names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
+        left = {name: need for name, need in needs.items() if name in names}
+        return cls(needs=left, output_bytes=output_bytes if "compile" in names else 0)
 
     @classmethod
     def after(cls, pipeline: Pipeline, needs: Mapping[str, Need], output_bytes: int) -> Self:
@@ -88,19 +112,21 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) for people."""
         low, high = self.reachable_bpw
-        needs = {name: need for name, need in self.needs.items() if name != "tokenize"}
-        memory = {n: BASE_MEMORY + need.memory_bytes for n, need in needs.items()}
-        sizes = [f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size > BASE_MEMORY]
+        count = f"{self.layers} layers, {self.weights / 1e6:.1f} M weights"
+        named = {name: need for name, need in self.needs.items() if name != "tokenize"}
+        memory = [
+            f"{name} {(BASE_MEMORY + need.memory_bytes) / 1e9:.2f}"
+            for name, need in named.items()
+            if need.memory_bytes
+        ]
         rows = [
-            ("model", f"{self.model} ({self.architecture}, {self.layers} layers)"),
-            ("weights", f"{self.weights / 1e6:.1f} M"),
+            ("model", f"{self.model} ({self.architecture}, {count})"),
             ("device", self.device),
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
             ("output", f"{self.out}, about {megabytes(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {megabytes(self.work_bytes)}"),
-            ("memory", f"up to {megabytes(self.memory_bytes)}"),
-            ("by stage", f"{', '.join(sizes)} GB"),
+            ("memory", f"up to {megabytes(self.memory_bytes)}: {', '.join(memory)}"),
             ("carried", ", ".join(self.carried)),
         ]
         if self.left_out:
@@ -110,7 +136,14 @@ class Plan:
             tensors = f"{count} stay out of the output: {_some(self.unused)}"
             rows.append(("not used", f"warning: {tensors}"))
         if self.card:
-            rows.append(("GPU memory", _on_card(self.card, needs)))
+            on_card = [
+                f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
+                + " (states in main memory)" * bool(need.pinned_bytes)
+                for name, need in named.items()
+                if need.gpu_memory_bytes
+            ]
+            total = f"{self.card.memory / 1e9:.1f} GB of the {self.card.name}"
+            rows.append(("GPU memory", f"{', '.join(on_card)} of {total}"))
         if self.left.finished:
             rows.append(("finished", ", ".join(self.left.finished)))
         return rows
@@ -121,17 +154,6 @@ def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _on_card(card: Card, needs: Mapping[str, Need]) -> str:
-    """Return the GPU memory of each stage, and whose states do not fit."""
-    sizes = [
-        f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
-        + " (states in main memory)" * bool(need.pinned_bytes)
-        for name, need in needs.items()
-        if need.gpu_memory_bytes
-    ]
-    return f"{', '.join(sizes)} of {card.memory / 1e9:.1f} GB of the {card.name}"
 
 
 def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:

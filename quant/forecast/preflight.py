@@ -3,24 +3,21 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypeVar
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import Exl2FlowError, NotEnoughRows, PreflightFailed, StoreError
-from exl2flow.core.files import read_json
+from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
 from exl2flow.core.memory import available_memory
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
-from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.stage import Stage
 from exl2flow.kernels import resolve_device
 from exl2flow.model import (
-    ChatTemplate,
     ModelSpec,
     TensorFiles,
-    Tokenizer,
     expected_tensors,
     resolve,
     unclaimed,
@@ -30,8 +27,7 @@ from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY, Left, Plan, calibration_in_words, megabytes
-from exl2flow.quant.tokenize.dialogues import check_template
-from exl2flow.quant.tokenize.parquet import check_parquet
+from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
 from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
@@ -70,15 +66,15 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     attempt(lambda: _check_writable(config.work_dir_root))
     attempt(lambda: _check_writable(config.out))
     attempt(lambda: check_output_folder(config.out, config.source))
-    attempt(lambda: _check_text(config))
+    attempt(lambda: check_files(config))
     attempt(lambda: carried_files(config.source))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
     if spec is not None:
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
-        attempt(lambda: _check_tokenizer(config, spec))
+        attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
         attempt(lambda: check_tensors(spec))
-        attempt(lambda: _check_rows(config, spec))
+        attempt(lambda: check_rows(config, spec))
         attempt(lambda: check_measurement(config, spec))
         begun = () if problems else stages
         plan = None
@@ -102,42 +98,6 @@ def _check_writable(folder: Path) -> None:
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _check_text(config: ConversionConfig) -> None:
-    """Check that the files named by the user exist."""
-    named = (config.calibration.file, config.measurement, config.validate_options.text)
-    missing = [str(path) for path in named if path is not None and not path.is_file()]
-    if missing:
-        raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
-    if config.calibration.file is not None:
-        check_parquet(config.calibration.file)
-
-
-def _check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Encode a sentence and, for `--calibration chat`, render the shortest conversation."""
-    tokenizer = Tokenizer.load(spec.source_dir)
-    if len(tokenizer.encode("The quick brown fox.")) == 0:
-        raise NotEnoughRows(
-            f"the tokenizer of `{spec.source_dir}` returns no tokens for plain text"
-        )
-    if config.calibration.text == "chat":
-        check_template(ChatTemplate.load(spec.source_dir, tokenizer))
-
-
-def _check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Warn about rows too long for the model; refuse a single row where some are set aside."""
-    calibration = config.calibration
-    users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
-    judging = [name for name, needed in users if needed]
-    if judging and calibration.rows < 2:
-        raise NotEnoughRows(
-            f"{' and '.join(judging)} set rows of text aside to judge by, but there is only "
-            "one row; raise `--rows`, or choose another `--quality`"
-        )
-    longest = max(calibration.row_tokens, calibration.measure_row_tokens)
-    if longest > spec.max_positions:
-        log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
 
 
 def _plan(
@@ -165,7 +125,7 @@ def _plan(
         work_bytes=work_bytes(needs.values()),
         memory_bytes=BASE_MEMORY + memory_bytes(needs.values()),
         needs=needs,
-        left=_left(config, stages, needs, reach.plain + packed),
+        left=Left.of(config, stages, needs, reach.plain + packed),
         card=card,
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),
@@ -173,23 +133,6 @@ def _plan(
         left_out=tuple(left_out(config.source)),
         unused=tuple(unclaimed(spec, TensorFiles(config.source))),
     )
-
-
-def _left(
-    config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need], output: int
-) -> Left:
-    """Return what is left to do; digest the source only if an earlier run has done so."""
-    try:
-        remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
-    except (StoreError, TypeError):
-        remembered = []
-    source = f"{config.source.expanduser().resolve()}/"
-    if any(str(path).startswith(source) for path in remembered):
-        pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
-        return Left.after(pipeline, needs, output)
-    names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
-    needs = {name: need for name, need in needs.items() if name in names}
-    return Left(needs=needs, output_bytes=output if "compile" in names else 0)
 
 
 def check_disk(plans: Sequence[Plan]) -> None:
@@ -203,46 +146,38 @@ def check_disk(plans: Sequence[Plan]) -> None:
         for name, stage_need in plan.left.needs.items():
             work[name if name in SHARED else (plan.out, name)] = stage_need
     sizes = [(plan.out, plan.left.output_bytes) for plan in plans]
-    need: dict[int, int] = {}
-    free: dict[int, int] = {}
+    disks: dict[int, list[tuple[Path, int]]] = {}
     for folder, size in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
         existing = _existing(Path(folder))
-        disk = existing.stat().st_dev
-        need[disk] = need.get(disk, 0) + size
-        free[disk] = shutil.disk_usage(existing).free
-    for disk, size in need.items():
-        if size > free[disk]:
+        disks.setdefault(existing.stat().st_dev, []).append((existing, size))
+    for parts in disks.values():
+        need, free = sum(size for _, size in parts), shutil.disk_usage(parts[0][0]).free
+        if need > free:
             raise StoreError(
-                f"the conversion may need {megabytes(size)} of disk space, {megabytes(free[disk])} "
+                f"the conversion may need {megabytes(need)} of disk space, {megabytes(free)} "
                 "is free; free some, or put `--out` and `--work-root` on other disks"
             )
 
 
 def _check_memory(plan: Plan, spec: ModelSpec) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
-    needs, available = plan.left.needs, available_memory()
-    most = memory_bytes(needs.values())
-    if most and available is not None and BASE_MEMORY + most > available:
-        name = next(name for name, need in needs.items() if need.memory_bytes == most)
-        raise StoreError(
-            f"the stage `{name}` may need {megabytes(BASE_MEMORY + most)} of memory, "
-            f"{megabytes(available)} is available; reduce `--rows` or `--row-tokens`, or choose "
-            "another `--quality`"
-        )
-    if plan.card is None or not needs:
-        return
-    usable = plan.card.memory
-    for name, need in needs.items():
-        if need.gpu_memory_bytes > usable:
-            other = "calibration than `self`" if name == "compose" else "`--quality`"
+    needs, card = plan.left.needs, plan.card
+    main = {name: BASE_MEMORY + n.memory_bytes for name, n in needs.items() if n.memory_bytes}
+    memories = [("memory", available_memory(), main)]
+    if card is not None:
+        on_gpu = {name: need.gpu_memory_bytes for name, need in needs.items()}
+        memories.append(("the GPU's memory", card.memory, on_gpu))
+    for memory, free, sizes in memories:
+        name = max(sizes, key=sizes.__getitem__, default="")
+        if name and free is not None and sizes[name] > free:
             raise StoreError(
-                f"the stage `{name}` may need {megabytes(need.gpu_memory_bytes)} of the GPU's "
-                f"memory, {megabytes(usable)} may be used; choose another {other}, or "
-                "`--device cpu`"
+                f"the stage `{name}` may need {megabytes(sizes[name])} of {memory}, "
+                f"{megabytes(free)} may be used; reduce `--rows` or `--row-tokens`, or choose "
+                "another `--quality`, `--calibration` or `--device`"
             )
-    if (least := working_bytes(spec, usable)) > usable:
+    if card is not None and needs and (least := working_bytes(spec, card.memory)) > card.memory:
         log.warning(
             "the largest sublayer may need %s of the GPU's memory, %s may be used; if memory runs "
-            "out, raise `--max-memory` or use `--device cpu`: the same command goes on from there",
-            *map(megabytes, (least, usable)),
+            "out, raise `--max-memory` and repeat the command: it continues from there",
+            *map(megabytes, (least, card.memory)),
         )

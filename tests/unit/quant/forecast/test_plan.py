@@ -120,7 +120,7 @@ def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (need - 1, 80 * 10**9))
 
     preflight(config_of(source, "standard"))
-    with pytest.raises(PreflightFailed, match=r"^the stage `compose` .* another calibration than"):
+    with pytest.raises(PreflightFailed, match=r"^the stage `compose` .* `--calibration`"):
         preflight(config_of(source, "self"))
 
 
@@ -128,5 +128,5 @@ def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
 def test_a_model_larger_than_max_memory_is_refused_however_much_is_free(source: Path) -> None:
     config = config_of(source, "self").model_copy(update={"max_memory": memory.BESIDE_TENSORS})
 
-    with pytest.raises(PreflightFailed, match="another calibration than"):
+    with pytest.raises(PreflightFailed, match="`--calibration`"):
         preflight(config)

@@ -1,0 +1,47 @@
+"""Whether the calibration can be made: its files, the tokenizer, the number of rows."""
+
+import logging
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import NotEnoughRows, StoreError
+from exl2flow.model import ChatTemplate, ModelSpec, Tokenizer
+from exl2flow.quant.tokenize.dialogues import check_template
+from exl2flow.quant.tokenize.parquet import check_parquet
+
+log = logging.getLogger(__name__)
+
+
+def check_files(config: ConversionConfig) -> None:
+    """Check that the files named by the user exist."""
+    named = (config.calibration.file, config.measurement, config.validate_options.text)
+    missing = [str(path) for path in named if path is not None and not path.is_file()]
+    if missing:
+        raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
+    if config.calibration.file is not None:
+        check_parquet(config.calibration.file)
+
+
+def check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Encode a sentence and, for `--calibration chat`, render the shortest conversation."""
+    tokenizer = Tokenizer.load(spec.source_dir)
+    if len(tokenizer.encode("The quick brown fox.")) == 0:
+        raise NotEnoughRows(
+            f"the tokenizer of `{spec.source_dir}` returns no tokens for plain text"
+        )
+    if config.calibration.text == "chat":
+        check_template(ChatTemplate.load(spec.source_dir, tokenizer))
+
+
+def check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
+    """Warn about rows too long for the model; refuse a single row where some are set aside."""
+    calibration = config.calibration
+    users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
+    judging = [name for name, needed in users if needed]
+    if judging and calibration.rows < 2:
+        raise NotEnoughRows(
+            f"{' and '.join(judging)} set rows of text aside to judge by, but there is only "
+            "one row; raise `--rows`, or choose another `--quality`"
+        )
+    longest = max(calibration.row_tokens, calibration.measure_row_tokens)
+    if longest > spec.max_positions:
+        log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
