@@ -136,7 +136,7 @@ def test_text_of_an_fp16_cache_is_that_of_full_precision(model: LoadedModel) -> 
 
 
 def test_an_unknown_format_is_named(model: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="no cache format `q5`; there are fp16, fp8, q8, q6, q4"):
+    with pytest.raises(ConfigError, match="no cache format `q5`; choose one of fp16, fp8, q8, q6, q4"):
         BaseGenerator(model, cache="q5")
 
 

@@ -162,7 +162,7 @@ def test_logits_that_are_not_finite_are_refused(source: Path, tmp_path: Path) ->
     tensors["lm_head.weight"][5, 5] = torch.nan
     save_file(tensors, folder / "model.safetensors")
 
-    with pytest.raises(InferenceError, match=r"not finite.*another calibration than `self`"):
+    with pytest.raises(InferenceError, match=r"not finite.*a calibration other than `self`"):
         written(load_model(folder, device="cpu"), range(2), tokens=8)
 
 
