@@ -1,4 +1,4 @@
-"""What the run's page shows of bit allocation: the chosen parameters of every matrix."""
+"""Show bit allocation on the run's page: the chosen parameters of every matrix."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from exl2flow.quant.measure.measurement import projection_bits
 from exl2flow.tasks.artifacts import Artifacts, Row, fixed
 
 LEGEND = (
-    "Parameters are shares of a matrix's in-features, their bits and the size of their groups: "
-    "`0.25:3b_32g/0.75:2b_32g s4` has a quarter at 3 bits and the others at 2, in groups of 32 "
-    "that share a scale of 4 bits."
+    "Parameters are shares of a matrix's in-features, with their bits and group size: "
+    "`0.25:3b_32g/0.75:2b_32g s4` stores a quarter at 3 bits and the rest at 2, in groups of 32 "
+    "that share a 4-bit scale."
 )
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a table with a row per matrix."""
+    """Publish a table with one row per matrix."""
     folder = pipeline.path("allocate")
     allocation = read_json(folder / ALLOCATION_FILE)
     choice = read_choice(folder)
@@ -40,7 +40,7 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
 
 
 def _result(allocation: Mapping[str, Any]) -> str:
-    """Return what the allocation came to, in words."""
+    """Describe the result of the allocation."""
     text = f": {allocation['bpw']:.3f} bits per weight in the layers"
     if allocation["objective"] == NATS:
         text += f", estimated KL divergence {allocation['value']:.5f} nats"

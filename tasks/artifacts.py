@@ -1,4 +1,4 @@
-"""What the run's page shows, published at best effort: whatever fails here never stops a run."""
+"""Publish artifacts on the run's page, at best effort: a failure here never stops a run."""
 
 import base64
 import logging
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Row = dict[str, str | int | float]
 
-UPDATE_SECONDS = 5.0  # an update is a request and a row in the server's database
-PAUSE_SECONDS = 300.0  # after a failure: an API that is away can take a minute to say so
+UPDATE_SECONDS = 5.0  # each update costs a request and a row in the server's database
+PAUSE_SECONDS = 300.0  # after a failure: an unreachable API can take a minute to fail
 UNKNOWN = "–"
 
 
 class Artifacts:
-    """Publishes under keys that begin with the model's name, so that each has a history."""
+    """Publishes under keys that begin with the model's name, so each artifact has a history."""
 
     def __init__(self, model: str) -> None:
         self._prefix = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-") or "model"
@@ -61,40 +61,40 @@ class Artifacts:
         )
 
     def attempt(self, call: Callable[[], T]) -> T | None:
-        """Return the call's result, or None when it fails or failed a short while ago."""
+        """Return the call's result, or None if it fails or failed shortly before."""
         if time.monotonic() < self._paused_until:
             return None
         try:
             return call()
-        except Exception as error:  # the one place where anything may go wrong unharmed
+        except Exception as error:  # the one place where any error is harmless
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             if not self._warned:
-                log.warning("cannot publish artifacts, going on without: %s", error)
+                log.warning("cannot publish artifacts, continuing without: %s", error)
             self._warned = True
             return None
 
 
 def fixed(value: float | None, digits: int) -> str:
-    """Return a number for a column of numbers, or a dash for one that is unknown."""
+    """Format a number for a table column; a dash if it is unknown."""
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Return rows with the same columns, at least one, as Markdown."""
+    """Return one or more rows with the same columns as Markdown."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [[str(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def markdown_plot(svg: str, description: str) -> str:
-    """Return a plot as Markdown that holds all of it, for a page may load nothing else."""
+    """Return a plot embedded in Markdown, because a page may load nothing else."""
     return f"![{description}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
 
 
 class ProgressArtifact:
-    """A `Progress` that also moves a bar on the run's page, if there is more than one step.
+    """A `Progress` that also updates a bar on the run's page, if there is more than one step.
 
-    A thread moves the bar, for a server on busy cores takes its time; `close` waits for it.
+    A thread updates the bar, because a server on busy cores is slow; `close` waits for it.
     """
 
     def __init__(self, artifacts: Artifacts, stage: str) -> None:
@@ -107,11 +107,11 @@ class ProgressArtifact:
         self._moving: Future[object] | None = None
 
     def close(self) -> None:
-        """Wait for the bar."""
+        """Wait for the last update."""
         self._pool.shutdown()
 
     def __call__(self, tick: Tick) -> None:
-        """Pass the tick on, and publish it unless the last one is recent or under way."""
+        """Pass the tick on, and publish it unless the last one is recent or still being sent."""
         report(tick)
         now = time.monotonic()
         self._pace = self._pace or Pace.start(tick, now)
@@ -123,7 +123,7 @@ class ProgressArtifact:
         self._updated = now
         words = progress_words(tick, self._pace, now)
         publish = partial(self._publish, 100.0 * tick.done / tick.total, words)
-        run = copy_context().run  # it says which run's page
+        run = copy_context().run  # the context names the run
         self._moving = self._pool.submit(run, self._artifacts.attempt, publish)
 
     def _publish(self, percent: float, words: str) -> None:
@@ -136,10 +136,10 @@ class ProgressArtifact:
 
 
 def progress_words(tick: Tick, pace: Pace, now: float) -> str:
-    """Return how far a stage is, and how long it will take and has taken.
+    """Return a stage's progress, its remaining time and its elapsed time.
 
-    What matters most comes first, for lists show the beginning only. The page does not count down
-    by itself, so the time of day at the end is told as well.
+    What matters most comes first, because lists show only the beginning. The page does not count
+    down by itself, so the text also gives the time of day at the end.
     """
     times, left = pace.times(now), pace.remaining(now)
     words = [f"{tick.done} of {tick.total}"]

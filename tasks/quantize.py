@@ -1,4 +1,4 @@
-"""What the run's page shows of quantization: errors of sublayers, and of every matrix its cost."""
+"""Show quantization on the run's page: errors of sublayers, and the cost of every matrix."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ Report = Mapping[str, Any]  # of a sublayer or the head, as `quantize` wrote it
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a page with errors by sublayer and their plot, and a table of all matrices."""
+    """Publish a page with a table and plot of sublayer errors, and a table of all matrices."""
     folder = pipeline.path("quantize")
     spec = resolve(pipeline.config.source)
     reports = [read_report(folder / name) for name in result_files(spec)]
@@ -26,15 +26,15 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     page = errors_page(reports, measured_of(spec, chosen))
     artifacts.markdown("errors", page, f"Errors of sublayers{estimate}")
     rows = matrix_rows(matrix_costs(reports))
-    artifacts.table("matrices", rows, "Errors of matrices, and what each of them costs")
+    artifacts.table("matrices", rows, "Errors of matrices, and the cost of each")
 
 
 def measured_of(spec: ModelSpec, chosen: Mapping[str, Mapping[str, Any]]) -> Measured:
-    """Return what measurement had found of the chosen candidates, by name of sublayer.
+    """Return the measured values of the chosen candidates, by sublayer name.
 
     Args:
         spec: the model.
-        chosen: slot, a matrix or a sublayer, → entry of the measurement.
+        chosen: slot (a matrix or a sublayer) → entry of the measurement.
     """
     keys = {s.name: [p.key for p in s.projections] for s in spec.sublayers}
     keys[spec.head.key] = [spec.head.key]
@@ -52,14 +52,14 @@ def errors_page(reports: Sequence[Report], measured: Measured) -> str:
     plot = markdown_plot(render_errors(reports, measured), "bits and errors by sublayer")
     return (
         f"{plot}\n\n"
-        "Relative errors are those of a sublayer's output, costs the KL divergence that they are "
-        "estimated to cause alone. What was measured is known before bits are allotted.\n\n"
+        "Relative errors are those of a sublayer's output; costs are the KL divergence that each "
+        "error alone is estimated to cause. Measured values are known before bit allocation.\n\n"
         f"{markdown_table(sublayer_rows(reports, measured))}\n"
     )
 
 
 def sublayer_rows(reports: Sequence[Report], measured: Measured) -> list[Row]:
-    """Return a row per report, all with the same columns: those that are known at all."""
+    """Return one row per report, all with the same columns: those with any known value."""
     is_priced = total_nats(matrix_costs(reports)) is not None
     return [_sublayer_row(report, measured, is_priced=is_priced) for report in reports]
 
@@ -81,7 +81,7 @@ def _sublayer_row(report: Report, measured: Measured, *, is_priced: bool) -> Row
 
 
 def matrix_rows(costs: Sequence[MatrixCost]) -> list[Row]:
-    """Return a row per matrix, in model order."""
+    """Return one row per matrix, in model order."""
     total = total_nats(costs)
     return [_matrix_row(cost, share(cost, total)) for cost in costs]
 

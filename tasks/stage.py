@@ -1,7 +1,7 @@
-"""A stage as a Prefect task: cached under its fingerprint, retried only when that can help.
+"""A stage as a Prefect task: cached by its fingerprint, retried only if that can help.
 
-The disk is the truth and Prefect's cache a shortcut: a stage whose files are gone or altered is run
-again whatever the cache says, and one that is complete counts as cached whoever completed it.
+The disk is the truth and Prefect's cache a shortcut: a stage whose files are missing or altered
+runs again whatever the cache says, and a complete one counts as cached whoever completed it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,10 +31,10 @@ def stage_task(
     """Return the task of one stage; it takes the references of the stages it reads.
 
     Args:
-        pipeline: knows the stage.
-        name: of the stage.
-        artifacts: where its progress goes.
-        label: stands before the name of the task's run.
+        pipeline: contains the stage.
+        name: the stage.
+        artifacts: receives its progress.
+        label: prefix for the name of the task's run.
     """
     ref = pipeline.refs[name]
     complete = pipeline.is_complete(name)
@@ -65,8 +65,8 @@ def run_stages(
 
     Args:
         pipeline: the stages.
-        label: tells its tasks and artifacts from those of other pipelines in the same flow.
-        done: stages that ran before, by themselves.
+        label: distinguishes its tasks and artifacts from other pipelines in the same flow.
+        done: stages that already ran on their own.
     """
     artifacts = Artifacts(f"{pipeline.config.source.resolve().name} {label}")
     refs = {name: pipeline.refs[name] for name in done if name in pipeline.refs}

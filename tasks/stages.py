@@ -1,4 +1,4 @@
-"""The stages of a conversion, in order; known here without Prefect."""
+"""The stages of a conversion, in order, without importing Prefect."""
 
 from exl2flow.core.stage import Stage
 from exl2flow.inference.compose.stage import COMPOSE

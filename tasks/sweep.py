@@ -1,6 +1,6 @@
-"""A bitrate of a sweep as a Prefect task, whose stages are tasks of their own on the same page.
+"""One bitrate of a sweep as a Prefect task; its stages are separate tasks on the same page.
 
-A task and not a flow: every runner takes tasks, and a reader finds all bitrates on one page.
+A task, not a flow: every runner accepts tasks, and readers find all bitrates on one page.
 """
 
 import logging
@@ -32,15 +32,15 @@ from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 log = logging.getLogger(__name__)
 
 SHARED = tuple(stage.name for stage in MEASURE_STAGES)
-WAIT_SECONDS = 0.2  # between looks for a free device
+WAIT_SECONDS = 0.2  # between checks for a free device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How a process of its own comes to a device.
+    """How a separate process obtains a device.
 
     workers: processes at a time on a host without GPUs; stop: a file that appears when everything
-    shall stop, with the number of the signal.
+    must stop, and contains the signal's number.
     """
 
     workers: int
@@ -51,18 +51,18 @@ class Share:
 def make_bitrate(
     name: str, config: ConversionConfig, share: Share | None = None
 ) -> State[BaseException | None]:
-    """Run the stages of one bitrate that others do not share.
+    """Run the stages that one bitrate does not share with others.
 
-    Its errors are returned in a state: raised, they would have Prefect roll back the finished
-    stages, or rather say so.
+    Errors are returned in a state: if raised, they would make Prefect roll back the finished
+    stages, or at least log that it does.
 
     Args:
-        name: of the bitrate.
+        name: the bitrate's name.
         config: its conversion.
-        share: how this process comes to a device; None where it is that of the flow.
+        share: how this process obtains a device; None in the flow's own process.
 
     Returns:
-        Completed, or failed with the error: `Interrupted` if a signal came.
+        Completed, or failed with the error: `Interrupted` if a signal arrived.
     """
     with logged(), labelled(name), listening() as stop:
         try:
@@ -73,7 +73,7 @@ def make_bitrate(
                 check_verdict(pipeline.path("validate"))
         except Exl2FlowError as error:
             return Failed(message=str(error), data=error)
-        except Exception as error:  # a defect; other bitrates may get by without it
+        except Exception as error:  # a defect; other bitrates may not hit it
             log.exception("bitrate=%s", name)
             return Failed(message=f"{type(error).__name__}: {error}", data=error)
     return Completed()
@@ -81,7 +81,7 @@ def make_bitrate(
 
 @contextmanager
 def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) -> Iterator[str]:
-    """Have a device of its own for the block, the only one that CUDA sees, and yield its name."""
+    """Reserve a device for the block, the only one CUDA sees, and yield its name."""
     if share is None:
         yield "none"
         return
@@ -92,13 +92,13 @@ def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) ->
     def pause() -> None:
         nonlocal is_told
         if not is_told:
-            log.info("waiting for one of the devices %s, which others use", ", ".join(devices))
+            log.info("waiting for one of the devices %s, which are in use", ", ".join(devices))
             is_told = True
         _raise_if_stopped(share, stop)
         time.sleep(WAIT_SECONDS)
 
     with Slots.of_host("cuda" if gpus else "cpu").hold(devices, pause) as device:
-        _raise_if_stopped(share, stop)  # now that a signal will be sent to this process
+        _raise_if_stopped(share, stop)  # from here on, this process receives signals itself
         if gpus:
             see_only(device)
         try:
@@ -112,6 +112,6 @@ def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
     signum = stop.signum
     if signum is None and share.stop.exists():
         text = share.stop.read_text()
-        signum = int(text) if text.isdigit() else signal.SIGTERM  # that it is there says enough
+        signum = int(text) if text.isdigit() else signal.SIGTERM  # the file's existence is enough
     if signum is not None:
-        raise Interrupted("stopped before it began; everything finished is saved", signum=signum)
+        raise Interrupted("stopped before it started; everything finished is saved", signum=signum)

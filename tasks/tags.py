@@ -1,4 +1,4 @@
-"""Tags of a run, by which lists of runs can be filtered in the UI."""
+"""Tags of a run, for filtering lists of runs in the UI."""
 
 import logging
 from pathlib import Path
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 def tag_run(source: Path, *tags: str) -> None:
     """Tag the flow run that calls this with its model's name and more, at best effort.
 
-    Only flow runs have tags: for each task with one, Prefect asks its server for a slot, and a
-    server that is away would then stop the run.
+    Only flow runs get tags: for each tagged task, Prefect requests a slot from its server, and an
+    unreachable server would then stop the run.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -25,4 +25,4 @@ def tag_run(source: Path, *tags: str) -> None:
         with get_client(sync_client=True) as client:
             client.update_flow_run(run.id, tags={*run.tags, model, *tags})
     except Exception as error:  # tags are a convenience
-        log.warning("cannot tag the run, going on without: %s", error)
+        log.warning("cannot tag the run, continuing without: %s", error)

@@ -1,4 +1,4 @@
-"""What the run's page shows of validation: the report, its plot inside."""
+"""Show validation on the run's page: the report, with its plot."""
 
 from collections.abc import Mapping
 from typing import Any
