@@ -1,4 +1,4 @@
-"""Rows of text to validate on."""
+"""Text rows for validation."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The verdict and its limits, and what the stage leaves."""
+"""The verdict and its limits, and the stage's output."""
 
 import json
 import math
