@@ -1,6 +1,6 @@
 """Compile the functions of the CUDA sources in `cuda/` on first use, and launch them.
 
-CuPy compiles with NVRTC for the device at hand and caches the result on disk.
+CuPy compiles with NVRTC for the current device and caches the result on disk.
 """
 
 import ctypes

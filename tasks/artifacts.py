@@ -138,7 +138,7 @@ class ProgressArtifact:
 def progress_words(tick: Tick, pace: Pace, now: float) -> str:
     """Return a stage's progress, its remaining time and its elapsed time.
 
-    What matters most comes first, because lists show only the beginning. The page does not count
+    The most important part comes first, because lists show only the beginning. The page does not count
     down by itself, so the text also gives the time of day at the end.
     """
     times, left = pace.times(now), pace.remaining(now)

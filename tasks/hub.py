@@ -1,8 +1,8 @@
 """Fetch models from the Hugging Face Hub: pinned to a commit, downloaded once, verified.
 
 `fetch` resolves a revision to a commit and keeps that commit for the work root, so a branch that
-moves does not change a conversion under way. It downloads only the files of a model, compares each
-with the Hub's digest, and records their origin beside the folder. An interrupted download resumes
+moves does not change a running conversion. It downloads only the files of a model, compares each
+with the Hub's digest, and records their origin next to the folder. An interrupted download resumes
 and keeps finished files. A model that is complete here needs no Hub.
 """
 
@@ -70,7 +70,7 @@ def local_or_fetched(
 def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -> Path:
     """Download the files of a model and return their folder.
 
-    The folder is `<work root>/sources/<commit>/<name>`, with a record of its origin beside it. A
+    The folder is `<work root>/sources/<commit>/<name>`, with a record of its origin next to it. A
     branch or tag stays at the commit this work root started with. If that commit is complete
     here, one request checks whether the branch has moved; it may fail.
 

@@ -47,7 +47,7 @@ PROMPT = "Once upon a time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What is on the Hub now: branch → commit, files sent by this run, problems overridden."""
+    """The state on the Hub: branch → commit, files sent by this run, problems overridden."""
 
     url: str
     branches: Mapping[str, str]
@@ -105,7 +105,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
 
 
 def prepare(config: PublishConfig, hub: Hub) -> Publication:
-    """Check everything and return what to publish; change nothing on the Hub.
+    """Check everything and return the publication; change nothing on the Hub.
 
     Raises:
         ConfigError, PublicationRefused: see `publish`.
