@@ -1,14 +1,14 @@
-"""What each lever of quality brings: alone beside exllamav2's algorithm, and removed from presets.
+"""What each quality option gains: added to exllamav2's algorithm, and removed from presets.
 
     python benchmarks/ablation.py --model DIR [--text FILE] [--bpw 3.0 4.0] [--seeds 0 1 2]
         [--tables alone standard best] [--only WORD ...] [--set FIELD=VALUE ...] [--jobs N]
         [--device cpu] [--tune-device cuda]
 
-Every line of `TABLES` is converted once per bitrate and seed, with a head of 6 bits. A seed sets
-that of calibration, sensitivity and tuning. `KL` is the mean divergence over seeds ± its standard
-deviation; the ratio is that to the table's first line, seed by seed. Seconds are those of all
-stages but `validate`, at the first bitrate. Lines that change nothing of their preset are left out.
-A run that was stopped goes on where it was when it is repeated.
+Every line of `TABLES` is converted once per bitrate and seed, with a 6-bit head. A seed sets the
+seeds of calibration, sensitivity and tuning. `KL` is the mean divergence over seeds ± its standard
+deviation; the ratio compares with the table's first line, seed by seed. Seconds cover all stages
+but `validate`, at the first bitrate. Lines that do not change their preset are left out. A stopped
+run continues when it is repeated.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 Changes = Mapping[str, object]
 BY_SUBLAYER = {"measurement": "alone"}  # allocation by the measurement of the table `alone`
 FACTORS = {"sensitivity.kind": "fisher", "rounding.fisher_share": 0}
-ONE_SIDED = 1e6  # a damping of output factors that leaves the identity
+ONE_SIDED = 1e6  # output factor damping that leaves only the identity
 
-# Table → line → changes of the configuration, in dotted names; the first line is the reference
+# Table → line → configuration changes, in dotted names; the first line is the reference
 TABLES: Mapping[str, Mapping[str, Changes]] = {
     "alone": {
         "exllamav2": {"quality": "exllamav2"},
@@ -111,14 +111,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a conversion reached: divergence in nats, and the seconds that it took."""
+    """The result of a conversion: divergence in nats, and the seconds it took."""
 
     kl: float
     seconds: float
 
 
 def nested(changes: Changes) -> dict[str, Any]:
-    """Turn dotted names into groups."""
+    """Nest dotted names into groups."""
     groups: dict[str, Any] = {}
     for name, value in changes.items():
         *path, last = name.split(".")
@@ -130,12 +130,12 @@ def nested(changes: Changes) -> dict[str, Any]:
 
 
 def measurement_file(arguments: argparse.Namespace, seed: int) -> Path:
-    """Return where the measurement by sublayer lies."""
+    """Return the path of the measurement by sublayer."""
     return Path(arguments.work) / f"measurement-seed{seed}.json"
 
 
 def configure(arguments: argparse.Namespace, trial: Trial) -> ConversionConfig:
-    """Return the configuration of a trial, with a work root of its own."""
+    """Return the configuration of a trial, with its own work root."""
     reference = next(iter(TABLES[trial.table].values()))
     seeds = {f"{group}.seed": trial.seed for group in ("calibration", "sensitivity", "tune")}
     values = {**reference, **TABLES[trial.table][trial.line], **seeds, **arguments.set}
@@ -156,7 +156,7 @@ def configure(arguments: argparse.Namespace, trial: Trial) -> ConversionConfig:
 
 
 def exchange(config: ConversionConfig, stages: Sequence[Stage], *, give: bool) -> Pipeline:
-    """Link finished stages from the common folder into the configuration's work root, or back."""
+    """Link finished stages from the shared folder into the configuration's work root, or back."""
     pipeline = open_pipeline(config, stages)
     common = config.work_dir_root.parent / "common" / pipeline.work.root.name
     for name in set(pipeline.stages) & {stage.name for stage in MEASURE_STAGES}:
@@ -173,7 +173,7 @@ def exchange(config: ConversionConfig, stages: Sequence[Stage], *, give: bool) -
 
 
 def run_stage(config: ConversionConfig, name: str) -> Path:
-    """Run one stage of measuring with what is common, make it common, and return its folder."""
+    """Run one measuring stage on shared stages, share its result, and return its folder."""
     pipeline = exchange(config, MEASURE_STAGES, give=False)
     pipeline.run(name, progress=report)
     exchange(config, MEASURE_STAGES, give=True)
@@ -181,13 +181,13 @@ def run_stage(config: ConversionConfig, name: str) -> Path:
 
 
 def convert(config: ConversionConfig, tune_device: str) -> Result:
-    """Run a conversion with what is common and return what validation found."""
+    """Run a conversion on shared stages and return its validation result."""
     pipeline = exchange(config, STAGES, give=False)
     until_quantize = [stage.name for stage in STAGES].index("quantize") + 1
     try:
         run_locally(config, stages=STAGES[:until_quantize])
         run_locally(config.model_copy(update={"device": tune_device}))
-    except ValidationFailed as error:  # a bad model is a result, too
+    except ValidationFailed as error:  # a bad model is a result too
         print(f"{config.out.name}: {error}", file=sys.stderr)
     score = read_json(pipeline.path("validate") / "report.json")["score"]
     others = set(pipeline.stages) - {"validate"}
@@ -198,11 +198,11 @@ def convert(config: ConversionConfig, tune_device: str) -> Result:
 def measure_all(
     pool: ProcessPoolExecutor, configs: Iterable[ConversionConfig], baselines: Sequence[Path]
 ) -> None:
-    """Run every distinct stage of measuring once, stage by stage.
+    """Run every distinct measuring stage once, stage by stage.
 
     Args:
         pool: where to run them.
-        configs: the configurations, a single bitrate suffices.
+        configs: the configurations; a single bitrate suffices.
         baselines: files that receive the measurements of the first configurations.
     """
     pipelines = [open_pipeline(config, MEASURE_STAGES) for config in configs]
@@ -222,7 +222,7 @@ def measure_all(
 def run_all(
     pool: ProcessPoolExecutor, trials: Sequence[Trial], arguments: argparse.Namespace
 ) -> dict[Trial, Result]:
-    """Measure for all trials, convert, and return what each reached."""
+    """Measure for all trials, convert, and return the results."""
     configs = {trial: configure(arguments, trial) for trial in trials}
     measured = {t: configs[t] for t in trials if t.bpw == arguments.bpw[0]}
     files: list[Path] = []
@@ -242,7 +242,7 @@ def run_all(
 
 
 def lines_of(table: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the lines to convert: those asked for that differ from the first one."""
+    """Return the lines to convert: the requested ones that differ from the first."""
 
     def settings(line: str) -> dict[str, Any]:
         trial = Trial(table=table, line=line, seed=0, bpw=arguments.bpw[0])
@@ -296,16 +296,16 @@ def parse() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--text", type=Path, help="to score on; else the built-in held-out text")
-    parser.add_argument("--text-rows", type=int, default=32, help="rows of it at most")
+    parser.add_argument("--text", type=Path, help="text to score on; else the held-out text")
+    parser.add_argument("--text-rows", type=int, default=32, help="most rows of it")
     parser.add_argument("--bpw", type=float, nargs="+", default=[3.0, 4.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--only", nargs="+", help="lines with one of these words, and the first")
+    parser.add_argument("--only", nargs="+", help="lines with any of these words, and the first")
     parser.add_argument("--set", type=pair, nargs="+", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tune-device", help="of tuning and scoring; else as --device")
+    parser.add_argument("--tune-device", help="device for tuning and scoring (default: --device)")
     parser.add_argument("--work", type=Path, default=Path("quality-work/ablation"))
     arguments = parser.parse_args()
     arguments.set = dict(arguments.set)

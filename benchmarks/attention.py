@@ -1,6 +1,6 @@
 """Time attention of one new token to a paged cache: `python benchmarks/attention.py`.
 
-Layers take turns so that nothing stays in the cache of the chip. Prints a table for
+Layers take turns so that nothing stays in the chip's cache. Prints a table for
 `docs/benchmarks.md`.
 """
 
@@ -17,7 +17,7 @@ HEAD_DIM = 128
 
 
 def layers_of(name: str, *, pages: int, kv_heads: int) -> list[LayerStore]:
-    """Return layers that hold something."""
+    """Return layers with random contents."""
     layers = [
         LayerStore.empty(
             CACHE_FORMATS[name], pages=pages, kv_heads=kv_heads, head_dim=HEAD_DIM, device="cuda"
@@ -31,7 +31,7 @@ def layers_of(name: str, *, pages: int, kv_heads: int) -> list[LayerStore]:
 
 
 def measured(heads: tuple[int, int], batch: int, context: int, name: str) -> tuple[float, float]:
-    """Return megabytes that a layer's attention reads, and its microseconds."""
+    """Return the megabytes that a layer's attention reads, and its microseconds."""
     queries, kv_heads = heads
     pages = -(-context // PAGE_TOKENS)
     layers = layers_of(name, pages=batch * pages, kv_heads=kv_heads)
@@ -52,7 +52,7 @@ def measured(heads: tuple[int, int], batch: int, context: int, name: str) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", nargs="+", type=int, default=[2048, 32768])
-    parser.add_argument("--heads", nargs="+", default=["32/32", "32/8"], help="of queries/of keys")
+    parser.add_argument("--heads", nargs="+", default=["32/32", "32/8"], help="query/key heads")
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     arguments = parser.parse_args()
     peak = copy_rate()

@@ -1,10 +1,10 @@
-"""What each cache format costs: perplexity and divergence of tokens that read it one by one.
+"""The cost of each cache format: perplexity and divergence of tokens that read it one by one.
 
     python benchmarks/cache_formats.py --model DIR [--text FILE] [--rows 10] [--row-tokens 512]
         [--device cpu] [--formats fp16 fp8 q8 q6 q4]
 
-All tokens of a row are put in one after the other, so that every one reads all before it as they
-are stored. The reference is the same model with whole forward passes.
+The tokens of a row are appended one at a time, so each reads all earlier ones as they are stored.
+The reference is the same model with full forward passes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def full_passes(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def single_steps(model: LoadedModel, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
-    """Return log-probabilities fp32 (rows, t, v) with a cache, and its bytes."""
+    """Return log-probabilities fp32 (rows, t, v) with a cache, and the cache's bytes."""
     cache = PagedCache(
         model.spec,
         batch=len(ids),
@@ -41,7 +41,7 @@ def single_steps(model: LoadedModel, ids: torch.Tensor, name: str) -> tuple[torc
 
 
 def row_of(name: str, ids: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Return a format's line of the table, but for its bits."""
+    """Return a format's table line without its size."""
     losses = -found[:, :-1].gather(-1, ids[:, 1:, None])
     divergence = (expected.exp() * (expected - found)).sum(-1)[:, 1:].mean()
     same = (expected.argmax(-1) == found.argmax(-1))[:, 1:].float().mean()

@@ -1,11 +1,11 @@
-"""Time and peak memory of converting a model, per stage, and of a second bitrate.
+"""Time and peak memory of a conversion, per stage, and of a second bitrate.
 
     python benchmarks/conversion.py --model DIR | --shape 7b --layers 32 [--bpw 4.0 3.0]
         [--device cpu] [-- MORE OPTIONS]
 
-Runs `exl2flow convert` in child processes as a user does: with the temporary Prefect server and an
-empty database, in an empty work root, validation included. Prints a Markdown table. Options after
-`--` go to the command, as `--no-prefect`. `--shape` makes a model of random weights.
+Runs `exl2flow convert` in child processes as a user would: with the temporary Prefect server and
+an empty database, in an empty work root, with validation. Prints a Markdown table. Options after
+`--` are passed on, such as `--no-prefect`. `--shape` creates a model of random weights.
 """
 
 import argparse
@@ -29,7 +29,7 @@ STAGES = (
 def convert(model: Path, root: Path, bpw: float, options: list[str]) -> dict[str, float | None]:
     """Convert once; return seconds by stage, the total and the peak resident memory in MB.
 
-    The seconds of a stage that was finished before are None.
+    The seconds of a stage that had already finished are None.
     """
     out = root / f"{bpw:g}bpw"
     command = [sys.executable, "-m", "exl2flow.flows.cli", "convert", str(model)]
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--model", type=Path)
-    given.add_argument("--shape", choices=SHAPES, help="of a model of random weights")
+    given.add_argument("--shape", choices=SHAPES, help="shape of a model of random weights")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--bpw", type=float, nargs="+", default=[4.0, 3.0])
     parser.add_argument("--device", default="cpu")

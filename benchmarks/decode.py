@@ -1,11 +1,11 @@
-"""Time a quantized model that runs: loading, prompts, steps with and without a recording.
+"""Time inference with a quantized model: loading, prompts, steps with and without a recording.
 
-Recorded steps end with a sampled id: the likeliest, or one drawn with the default settings.
+Recorded steps end with a sampled id: the likeliest, or one drawn with default settings.
 
     python benchmarks/decode.py [--shape 7b | --model DIR] [--layers 32] [--bpw 4] [--batch 1 4 16]
         [--context 512] [--cache fp16]
 
-Writes an EXL2 model of random codes in a temporary folder unless one is given, 6 bits in its head.
+Unless a model is given, writes one of random codes with a 6-bit head to a temporary folder.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GROUP_ROWS = 128
 
 
 def random_matrix(n: int, k: int, bits: int) -> QuantizedMatrix:
-    """Return codes at random, whose values are about as large as those of a model."""
+    """Return random codes whose values are about as large as a model's."""
     groups = QuantParams.uniform(bits, GROUP_ROWS).groups(k)
     words = [group.start * bits // 32 for group in groups]
     integers = {"dtype": torch.int32, "device": "cuda"}
@@ -56,7 +56,7 @@ def write_model(folder: Path, shape: str, layers: int, bits: int) -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median time of calls that end on the device."""
+    """Return the median time of calls, including their work on the device."""
     times = []
     for _ in range(repeats + 2):
         torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def seconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 @torch.inference_mode()
 def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[float]:
-    """Return seconds of a prompt, of a step, and of recorded steps, greedy and drawn."""
+    """Return the seconds of a prompt, a step, and recorded steps, greedy and drawn."""
     decoder, spec = model.decoder, model.spec
     cache = PagedCache(
         spec, batch=batch, max_tokens=context + 1, form=cache_format(form), device="cuda"
@@ -110,7 +110,7 @@ def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--model", type=Path, help="an EXL2 folder in place of random codes")
+    parser.add_argument("--model", type=Path, help="an EXL2 folder instead of random codes")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--bpw", type=int, default=4)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])

@@ -1,12 +1,12 @@
-"""Time and GPU memory of each stage on layers of a large model's shape, or on a model.
+"""Time and GPU memory of each stage, on layers shaped like a large model's, or on a model.
 
     python benchmarks/layers.py [--shape 7b | --model DIR] [--layers 2] [--quality standard]
         [--device cuda] [--until validate] [--profile measure] [--rows N] [--max-memory 24GB]
 
 Builds a model of random weights in a temporary folder unless one is given, runs each stage without
-Prefect, and prints seconds of the stage, of a layer (the median, from the end of the one before to
-its own, results stored) and the highest use of GPU memory, with the forecast of `--dry-run` beside
-it. `--profile` adds the kernels that took longest in a stage.
+Prefect, and prints seconds per stage, seconds per layer (the median, from the end of the previous
+layer to its own, results stored), and peak GPU memory next to the forecast of `--dry-run`.
+`--profile` adds the kernels that took longest in a stage.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LAYER = re.compile(r"model\.layers\.\d+")
 
 
 def write_config(folder: Path, shape: str, layers: int) -> None:
-    """Write what a model folder has beside its weights."""
+    """Write the files of a model folder other than its weights."""
     hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
     config = json.loads((TOKENIZER / "config.json").read_bytes()) | {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
@@ -60,7 +60,7 @@ def write_config(folder: Path, shape: str, layers: int) -> None:
 
 
 def linear_shapes(shape: str, layers: int) -> dict[str, tuple[int, int]]:
-    """Return out- and in-features of all linears, the head last."""
+    """Return the out- and in-features of all linears, the head last."""
     hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
     rows = {"q_proj": hidden, "k_proj": kv_heads * (hidden // heads), "o_proj": hidden}
     rows |= {"v_proj": rows["k_proj"], "gate_proj": intermediate, "up_proj": intermediate}
@@ -74,7 +74,7 @@ def linear_shapes(shape: str, layers: int) -> dict[str, tuple[int, int]]:
 
 
 def norms(shape: str, layers: int) -> dict[str, torch.Tensor]:
-    """Return the weights of all norms, ones."""
+    """Return the weights of all norms, which are ones."""
     names = ["model.norm"]
     names += [f"model.layers.{i}.input_layernorm" for i in range(layers)]
     names += [f"model.layers.{i}.post_attention_layernorm" for i in range(layers)]
@@ -97,7 +97,7 @@ def make_model(folder: Path, shape: str, layers: int) -> None:
 
 
 def shards(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Split tensors into files as large as those of the Hub."""
+    """Split tensors into files of the size usual on the Hub."""
     shard: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
@@ -108,7 +108,7 @@ def shards(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]
 
 
 class LayerTimes(logging.Handler):
-    """Notes when the log tells that a sublayer is done."""
+    """Records when the log reports a finished sublayer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class LayerTimes(logging.Handler):
             self.ends[match[0]] = record.created
 
     def median(self) -> float:
-        """Return the seconds of a layer, but for the first one."""
+        """Return the median seconds per layer, without the first."""
         seconds = [after - before for before, after in pairwise(self.ends.values())]
         return statistics.median(seconds) if seconds else 0.0
 
@@ -176,17 +176,17 @@ def main() -> None:
     """Build the model and run the stages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--model", type=Path, help="a model folder in place of random weights")
+    parser.add_argument("--model", type=Path, help="a model folder instead of random weights")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--bpw", type=float, default=4.0)
     parser.add_argument("--quality", nargs="+", default=["standard"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--until", default="validate", help="the last stage")
+    parser.add_argument("--until", default="validate", help="the last stage to run")
     parser.add_argument("--profile", nargs="+", default=[], metavar="STAGE")
-    parser.add_argument("--max-memory", help="of the GPU, as 24GB")
-    parser.add_argument("--rows", type=int, help="of calibration, measured on a sixth; else all")
+    parser.add_argument("--max-memory", help="limit for the GPU, such as 24GB")
+    parser.add_argument("--rows", type=int, help="calibration rows, a sixth to measure; else all")
     arguments = parser.parse_args()
-    choose_allocator()  # before the model is made
+    choose_allocator()  # before the model is created
     logging.getLogger("exl2flow.core.background").addHandler(logging.StreamHandler())
     rows = arguments.rows
     few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}

@@ -1,11 +1,11 @@
-"""What Prefect costs: the same conversion as a flow and as plain calls of its stages.
+"""The overhead of Prefect: the same conversion as a flow and as plain calls of its stages.
 
     python benchmarks/overhead.py [--model DIR | --layers 24] [--pairs 2] [--at-once]
         [-- OPTIONS of `exl2flow convert`]
 
 Every conversion is a process with an empty work root. They take turns, or run at once on equal
-shares of the CPU's cores. Those with Prefect start its temporary server and end it, too. Prints the
-seconds of a conversion, and where they went.
+shares of the CPU's cores. Those with Prefect also start its temporary server and stop it. Prints
+the seconds of a conversion, and where they went.
 """
 
 import argparse
@@ -27,19 +27,19 @@ WAYS = {"stages called directly": ["--no-prefect"], "as a Prefect flow": []}
 
 
 def command(model: Path, folder: Path, options: list[str]) -> list[str]:
-    """Return a conversion whose files all lie in a folder."""
+    """Return the command of a conversion that keeps all its files in one folder."""
     words = [sys.executable, "-m", "exl2flow.flows.cli", "convert", str(model), "--bpw", "4"]
     return [*words, "--out", str(folder / "out"), "--work-root", str(folder / "work"), *options]
 
 
 def started(words: list[str], folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:
-    """Start a conversion, and a server of its own, on some cores."""
+    """Start a conversion with its own server, on the given cores."""
     folder.mkdir()
     env = {**os.environ, "PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": str(len(cores))}
     env.pop("PREFECT_API_URL", None)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=log)
-    os.sched_setaffinity(process.pid, cores)  # before it has threads, which inherit it
+    os.sched_setaffinity(process.pid, cores)  # before it starts threads, which inherit it
     return process
 
 
@@ -52,7 +52,7 @@ def stages(folder: Path) -> dict[str, float]:
 def timed(
     model: Path, root: Path, runs: list[list[str]], options: list[str], *, at_once: bool
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (place in `runs`, seconds of the whole and of its parts) as conversions end."""
+    """Yield (place in `runs`, seconds in total and per part) as conversions end."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // len(runs) if at_once else len(cores)
     waiting, alive = list(range(len(runs))), dict[int, tuple[subprocess.Popen[bytes], float]]()
@@ -76,8 +76,8 @@ def timed(
 def main() -> None:
     """Convert in both ways and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a folder in place of random weights")
-    parser.add_argument("--layers", type=int, default=24, help="of the random model")
+    parser.add_argument("--model", type=Path, help="a model folder instead of random weights")
+    parser.add_argument("--layers", type=int, default=24, help="layers of the random model")
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--at-once", action="store_true")
     parser.add_argument("options", nargs="*", help="further options of `exl2flow convert`")

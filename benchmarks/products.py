@@ -1,7 +1,7 @@
 """Time the products of one token with all matrices of a quantized model: `python products.py`.
 
-Random codes in the shape of a Llama, repeated for every layer so that nothing stays in the cache of
-the chip; launches are recorded as a CUDA graph. Prints a table for `docs/benchmarks.md`.
+Random codes in the shape of a Llama, repeated for every layer so that nothing stays in the chip's
+cache; launches are recorded as a CUDA graph. Prints a table for `docs/benchmarks.md`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ HEAD_BITS = 6
 
 
 def mix(bpw: float, k: int) -> list[Group]:
-    """Return groups of the widths above and below, which have so many bits in the mean."""
+    """Return groups of the two nearest widths, which average `bpw` bits."""
     widths = (2, 3, 4, 5, 6, 8)
     low = max(width for width in widths if width <= bpw)
     high = min(width for width in widths if width >= bpw)
@@ -46,7 +46,7 @@ def random_matrix(k: int, n: int, bpw: float) -> PackedMatrix:
 
 
 def chains(shape: str, bpw: float) -> list[list[Product]]:
-    """Return all products of a token: those between two attentions are a chain."""
+    """Return all products for a token: those between two attentions form a chain."""
     hidden, mlp, kv, vocabulary, layers = SHAPES[shape]
     norm = torch.rand(hidden, device="cuda").half()
 

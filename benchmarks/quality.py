@@ -1,18 +1,18 @@
-"""Quality of conversions by preset and bitrate, beside exllamav2's figures for the same model.
+"""Quality of conversions by preset and bitrate, next to exllamav2's figures for the same model.
 
     python benchmarks/quality.py --model DIR --text FILE [--bpw 2.5 3.0 ...] [--peer FIGURES.json]
         [--total [2.5 3.0 ...]] [--quality fast standard best exllamav2] [--jobs N]
         [--device cpu] [--work DIR] [-- MORE OPTIONS OF `exl2flow convert`]
 
-The first table has a fixed head (6 bits unless options say otherwise) and decoders of `--bpw`. The
-second, with `--total`, has outputs of at most the peer's bytes at these bitrates, or at all of its
-own, and a free head. The peer's file maps a bitrate to an object with `bytes`, `perplexity`,
-`kl_divergence` and `top1_agreement`.
+The first table has a fixed head (6 bits unless options say otherwise) and decoders at `--bpw`. The
+second, with `--total`, has outputs of at most the peer's bytes at these bitrates, or at all the
+peer's bitrates, and a free head. The peer's file maps a bitrate to an object with `bytes`,
+`perplexity`, `kl_divergence` and `top1_agreement`.
 
-A preset is measured once: its first conversion lends its checkpoints to the others. All models are
-scored on the text as they were written. Seconds are those of all stages but `validate`, the shared
-ones included, whenever they ran; peak memory is the greatest resident set of a process. A run that
-was stopped goes on where it was when it is repeated.
+A preset is measured once: its first conversion shares its checkpoints with the others. All models
+are scored on the text as written to disk. Seconds cover all stages but `validate`, shared ones
+included, whenever they ran; peak memory is the largest resident set of a process. A stopped run
+continues when it is repeated.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any
 
 Figures = dict[str, float]
 SHARED_STAGES = ("compose", "tokenize", "sensitivity", "measure")
-NO_LIMIT = ("--warn-ratio", 10**6, "--fail-ratio", 10**6)  # bad models are figures, too
+NO_LIMIT = ("--warn-ratio", 10**6, "--fail-ratio", 10**6)  # bad models are results too
 BITRATES = (2.5, 3.0, 4.0, 5.0, 6.0)
 ALL_ROWS = 10**6
 COLUMNS = (
@@ -41,7 +41,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One model to make; `target_bytes` is None for a decoder of `bpw` and a fixed head."""
+    """One model to create; `target_bytes` is None for a decoder of `bpw` and a fixed head."""
 
     quality: str
     bpw: float
@@ -55,14 +55,14 @@ class Conversion:
 
     @property
     def target(self) -> tuple[object, ...]:
-        """The options that say how large it may be."""
+        """The options that limit its size."""
         if self.target_bytes is None:
             return ("--bpw", self.bpw)
         return ("--target-bytes", self.target_bytes)
 
 
 def run(*arguments: object, threads: int, log: Path) -> tuple[str, float]:
-    """Run the command line; return what it prints and the peak memory in MB."""
+    """Run the command line; return its output and the peak memory in MB."""
     command = [sys.executable, "-m", "exl2flow.flows.cli", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with log.open("wb") as errors:
@@ -90,7 +90,7 @@ def lend(root: Path, other: Path) -> None:
 
 
 def stage_seconds(folder: Path) -> Figures:
-    """Return the seconds of a stage and of all that it came from, by stage."""
+    """Return the seconds of a stage and of all stages it depends on, by stage."""
     manifest = json.loads((folder / "manifest.json").read_bytes())
     found = {manifest["stage"]: manifest["seconds"]}
     for stage, fingerprint in manifest["inputs"].items():
@@ -119,7 +119,7 @@ def convert(conversion: Conversion, *, arguments: argparse.Namespace, threads: i
 
 
 def convert_all(conversions: Sequence[Conversion], arguments: argparse.Namespace) -> list[Figures]:
-    """Convert the first of every preset, then the others with the checkpoints of the first."""
+    """Convert the first of every preset, then the others with the first one's checkpoints."""
     roots = arguments.work / "checkpoints"
     first: dict[str, Conversion] = {}
     for conversion in conversions:
@@ -134,7 +134,7 @@ def convert_all(conversions: Sequence[Conversion], arguments: argparse.Namespace
 
 
 def score(models: Sequence[Path], *, arguments: argparse.Namespace, threads: int) -> list[Any]:
-    """Score models on the text in one process, which needs one pass of the source."""
+    """Score models on the text in one process, which needs one pass over the source."""
     printed, _ = run(
         "validate", *models, "--reference", arguments.model, "--text", arguments.text,
         "--rows", arguments.text_rows, "--json", "--device", arguments.device, *NO_LIMIT,
@@ -144,7 +144,7 @@ def score(models: Sequence[Path], *, arguments: argparse.Namespace, threads: int
 
 
 def together(work: Any, items: Iterable[Any], arguments: argparse.Namespace) -> list[Any]:
-    """Return the results of `work` on the items, `--jobs` processes at a time."""
+    """Return the results of `work` on the items, run in `--jobs` parallel processes."""
     items = list(items)
     width = max(1, min(arguments.jobs, len(items)))
     threads = max(1, int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)) // width)
@@ -206,12 +206,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--text-rows", type=int, default=ALL_ROWS, help="rows to score on, at most")
+    parser.add_argument("--text-rows", type=int, default=ALL_ROWS, help="most rows to score on")
     parser.add_argument("--bpw", type=float, nargs="*", default=BITRATES)
-    parser.add_argument("--total", type=float, nargs="*", help="bitrates of the peer's bytes")
+    parser.add_argument("--total", type=float, nargs="*", help="bitrates of the peer to match")
     parser.add_argument("--quality", nargs="+", default=["standard"])
     parser.add_argument("--peer", type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--work", type=Path, default=Path("quality-work"))
     parser.add_argument("options", nargs="*", help="further options of `exl2flow convert`")

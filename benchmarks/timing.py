@@ -1,4 +1,4 @@
-"""How long recorded work takes on a GPU."""
+"""Time recorded work on a GPU."""
 
 from collections.abc import Callable
 from statistics import median
@@ -24,6 +24,6 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def copy_rate() -> float:
-    """Return at how many GB/s memory is read and written by a simple operation."""
+    """Return the GB/s at which a simple operation reads and writes memory."""
     numbers = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")
     return 8e-6 * numbers.numel() / milliseconds(lambda: numbers.add_(1))

@@ -13,10 +13,10 @@ def standard() -> Path:
 
 
 def chat() -> Path:
-    """Return the Parquet file of the dialogues that calibration `chat` reads."""
+    """Return the Parquet file of the dialogues for calibration `chat`."""
     return _HERE / "chat.parquet"
 
 
 def heldout() -> Path:
-    """Return the Parquet file of the text that only validation reads."""
+    """Return the Parquet file of the text used only by validation."""
     return _HERE / "heldout.parquet"

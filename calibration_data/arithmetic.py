@@ -1,4 +1,4 @@
-"""Worked numbers: arithmetic with its steps, equations, number systems, dates, units, statistics.
+"""Worked examples: arithmetic with its steps, equations, number systems, dates, units, statistics.
 
 Each maker takes a seeded generator and returns one document; every figure in it is correct.
 """
@@ -30,7 +30,7 @@ UNITS = (
 
 
 def in_words(number: int) -> str:
-    """Spell `number`, from 0 below one million, in English."""
+    """Spell `number`, from 0 to 999,999, in English."""
     if number < 20:
         return ONES[number]
     if number < 100:
@@ -45,7 +45,7 @@ def in_words(number: int) -> str:
 
 
 def roman(number: int) -> str:
-    """Write `number`, from 1 below 4000, in Roman numerals."""
+    """Write `number`, from 1 to 3999, in Roman numerals."""
     letters = ""
     for value, letter in ROMAN:
         letters += letter * (number // value)
@@ -54,7 +54,7 @@ def roman(number: int) -> str:
 
 
 def long_multiplication(rng: Random) -> str:
-    """Return products split by the digits of the second factor."""
+    """Return products worked out digit by digit of the second factor."""
     lines = ["Multiply in columns: one partial product for each digit, then add."]
     for _ in range(rng.randint(4, 6)):
         left, right = rng.randint(120, 9900), rng.randint(21, 990)
@@ -69,7 +69,7 @@ def long_multiplication(rng: Random) -> str:
 
 
 def long_division(rng: Random) -> str:
-    """Return divisions digit by digit, each with its check."""
+    """Return divisions worked out digit by digit, each with a check."""
     lines = []
     for number in range(1, rng.randint(4, 6)):
         dividend, divisor = rng.randint(2000, 99999), rng.randint(3, 48)
@@ -149,7 +149,7 @@ def fractions(rng: Random) -> str:
 
 
 def number_systems(rng: Random) -> str:
-    """Return one table of numbers in several notations and words."""
+    """Return one table of numbers in several notations and in words."""
     lines = [
         "| decimal | binary | octal | hex | Roman | in words |",
         "|---:|---:|---:|---:|:--|:--|",
@@ -269,7 +269,7 @@ def matrices(rng: Random) -> str:
 
 
 def compound_interest(rng: Random) -> str:
-    """Return a yearly table of a sum that grows at interest."""
+    """Return a yearly table for a deposit that earns interest."""
     balance, rate = rng.randint(5, 400) * 100.0, rng.randint(4, 38) / 4
     years = rng.randint(10, 18)
     doubled = math.log(2) / math.log(1 + rate / 100)
@@ -310,7 +310,7 @@ def truth_table(rng: Random) -> str:
 
 
 def word_problems(rng: Random) -> str:
-    """Return short problems in sentences with their solutions."""
+    """Return short word problems with their solutions."""
     lines = []
     for _ in range(rng.randint(6, 9)):
         one, two = rng.sample(PEOPLE, 2)

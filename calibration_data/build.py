@@ -1,12 +1,12 @@
 """Pack the text sources into the Parquet files that ship.
 
 Run `python -m exl2flow.calibration_data.build`. A source is `text/<kind>/<name>.txt` or
-`heldout/<number>_<kind>.txt`, UTF-8; its documents are separated by lines that hold `</doc>` and
-nothing else. Dialogues, of the kind `chat`, get a file of their own, so that the standard set does
-not change with them. Within a kind the documents of all files alternate, so that a few rows see as
-many subjects, languages and formats as possible. The same sources give the same rows, and the same
-bytes with the same version of pyarrow. The sources stay in the repository; packages carry the
-Parquet files only.
+`heldout/<number>_<kind>.txt`, UTF-8; lines that contain only `</doc>` separate its documents.
+Dialogues, of the kind `chat`, get their own file, so that they never change the standard set.
+Within a kind, the documents of all files alternate, so that a few rows see as many subjects,
+languages and formats as possible. The same sources give the same rows, and the same bytes with the
+same version of pyarrow. The sources stay in the repository; packages contain only the Parquet
+files.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,12 @@ KINDS = ("web", "encyclopedia", "code", "stories", "multilingual", "technical")
 CHAT = "chat"
 SEPARATOR = "\n</doc>\n"
 GENERATED_SEED = 1
-GENERATED_BYTES = 36_000  # one document of each maker and a few more
+GENERATED_BYTES = 36_000  # one document from each maker and a few more
 BEGIN, END = "<!-- table made by build.py -->\n", "<!-- end of table -->\n"
 
 
 def read_documents(path: Path, *, kind: str, language: str | None = None) -> list[Document]:
-    """Split one source into its documents, without blank lines at their ends."""
+    """Split one source into its documents, without leading and trailing blank lines."""
     text = f"\n{path.read_bytes().decode()}\n"
     parts = [part.strip("\n") for part in text.split(SEPARATOR) if part.strip()]
     languages = [language] * len(parts) if language else _languages(kind, path.stem, len(parts))
@@ -46,7 +46,7 @@ def written_documents() -> list[list[Document]]:
 
 
 def generated_documents() -> list[Document]:
-    """Return what the standard set has of generated text."""
+    """Return the generated documents of the standard set."""
     return generated(GENERATED_SEED, GENERATED_BYTES)
 
 
@@ -77,7 +77,7 @@ def heldout_documents() -> list[Document]:
 
 
 def alternated(sources: Iterable[Sequence[Document]]) -> list[Document]:
-    """Merge the sources so that each is spread evenly over the whole."""
+    """Merge the sources so that each is spread evenly over the result."""
     placed = [
         ((index + 0.5) / len(source), document)
         for source in sources
@@ -151,8 +151,8 @@ def _sources(folder: Path) -> list[Path]:
 def _languages(kind: str, stem: str, count: int) -> list[str]:
     """Return one language per document of a file.
 
-    Files of code are named by their language, or by those of their documents in order; files of
-    other languages than English by its two-letter code.
+    Code files are named after their language, or after their documents' languages in order; files
+    in languages other than English after the two-letter code.
     """
     if kind == "multilingual" or (kind == CHAT and len(stem) == 2):
         return [stem] * count

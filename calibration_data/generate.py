@@ -1,8 +1,8 @@
 """Calibration documents that a program writes better than a person: numbers, logs, records.
 
 Every document comes from its own seeded generator, so the same seed and size give the same
-documents everywhere. The makers are in `arithmetic.py` (worked numbers) and `records.py`
-(logs, configuration, tables); all they need is in these three files.
+documents everywhere. The makers are in `arithmetic.py` (worked examples) and `records.py`
+(logs, configuration, tables); these three files are self-contained.
 """
 
 import random
@@ -51,7 +51,7 @@ MAKERS: tuple[tuple[str, str, Maker], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One text of the calibration set; `text` has no blank lines at its ends."""
+    """One text of the calibration set; `text` has no leading or trailing blank lines."""
 
     kind: str
     name: str
@@ -60,7 +60,7 @@ class Document:
 
 
 def generated(seed: int, size: int) -> list[Document]:
-    """Return whole documents of `size` UTF-8 bytes in all, or a little more."""
+    """Return whole documents with `size` UTF-8 bytes in total, or slightly more."""
     documents: list[Document] = []
     total = 0
     while total < size:

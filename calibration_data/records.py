@@ -43,7 +43,7 @@ def access_log(rng: Random) -> str:
 
 
 def service_log(rng: Random) -> str:
-    """Return the log of one program: key=value pairs and one failure with its trace."""
+    """Return the log of one program: key=value pairs and one failure with its traceback."""
     now, service = _moment(rng), rng.choice(SERVICES)
     lines = []
     failure = rng.randint(4, 12)
@@ -74,7 +74,7 @@ def service_log(rng: Random) -> str:
 
 
 def boot_log(rng: Random) -> str:
-    """Return the first seconds of a small computer, stamped since power-on."""
+    """Return a small computer's first seconds, timestamped from power-on."""
     seconds, host = 0.0, rng.choice(HOSTS)
     lines = []
     for _ in range(rng.randint(18, 26)):
@@ -117,7 +117,7 @@ def json_records(rng: Random) -> str:
 
 
 def yaml_service(rng: Random) -> str:
-    """Return the description of a deployment in YAML."""
+    """Return a deployment description in YAML."""
     lines = [f"# deployed {_moment(rng):%Y-%m-%d}", 'version: "3"', "services:"]
     for service in rng.sample(SERVICES, rng.randint(3, 5)):
         port = rng.randint(1024, 65000)
@@ -189,7 +189,7 @@ def xml_records(rng: Random) -> str:
 
 
 def sql_session(rng: Random) -> str:
-    """Return rows being inserted and a query over them with its true result."""
+    """Return INSERT statements and a query over the rows with its true result."""
     rows = [
         (number, rng.choice(SURNAMES), rng.choice(TOWNS[:5]), rng.randint(100, 99999) / 100)
         for number in range(1, rng.randint(9, 14))
@@ -233,7 +233,7 @@ def test_run(rng: Random) -> str:
 
 
 def shell_session(rng: Random) -> str:
-    """Return commands of a shell with listings."""
+    """Return shell commands with their listings."""
     host, service = rng.choice(HOSTS), rng.choice(SERVICES)
     lines = [f"deploy@{host}:~$ ls -l /var/lib/{service}", f"total {rng.randint(20, 9000)}"]
     sizes = []
@@ -256,7 +256,7 @@ def shell_session(rng: Random) -> str:
 
 
 def hex_dump(rng: Random) -> str:
-    """Return bytes by offset beside their printable characters."""
+    """Return bytes by offset next to their printable characters."""
     words = " ".join(rng.choice(TOWNS + HOSTS) for _ in range(14)).encode()
     noise = bytes(rng.getrandbits(8) for _ in range(112))
     data = noise[:16] + words + noise[16:]
@@ -269,7 +269,7 @@ def hex_dump(rng: Random) -> str:
 
 
 def instrument_table(rng: Random) -> str:
-    """Return an aligned table of readings with uncertainties, set in the style of a lab report."""
+    """Return an aligned table of readings with uncertainties, in the style of a lab report."""
     unit, scale = rng.choice((("mV", 3.0), ("kHz", 40.0), ("mol/l", 0.2), ("µm", 12.0)))
     lines = [
         f"Table {rng.randint(1, 12)}. Response in {unit} at 5 settings, n = {rng.randint(3, 30)}.",
@@ -299,7 +299,7 @@ def timetable(rng: Random) -> str:
 
 
 def price_list(rng: Random) -> str:
-    """Return the offers of a market stall with reductions."""
+    """Return a market stall's offers with discounts."""
     lines = [f"{rng.choice(TOWNS)} farm shop, week {rng.randint(1, 52)}", ""]
     for food in rng.sample(FOODS, rng.randint(8, 12)):
         old, cut = rng.randint(90, 1900), rng.choice((0, 0, 10, 15, 25))
@@ -310,7 +310,7 @@ def price_list(rng: Random) -> str:
 
 
 def invoice(rng: Random) -> str:
-    """Return a bill whose sums are right."""
+    """Return an invoice with correct sums."""
     day, total = _moment(rng), 0
     lines = [
         f"INVOICE {day:%Y}-{rng.randint(1, 9999):04d}",

@@ -1,16 +1,16 @@
-"""Sampling settings: scalars only; what depends on a sequence's history lives with the sequence."""
+"""Sampling settings: scalars only; state that depends on history lives with its sequence."""
 
 from dataclasses import dataclass
 from typing import Self
 
 from exl2flow.core.errors import ConfigError
 
-GREEDY_BELOW = 0.01  # a lower temperature means: always the likeliest token
+GREEDY_BELOW = 0.01  # lower temperatures always take the likeliest token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """Neutral values switch a step off: top_k 0, top_p 0 or 1, min_p 0."""
+    """Neutral values disable a step: top_k 0, top_p 0 or 1, min_p 0."""
 
     temperature: float = 0.8
     top_k: int = 50

@@ -1,7 +1,7 @@
 """Seeded generator of simple English documents for the demo model.
 
 Words, records and sentence templates are data (words.txt, tables.txt, templates.txt); this module
-expands them with names, towns and pronouns that stay consistent inside a document.
+expands them with names, towns and pronouns that stay consistent within a document.
 `python demo/corpus.py --stats` prints the size of the vocabulary.
 """
 
@@ -289,7 +289,7 @@ def capital(text: str) -> str:
 
 
 def take(characters: int, seed: int = 0) -> list[str]:
-    """Return documents of at least that many characters in all."""
+    """Return documents with at least this many characters in total."""
     documents, total = [], 0
     for document in Corpus(seed).documents():
         documents.append(document)
@@ -300,7 +300,7 @@ def take(characters: int, seed: int = 0) -> list[str]:
 
 
 def word_types(documents: list[str]) -> Counter[str]:
-    """Count the distinct words, without regard to case."""
+    """Count the distinct words, ignoring case."""
     counts: Counter[str] = Counter()
     for document in documents:
         counts.update(re.findall(r"[a-z]+(?:'[a-z]+)?", document.lower()))

@@ -20,14 +20,14 @@ PROMPTS = [
 
 
 def trigram_share(tokens: list[int]) -> float:
-    """Return the number of distinct trigrams over the number of trigrams."""
+    """Return the share of distinct trigrams among all trigrams."""
     trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
     return len(set(trigrams)) / max(1, len(trigrams))
 
 
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
-    """Return exactly that many greedy tokens after the prompt; an end token does not stop it."""
+    """Return exactly `count` greedy tokens after the prompt; an end token does not stop it."""
     tokens = torch.tensor([prompt])
     output = model(input_ids=tokens, use_cache=True)
     new: list[int] = []

@@ -1,8 +1,8 @@
-"""Make the demo model: a byte-level BPE tokenizer and a small Llama, trained from scratch.
+"""Create the demo model: a byte-level BPE tokenizer and a small Llama, trained from scratch.
 
 The text is the generator's corpus and, as a smaller share, the calibration prose of this
-repository. The number of steps is fixed, so a run depends on the seed and the shape only. `demo` is
-the shape that is shipped; `deep` serves to try on other proportions what was found on it.
+repository. The number of steps is fixed, so a run depends only on the seed and the shape. `demo` is
+the shape that is shipped; `deep` checks findings on other proportions.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TOKENS_PER_STEP = 2048
 STEPS = 5000
 COSINE_STEPS = 1500
 ROW_TOKENS, LONG_ROW_TOKENS = 512, 2048
-LONG_ROW_EVERY = 4  # steps of the cosine phase that see the last positions too
+LONG_ROW_EVERY = 4  # one in this many steps of the cosine phase also sees the last positions
 WARM_UP = 150
 PEAK_RATE, LAST_RATE = 2.5e-3, 1e-4
 CHARACTERS_PER_TOKEN = 4.6
@@ -47,8 +47,8 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
         "head_dim": 64,
     },
-    # Three queries share one key and are wider together than the hidden state; no dimension but
-    # the vocabulary is a multiple of 128, all are of 32
+    # Three queries share one key and together are wider than the hidden state; no dimension but
+    # the vocabulary is a multiple of 128, all are multiples of 32
     "deep": {
         "hidden_size": 192,
         "intermediate_size": 416,
@@ -82,7 +82,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def prose_pieces(characters: int = 1600) -> list[str]:
-    """Return the calibration prose in pieces of whole paragraphs."""
+    """Return the calibration prose, split into pieces of whole paragraphs."""
     pieces: list[str] = []
     for kind in PROSE_KINDS:
         for path in sorted((PROSE / kind).rglob("*.txt")):
@@ -98,7 +98,7 @@ def prose_pieces(characters: int = 1600) -> list[str]:
 
 
 def make_tokenizer(texts: list[str]) -> Tokenizer:
-    """Train the byte-level BPE tokenizer; it puts the begin token before every text."""
+    """Train the byte-level BPE tokenizer; it prepends the begin token to every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -121,7 +121,7 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of every text, with the begin and the end token."""
+    """Return the tokens of every text, with begin and end tokens."""
     encoded = tokenizer.encode_batch(texts)
     return [[*item.ids, 1] for item in encoded]
 
@@ -141,7 +141,7 @@ def make_stream(
         size += len(story)
         if size >= tokens:
             break
-    assert size >= tokens, f"the corpus has only {size} tokens of {tokens}"
+    assert size >= tokens, f"the corpus has only {size} of {tokens} tokens"
     rng.shuffle(documents)
     return torch.tensor([token for document in documents for token in document][:tokens])
 
@@ -218,7 +218,7 @@ def save(
 
 
 def main() -> None:
-    """Make the tokenizer, train, and save the model."""
+    """Create the tokenizer, train, and save the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--steps", type=int, default=STEPS)

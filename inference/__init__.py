@@ -1,4 +1,4 @@
-"""Running models: loading, generating, scoring, inspecting."""
+"""Load, run, score and inspect models."""
 
 from exl2flow.inference.generate import BaseGenerator, Generation
 from exl2flow.inference.load import LoadedModel, load_model

@@ -1,7 +1,7 @@
-"""Perplexity and divergence of models from a reference, on rows of text.
+"""Perplexity of models, and their divergence from a reference, on rows of text.
 
-All models of a comparison share the reference's forward pass; logits exist for some positions at a
-time and are never stored. Definitions, over the positions 1..t-1 of every row: perplexity
+All models of a comparison share the reference's forward pass; logits exist for a few positions at
+a time and are never stored. Definitions, over positions 1..t-1 of every row: perplexity is
 `exp(-mean ln p(next))`, KL divergence `Σ p_ref ln(p_ref / p)` in nats, top-1 agreement the share of
 positions where both rank the same token first.
 """
@@ -21,17 +21,17 @@ from exl2flow.core.memory import free_memory
 from exl2flow.inference.streamed import Look, StreamedModel
 from exl2flow.model import SublayerSpec, check_ids
 
-STATE_BYTES = 1 << 27  # hidden states held at a time on a CPU, all models together ...
+STATE_BYTES = 1 << 27  # of hidden states held at a time on a CPU, all models together ...
 LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all matrices
-STATE_SHARE = 0.5  # of a GPU's free memory goes to hidden states
-LOGIT_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # logits held at a time, per model
+STATE_SHARE = 0.5  # of a GPU's free memory, for hidden states
+LOGIT_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of logits held at a time, per model
 Advance = Callable[[int, int, str], None]
 RowKey = tuple[int, int]  # text, row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one model reached on the rows; the divergence fields are None without a reference."""
+    """One model's results on the rows; the divergence fields are None without a reference."""
 
     model: str
     perplexity: float
@@ -45,7 +45,7 @@ class Score:
 
     @classmethod
     def of(cls, model: str, values: Mapping[str, object]) -> Self | None:
-        """Return a score from a file that any version wrote; None if it has no perplexity or sizes.
+        """Read a score from a file of any version; None if it lacks perplexity or sizes.
 
         Unknown fields are ignored; missing divergences are None.
         """
@@ -59,7 +59,7 @@ class Score:
 
 
 def _number(value: object) -> float | None:
-    """Return a number of a JSON file, infinity among them; None for anything else."""
+    """Return a number from a JSON file, including infinity; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if isinstance(value, float) or abs(value) < 2**63 else None
@@ -69,7 +69,7 @@ def _number(value: object) -> float | None:
 class RowScores:
     """Results of one row, for each of m models, in main memory.
 
-    losses: -ln p(next), fp32 (m, t - 1), with a reference (m + 1, t - 1), its own last;
+    losses: -ln p(next), fp32 (m, t - 1), or (m + 1, t - 1) with the reference's last;
     divergences: nats, fp32 (m, t - 1); agreements: uint8 (m, t - 1). The last two are empty without
     a reference.
     """
@@ -80,14 +80,14 @@ class RowScores:
 
 
 class Kept(Protocol):
-    """Scores of rows that outlast an interruption."""
+    """Storage for row scores that survives an interruption."""
 
     def load(self) -> dict[RowKey, RowScores]:
-        """Return the scores of all rows that are there."""
+        """Return all stored row scores."""
         ...
 
     def save(self, scores: Mapping[RowKey, RowScores]) -> None:
-        """Keep the scores of a block of rows."""
+        """Store the scores of a block of rows."""
         ...
 
 
@@ -104,9 +104,9 @@ def evaluate(
     Args:
         models: model folders, EXL2 or plain.
         ids: int64 (rows, t), t at least 2.
-        reference: folder of the model to diverge from.
+        reference: folder of the model to measure divergence from.
         device: where to compute.
-        advance: called with (sublayers passed, of how many, which) and may raise to leave.
+        advance: called with (sublayers done, total, current one); may raise to stop.
     """
     scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
     return [score for (score,) in scores]
@@ -122,15 +122,15 @@ def evaluate_texts(
     advance: Advance | None = None,
     kept: Kept | None = None,
 ) -> list[list[Score]]:
-    """Score models on several texts in one pass over their files, where memory allows.
+    """Score models on several texts, in one pass over their files if memory allows.
 
     Args:
         models: model folders, EXL2 or plain.
         texts: int64 (rows, t) each, t at least 2.
-        reference: folder of the model to diverge from.
+        reference: folder of the model to measure divergence from.
         device: where to compute.
-        advance: called with (sublayers passed, of how many, which) and may raise to leave.
-        kept: scores of an earlier, interrupted call; receives those of each finished block of rows.
+        advance: called with (sublayers done, total, current one); may raise to stop.
+        kept: scores of an earlier, interrupted call; stores those of each finished block.
 
     Returns:
         The scores of each model, one per text.
@@ -176,7 +176,7 @@ def _check_vocabularies(runners: Sequence[StreamedModel]) -> None:
 def _looks(
     everyone: Sequence[StreamedModel], advance: Advance | None, *, done: int, total: int
 ) -> list[Look]:
-    """Return what reports the progress of each model through a block of rows."""
+    """Return callbacks that report each model's progress through a block of rows."""
     looks: list[Look] = []
     for runner in everyone:
         looks.append(partial(_report, advance, done, total))
@@ -190,7 +190,7 @@ def _report(advance: Advance | None, done: int, total: int, sublayer: SublayerSp
 
 
 def _rows(texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
-    """Yield (text, row) of all rows."""
+    """Yield (text, row) for all rows."""
     return ((text, row) for text, ids in enumerate(texts) for row in range(len(ids)))
 
 
@@ -236,7 +236,7 @@ def _row_scores(
     *,
     has_base: bool,
 ) -> RowScores:
-    """Return the scores of one row of ids (t,) with the states (t, hidden) of each model."""
+    """Return the scores of one row of ids (t,) from each model's states (t, hidden)."""
     width = everyone[0].spec.vocab_size * torch.float32.itemsize
     step = max(1, LOGIT_BYTES[ids.device.type] // width)
     models = len(everyone) - has_base
@@ -261,14 +261,14 @@ def _row_scores(
 
 
 def _log_probabilities(model: StreamedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Return fp32 (positions, v)."""
+    """Return log probabilities, fp32 (positions, v)."""
     return torch.log_softmax(model.head(hidden[None])[0].float(), dim=-1)
 
 
 def _score(
     everyone: Sequence[StreamedModel], index: int, rows: Sequence[RowScores], has_base: bool
 ) -> Score:
-    """Return the score of one model, from the results of all rows of a text."""
+    """Return one model's score from the results of all rows of a text."""
     kl = None
     if has_base:
         kl = np.concatenate([row.divergences[index].double().numpy() for row in rows])

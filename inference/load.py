@@ -1,6 +1,6 @@
-"""Load a model folder for inference: EXL2, plain, or a mixture; tensor names decide.
+"""Load a model folder for inference: EXL2, plain, or a mixture, decided by tensor names.
 
-For a GPU several threads read files and send what they hold.
+For a GPU, several threads read files and copy their contents to it.
 """
 
 import math
@@ -32,7 +32,7 @@ from exl2flow.model import (
 from exl2flow.model.footprint import Footprint
 from exl2flow.model.spec import expected_tensors
 
-THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU takes all of its cores anyway
+THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cores anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class LoadedModel:
 
 
 class StreamedSublayers(Sequence[Sublayer]):
-    """Sublayers read from disk whenever they are asked for: memory does not grow with depth."""
+    """Sublayers read from disk on each access: memory does not grow with depth."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ def load_model(
 
     Args:
         model_dir: folder with config.json, a tokenizer and *.safetensors; index files are ignored.
-        device: auto, cpu or cuda. fp32 is computed on the CPU, fp16 on CUDA.
+        device: auto, cpu or cuda. The CPU computes in fp32, CUDA in fp16.
         streamed: read sublayers from disk in every forward pass instead of keeping them.
-        progress: is told how many parts are there, in order, and how many there will be: the
-            embedding, the sublayers that are kept, the head.
+        progress: called with the number of parts loaded, in order, and their total: the embedding,
+            the sublayers that are kept, the head.
 
     Raises:
-        SourceModelError: the folder is not a model that can run.
-        BackendUnavailable: there is no such device.
+        SourceModelError: the folder is not a runnable model.
+        BackendUnavailable: the device is not available.
     """
     folder = Path(model_dir)
     place = resolve_device(device)
@@ -108,7 +108,7 @@ def load_model(
     spec = resolve(folder)
     tensors = TensorFiles(folder)
     check_layers(spec, tensors)
-    packed = place.type == "cuda" and not streamed  # what is used once is not laid out
+    packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
     sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
     with Threads(THREADS[place.type], place) as threads:
         tokenizer = threads.begin(partial(Tokenizer.load, folder))
@@ -117,9 +117,9 @@ def load_model(
 
 
 def fits_in_memory(model_dir: Path | str, *, device: str, tokens: int) -> bool:
-    """Tell whether a device has room for a whole model and a sequence of some tokens.
+    """Return whether a device has room for a whole model and a sequence of `tokens` tokens.
 
-    A GPU holds packed matrices as its kernels read them, a CPU all matrices decoded, as fp32.
+    A GPU holds packed matrices as its kernels read them, a CPU decodes all matrices to fp32.
     """
     place, spec = resolve_device(device), resolve(Path(model_dir))
     needs = Footprint.of(spec, context=tokens, cache_format="fp16")
@@ -139,10 +139,10 @@ def _decoder(
     streamed: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Decoder:
-    """Load the parts of a model side by side; the first error in their order is raised."""
+    """Load the parts of a model concurrently; raise the first error in part order."""
     spec, tensors, dtype, device = source.spec, source.tensors, source.dtype, source.device
     embedding = threads.begin(partial(build_embedding, spec, tensors, dtype=dtype, device=device))
-    head = threads.begin(  # the second, for it is long
+    head = threads.begin(  # second, because it takes long
         lambda: build_head(
             spec, tensors, dtype=dtype, device=device, packed=source.packed,
             embedding=embedding.result() if spec.tied_head else None,

@@ -1,7 +1,7 @@
-"""A decoding step from ids to sampled ids: launched anew for every token, or replayed.
+"""A decoding step from ids to sampled ids: launched again for every token, or replayed.
 
-Both kinds are begun with ids and settings; each call then takes draws, and samples the ids that the
-next call reads.
+Both kinds begin with ids and settings; each call then takes random draws, and samples the ids that
+the next call reads.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from exl2flow.inference.sampling import SamplerRows, sample
 from exl2flow.model import Decoder, RopeTable, step_table
 from exl2flow.model.footprint import PROMPT_TOKENS
 
-WARM_UP = 2  # steps before a recording: kernels are compiled, plans and workspaces made
+WARM_UP = 2  # steps before a recording, to compile kernels and create plans and workspaces
 
 Cache = PagedCache | ContiguousCache
 
 
 class LaunchedStep:
-    """Any number of tokens for each sequence of a cache, on any device.
+    """Decode any number of tokens per sequence of a cache, on any device.
 
-    A long prompt is read in pieces, so that the memory it takes does not grow with its length.
+    A long prompt is read in pieces, so its memory does not grow with its length.
 
-    logits: fp32 (b, 1, v), those that the last call sampled from.
+    logits: fp32 (b, 1, v), which the last call sampled from.
     """
 
-    ahead = 0  # calls that are worth making before the ids of the last one are read
+    ahead = 0  # calls worth making before the ids of the last one are read
     logits: torch.Tensor
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
@@ -37,7 +37,7 @@ class LaunchedStep:
         self._cache = cache
 
     def begin(self, ids: torch.Tensor, rows: SamplerRows) -> None:
-        """Set the ids (b, t) that the next call reads, and how all calls sample."""
+        """Set the ids (b, t) that the next call reads, and the sampling settings of all calls."""
         self.ids = ids
         self._rows = rows
 
@@ -45,10 +45,10 @@ class LaunchedStep:
         """Return ids int64 (b,), sampled with draws fp64 (b,).
 
         Raises:
-            ContextOverflow: the cache has no room for the ids that are read.
+            ContextOverflow: the cache has no room for the ids.
         """
         batch, count = self.ids.shape
-        check_room(self._cache.length + count, self._cache.max_tokens)  # before any is read
+        check_room(self._cache.length + count, self._cache.max_tokens)  # before reading any
         for part in torch.split(self.ids, max(1, PROMPT_TOKENS // batch), dim=1):
             hidden = self._decoder.hidden(part, self._cache)
         self.logits = self._decoder.head(hidden[:, -1:])
@@ -57,13 +57,13 @@ class LaunchedStep:
 
 
 class Recording:
-    """Work on a GPU that is replayed on the memory that it was recorded with."""
+    """Recorded GPU work, replayed on the memory it was recorded with."""
 
     def __init__(self, work: Callable[[], torch.Tensor], beside: "Recording | None" = None) -> None:
-        """Record work, in the memory of another recording if they are replayed in turn only.
+        """Record work, in the memory of `beside` if the two never run at the same time.
 
         Raises:
-            RuntimeError: part of it waits for the device, or memory is short.
+            RuntimeError: part of it waits for the device, or memory runs out.
         """
         for _ in range(WARM_UP):
             work()
@@ -73,22 +73,22 @@ class Recording:
             self.result = work()
 
     def replay(self) -> None:
-        """Do it again; the result is overwritten."""
+        """Replay the work; the result is overwritten."""
         self._graph.replay()
 
 
 class RecordedStep:
-    """One token for each sequence of a cache with pages, on a GPU.
+    """Decode one token per sequence of a paged cache, on a GPU.
 
-    Ids, lengths, settings and draws are read from memory of its own, which is set before replays;
-    the sampled ids are written to where the next replay reads its ids. There is one recording for
-    each `SamplerRows.most`.
+    It reads ids, lengths, settings and draws from its own memory, which is set before replays, and
+    writes sampled ids where the next replay reads its ids. There is one recording per
+    `SamplerRows.most`.
     """
 
-    ahead = 1  # the device goes on while the host reads
+    ahead = 1  # the device continues while the host reads
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
-        """Take a decoder that is on a GPU as a whole, and a cache that no other step changes."""
+        """Take a decoder that is entirely on a GPU, and a cache that no other step changes."""
         self._decoder = decoder
         self._cache = cache
         batch, device = len(cache.places.tables), cache.places.lengths.device
@@ -98,12 +98,12 @@ class RecordedStep:
         self._recordings = dict[int | None, Recording]()
 
     def begin(self, ids: torch.Tensor, rows: SamplerRows) -> None:
-        """Set the ids (b, 1) that the next call reads, and how all calls sample.
+        """Set the ids (b, 1) that the next call reads, and the sampling settings of all calls.
 
-        Settings of a kind that is new are recorded first; the cache has room for one more then.
+        Settings of a new kind are recorded first; the cache then needs room for one more token.
 
         Raises:
-            RuntimeError: a part of the step waits for the device, or memory is short.
+            RuntimeError: part of the step waits for the device, or memory runs out.
         """
         self._table.copy_(rows.table)
         if rows.most not in self._recordings:
@@ -112,10 +112,10 @@ class RecordedStep:
         self._ids.copy_(ids)
 
     def __call__(self, draws: torch.Tensor) -> torch.Tensor:
-        """Return ids int64 (b,), sampled with draws fp64 (b,), which the next call overwrites.
+        """Return ids int64 (b,), sampled with draws fp64 (b,); the next call overwrites them.
 
         Raises:
-            ContextOverflow: the cache has no room for one more.
+            ContextOverflow: the cache has no room for one more token.
         """
         cache = self._cache
         check_room(cache.length + 1, cache.max_tokens)
@@ -128,7 +128,7 @@ class RecordedStep:
 
     @property
     def logits(self) -> torch.Tensor:
-        """The logits fp32 (b, 1, v) that the last call sampled from; the next overwrites them."""
+        """Logits fp32 (b, 1, v) that the last call sampled from; the next call overwrites them."""
         return self._recording.result
 
     @cached_property
@@ -145,11 +145,11 @@ class RecordedStep:
             before = cache.length
             places.slots = places.next_slots()
             logits = self._decoder.forward(self._ids, cache, angles.at(places.lengths))
-            cache.truncate(before)  # what is written meanwhile lies where the next token will
+            cache.truncate(before)  # these writes land where the next token will be stored
             self._ids.copy_(sample(logits[:, 0], rows, self._draws)[:, None])
             return logits
 
-        places.stand_at(held)  # what layers find so they leave to the recording
+        places.stand_at(held)  # set here, so that layers do not while recording
         try:
             return Recording(work, beside=next(iter(self._recordings.values()), None))
         finally:
@@ -158,5 +158,5 @@ class RecordedStep:
 
 
 def can_be_recorded(decoder: Decoder, cache: PagedCache) -> bool:
-    """Tell whether it is worth trying: the cache is on a GPU, the decoder in memory as a whole."""
+    """Return whether to try recording: the cache is on a GPU, the decoder entirely in memory."""
     return cache.places.lengths.is_cuda and isinstance(decoder.sublayers, list)

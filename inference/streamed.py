@@ -1,7 +1,7 @@
-"""A model that passes many rows of text with one sublayer in memory at a time.
+"""Run many rows of text through a model with one sublayer in memory at a time.
 
-On a GPU a model computes as it does when it runs: packed matrices, fp16 states, the kernels of
-inference. A reference keeps fp32 states over fp16 weights there. On a CPU everything is fp32.
+On a GPU a model computes as at inference: packed matrices, fp16 states, the same kernels. A
+reference keeps fp32 states over fp16 weights there. On a CPU everything is fp32.
 """
 
 from collections import deque
@@ -19,20 +19,20 @@ from exl2flow.kernels import Threads
 from exl2flow.model import Sublayer, SublayerSpec, TensorFiles, build_embedding, build_head, resolve
 
 FP32 = torch.float32
-TOKENS_TOGETHER = 8192  # pass a sublayer together on a GPU ...
-WIDE_TENSORS = 12  # ... as far as so many fp32 tensors of the widest activation fit
-SUBLAYERS_AHEAD = 2  # are read while a GPU computes another one
+TOKENS_TOGETHER = 8192  # that pass a sublayer together on a GPU ...
+WIDE_TENSORS = 12  # ... if this many fp32 tensors of the widest activation fit
+SUBLAYERS_AHEAD = 2  # read while a GPU computes another one
 Look = Callable[[SublayerSpec], None]
 
 
 class StreamedModel:
-    """A model folder of which only embedding and head stay in memory."""
+    """A model folder; only embedding and head stay in memory."""
 
     def __init__(self, folder: Path, device: torch.device, *, is_reference: bool = False) -> None:
-        """Open a folder and load embedding and head.
+        """Open a folder and load its embedding and head.
 
         Raises:
-            SourceModelError: the folder is not a model that can run.
+            SourceModelError: the folder is not a runnable model.
         """
         self.folder = folder
         self.device = device
@@ -62,8 +62,8 @@ class StreamedModel:
         """Return the states of several texts after the last sublayer, (rows, t, hidden) each.
 
         Args:
-            texts: int64 (rows, t) each, on the device; rows of different texts differ in length.
-            look: called with each sublayer before rows pass it; may raise to leave.
+            texts: int64 (rows, t) each, on the device; row lengths may differ between texts.
+            look: called with each sublayer before it runs; may raise to stop.
         """
         found = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
         for sublayer in self._read():
@@ -78,7 +78,7 @@ class StreamedModel:
         return tokens * self.spec.hidden_size * self.dtype.itemsize
 
     def _rows_together(self, tokens: int) -> int:
-        """Return how many rows of some tokens pass a sublayer together; a CPU has one."""
+        """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""
         if self.device.type == "cpu":
             return 1
         spec = self.spec
@@ -88,7 +88,7 @@ class StreamedModel:
         return max(1, min(TOKENS_TOGETHER, room) // tokens)
 
     def _read(self) -> Iterator[Sublayer]:
-        """Yield the sublayers in order; for a GPU, threads read the next ones meanwhile."""
+        """Yield the sublayers in order; for a GPU, threads prefetch the next ones."""
         count = len(self._sublayers)
         if self.device.type == "cpu":
             yield from (self._sublayers[index] for index in range(count))

@@ -16,30 +16,30 @@ log = logging.getLogger(__name__)
 def text_rows(
     path: Path | None, tokenizer: Tokenizer, *, rows: int, row_tokens: int
 ) -> torch.Tensor:
-    """Cut a text, tokenized whole and without BOS, into consecutive rows.
+    """Cut a text, tokenized as a whole without BOS, into consecutive rows.
 
     Args:
-        path: a UTF-8 text file; the held-out text that comes with exl2flow when None.
-        tokenizer: of the model to validate.
-        rows: rows at most; fewer when the text ends before.
+        path: a UTF-8 text file; None: the held-out text that comes with exl2flow.
+        tokenizer: tokenizer of the model to validate.
+        rows: most rows; fewer if the text ends earlier.
         row_tokens: tokens per row.
 
     Returns:
         int64 (rows, row_tokens).
 
     Raises:
-        CalibrationError: the file cannot be read as text.
+        CalibrationError: the file is not readable as text.
         NotEnoughRows: the text is shorter than one row.
     """
     ids = tokenizer.encode(_read(path))
     found = min(rows, len(ids) // row_tokens)
     if not found:
         raise NotEnoughRows(
-            f"`{path or 'the held-out text'}` has {len(ids)} tokens, less than one row of "
+            f"`{path or 'the held-out text'}` has {len(ids)} tokens, fewer than one row of "
             f"{row_tokens}; give a longer text or set `--row-tokens` to {len(ids)} or less"
         )
     if found < rows:
-        log.info("text has %d rows of %d tokens, %d were asked for", found, row_tokens, rows)
+        log.info("text has %d rows of %d tokens, %d were requested", found, row_tokens, rows)
     return torch.tensor(ids[: found * row_tokens], dtype=torch.int64).view(found, row_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Activation functions of gated products, in the order in which `cuda/product.cu` counts them."""
+"""Activation functions of gated products, in the order `cuda/product.cu` numbers them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,6 @@
 """Choose a device and the implementation of `Ops` for it.
 
-CuPy is imported only when a CUDA device is asked for, so that everything runs without it.
+CuPy is imported only when a CUDA device is requested, so everything else runs without it.
 """
 
 import torch
@@ -14,7 +14,7 @@ def resolve_device(name: str) -> torch.device:
     """Return the device for `auto`, `cpu` or `cuda`.
 
     Raises:
-        BackendUnavailable: CUDA is asked for and torch finds none.
+        BackendUnavailable: CUDA is requested but torch finds no device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +39,6 @@ def get_ops(device: torch.device | str) -> Ops:
     except ImportError as error:
         raise BackendUnavailable(
             f"the kernels for `{device}` need CuPy ({error}): install `exl2flow[cuda13]` or "
-            "`exl2flow[cuda12]`, whichever your driver has, or use `--device cpu`"
+            "`exl2flow[cuda12]`, whichever your driver supports, or use `--device cpu`"
         ) from error
     return CUDA_OPS

@@ -1,6 +1,6 @@
-"""How keys and values are held: as fp16, as its upper bytes, or rotated and rounded to 8 or 4 bits.
+"""How the cache stores keys and values: fp16, its upper byte, or rotated, in 8 or 4 bits.
 
-A format is a row of `CACHE_FORMATS`; `docs/concepts/cache.md` has the law of each.
+A format is a row of `CACHE_FORMATS`; `docs/concepts/cache.md` defines each.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from typing import Self
 import torch
 
 PAGE_TOKENS = 256
-UNIT = 64  # elements that are rotated together: its even places and its odd ones
+UNIT = 64  # elements rotated together: the even places, and the odd ones
 RUN = 32  # elements that share a scale
 LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class Element(Enum):
-    """What becomes of an element: its bits, and whether runs of them share a scale beside."""
+    """How an element is stored: its bits, and whether each run of elements has a scale."""
 
     HALF = (16, False)
-    UPPER_BYTE = (8, False)  # E5M2, cut off towards zero
+    UPPER_BYTE = (8, False)  # E5M2, truncated towards zero
     ROTATED_8 = (8, True)
     ROTATED_4 = (4, True)
 
@@ -30,7 +30,7 @@ class Element(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
-    """How keys are held, and how values."""
+    """How keys and values are stored."""
 
     keys: Element
     values: Element
@@ -47,10 +47,10 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRows:
-    """Keys or values of one layer by slot.
+    """Keys or values of one layer, indexed by slot.
 
-    data: uint8 (slots, bytes); scales: fp16 (slots, runs), none of them if the element has none.
-    width: elements of a slot, heads times head_dim; what is stored is padded to a multiple of 64.
+    data: uint8 (slots, bytes); scales: fp16 (slots, runs), zero runs if the element has no scales.
+    width: elements per slot, heads times head_dim; stored rows are padded to a multiple of 64.
     """
 
     element: Element
@@ -60,7 +60,7 @@ class CacheRows:
 
     @classmethod
     def empty(cls, element: Element, *, slots: int, width: int, device: torch.device | str) -> Self:
-        """Reserve room for so many slots; what they hold is not defined."""
+        """Allocate this many slots, uninitialized."""
         padded = padded_width(width)
         runs = padded // RUN if element.has_scales else 0
         return cls(
@@ -72,13 +72,13 @@ class CacheRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reserved."""
+        """Allocated bytes."""
         return self.data.numel() + self.scales.numel() * self.scales.element_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStore:
-    """Keys and values of one layer; slot `256 page + place` has those of one token."""
+    """Keys and values of one layer; slot `256 page + place` holds those of one token."""
 
     keys: CacheRows
     values: CacheRows
@@ -106,12 +106,12 @@ class LayerStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reserved."""
+        """Allocated bytes."""
         return self.keys.nbytes + self.values.nbytes
 
 
 def padded_width(width: int) -> int:
-    """Return how many elements of a slot are stored."""
+    """Return the number of elements stored per slot."""
     return -(-width // UNIT) * UNIT
 
 
@@ -121,13 +121,13 @@ def slots_of(table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     Args:
         table: int32 (pages,), the pages of the sequence in order.
         begin: first position.
-        end: the one behind the last.
+        end: one past the last position.
     """
     positions = torch.arange(begin, end, device=table.device)
     return slots_at(table[None], positions[None])[0]
 
 
 def slots_at(tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the slots of positions int64 (b, t) of sequences with pages int32 (b, pages)."""
+    """Return the slots of positions int64 (b, t) of sequences whose pages are int32 (b, pages)."""
     pages = tables.gather(1, positions // PAGE_TOKENS)
     return pages.long() * PAGE_TOKENS + positions % PAGE_TOKENS

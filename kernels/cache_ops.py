@@ -1,4 +1,4 @@
-"""The operations of a cache of keys and values, a part of `Ops`."""
+"""The key-value cache operations of `Ops`."""
 
 from typing import Protocol
 
@@ -8,25 +8,25 @@ from exl2flow.kernels.cache_formats import LayerStore
 
 
 class CacheOps(Protocol):
-    """What a cache stores, and attention to it; `docs/concepts/cache.md` has the formats."""
+    """Storing to a cache, and attending to it; `docs/concepts/cache.md` defines the formats."""
 
     def write_cache(
         self, store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Store keys and values in the form of the cache.
+        """Store keys and values in the format of the cache.
 
         Args:
-            store: of one layer.
-            slots: int64 (t,), where to, each once.
-            k: keys after rotation, (t, kv_heads, head_dim), rounded to fp16.
-            v: values, shaped likewise.
+            store: the cache of one layer.
+            slots: int64 (t,), the destinations, without duplicates.
+            k: rotated keys (t, kv_heads, head_dim), rounded to fp16 here.
+            v: values of the same shape.
         """
         ...
 
     def read_cache(
         self, store: LayerStore, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of slots int64 (t,), fp16 (t, kv_heads, head_dim) each."""
+        """Return keys and values at slots int64 (t,), each fp16 (t, kv_heads, head_dim)."""
         ...
 
     def paged_attention(
@@ -42,18 +42,18 @@ class CacheOps(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attend causally to what a cache holds, and to new tokens as they are.
+        """Attend causally to the cached tokens, and to the new tokens unquantized.
 
         Args:
             q: queries of the new tokens (b, t, heads, head_dim), rotated.
             k: their keys (b, t, kv_heads, head_dim), rotated; the cache need not hold them.
-            v: their values, shaped as the keys.
-            store: of one layer.
+            v: their values, of the same shape as the keys.
+            store: the cache of one layer.
             tables: int32 (b, pages), each sequence's pages in order.
-            lengths: int32 (b,), positions that the cache holds of each before the new ones.
+            lengths: int32 (b,), cached positions of each sequence before the new tokens.
             scale: multiplies the scores.
-            window: how many positions, its own included, a query sees; None for all.
-            softcap: scores s become `softcap · tanh(s / softcap)`; None: they stay.
+            window: number of positions a query sees, its own included; None: all.
+            softcap: scores s become `softcap · tanh(s / softcap)`; None: unchanged.
 
         Returns:
             (b, t, heads, head_dim) in the dtype of q.
@@ -76,21 +76,21 @@ class CacheOps(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Rotate, store and attend, one new token for each sequence; see `paged_attention`.
+        """Rotate, store and attend for one new token per sequence; see `paged_attention`.
 
         Args:
             q: queries (b, 1, heads, head_dim) before rotation.
             k: keys (b, 1, kv_heads, head_dim) before rotation.
-            v: values, shaped as the keys.
-            store: of one layer.
+            v: values, of the same shape as the keys.
+            store: the cache of one layer.
             tables: int32 (b, pages).
             lengths: int32 (b,).
-            slots: int64 (b,), where keys and values of the new tokens go.
-            cos: as of `rotate`.
-            sin: shaped likewise.
+            slots: int64 (b,), where the new keys and values are stored.
+            cos: see `Ops.rotate`.
+            sin: of the same shape.
             scale: multiplies the scores.
-            window: as of `paged_attention`.
-            softcap: likewise.
+            window: see `paged_attention`.
+            softcap: see `paged_attention`.
 
         Returns:
             (b, 1, heads, head_dim) in the dtype of q.

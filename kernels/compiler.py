@@ -1,6 +1,6 @@
-"""Functions of the CUDA sources in `cuda/`, compiled when they are first used, and their launches.
+"""Compile the functions of the CUDA sources in `cuda/` on first use, and launch them.
 
-CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
+CuPy compiles with NVRTC for the current device and caches the result on disk.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ from exl2flow.kernels.ops import MOST_COLUMNS
 from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
-THREADS = 128  # of a CTA where each thread has a column
-ATTENTION_WARPS = 8  # of a CTA that attends, at most
-ATTENTION_HEADS = 8  # query heads of it, the columns of an mma
-ATTENTION_STEP = 12 << 10  # bytes of 32 positions that a warp takes together; of more it takes 16
-DECODE_WARPS = 8  # of a CTA that decodes, each with a tile of one panel
-NORM_PIECES = 4  # of 8 numbers, that a thread keeps of a row
-GRID_TOGETHER = 8  # multipliers of the grid search that a thread tries side by side
+THREADS = 128  # per CTA, with one column per thread
+ATTENTION_WARPS = 8  # most warps of an attention CTA
+ATTENTION_HEADS = 8  # most query heads of an attention CTA, the columns of an mma
+ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
+DECODE_WARPS = 8  # of a decoding CTA, each with one tile of one panel
+NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
+GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
 
 DEFINITIONS = {
     "PANEL_ROWS": PANEL_ROWS,
@@ -65,7 +65,7 @@ OPTIONS = (
 
 
 def source(file: str) -> str:
-    """Return the text of a source, with its headers in place: CuPy's cache sees this text only."""
+    """Return a source with its headers inlined: CuPy's cache keys on this text alone."""
     text = (FOLDER / file).read_text(encoding="utf-8")
     return re.sub(r'#include "(.*)"\n', lambda match: source(match[1]), text)
 
@@ -76,8 +76,8 @@ def module(file: str, instance: str | None = None) -> cupy.RawModule:
 
     Args:
         file: the source.
-        instance: of a template, as `attend<128, HALF, HALF>`; only this one is built, because all
-            of a file take 10 s. None: the functions that are no templates.
+        instance: of a template, such as `attend<128, HALF, HALF>`; only it is built, because all
+            instances of a file take 10 s. None: the functions that are not templates.
     """
     names = None if instance is None else (instance,)
     return cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
@@ -104,18 +104,18 @@ def launch(
 
     Args:
         file: the source.
-        name: of the function.
-        grid: CTAs.
-        arguments: tensors, contiguous and on one device, and what is passed by value.
-        threads: of a CTA.
-        shared: bytes of a CTA's dynamic shared memory.
-        device: where to, if no tensor is among the arguments.
-        early: it may begin before the last launch has ended, for it waits itself (early.cuh).
-        together: its CTAs wait for each other, so all of them must be there at once.
+        name: the function.
+        grid: number of CTAs along each axis.
+        arguments: contiguous tensors on one device, and values.
+        threads: per CTA.
+        shared: bytes of dynamic shared memory per CTA.
+        device: where to launch, if no argument is a tensor.
+        early: it may start before the previous launch ends; it waits by itself (early.cuh).
+        together: its CTAs wait for each other, so all must be resident at once.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
     count = len(arguments)
-    words = (ctypes.c_longlong * count)()  # of tensors and integers; the rest lies elsewhere
+    words = (ctypes.c_longlong * count)()  # for tensors and integers; others lie elsewhere
     first = ctypes.addressof(words)
     pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
     others: list[np.ndarray] = []
@@ -147,7 +147,7 @@ def launch(
 
 @cache
 def limits(device: int) -> tuple[int, int]:
-    """Return the multiprocessors of a device, and the bytes of shared memory a CTA can have."""
+    """Return the multiprocessor count of a device, and the most shared memory of a CTA in bytes."""
     attributes = cupy.cuda.Device(device).attributes
     return attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
 

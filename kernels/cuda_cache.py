@@ -1,6 +1,6 @@
-"""The cache's operations on a GPU: kernels write and read rows, and attend for one new token each.
+"""The cache operations on a GPU: kernels write and read rows, and attend for one new token each.
 
-The rest is torch on the device.
+Everything else is torch on the device.
 """
 
 import math
@@ -28,14 +28,14 @@ from exl2flow.kernels.compiler import (
 )
 from exl2flow.kernels.product import filled
 
-PUT_THREADS = 256  # of a CTA that copies 16 bytes with each
-WIDTHS = (64, 128, 256)  # elements of a position that a kernel reads: units that hold a head
-HEAD_STEP = 16  # head dims are multiples of it, for copies have 16 bytes
-MOST_SPLITS = 32  # parts of the positions of a sequence; a lane knows one
-APART = 256  # positions of a part, at least, at full length
-MOST_STAGES = 4  # steps that a warp has under way
-CTAS = 1  # of a multiprocessor, at full length
-SHARED_BESIDE = 18 << 10  # bytes of a CTA's shared memory that are not for stages, at most
+PUT_THREADS = 256  # per copying CTA, 16 bytes each
+WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units that cover a head
+HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
+MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
+APART = 256  # least positions of a part, at full length
+MOST_STAGES = 4  # steps that a warp has in flight
+CTAS = 1  # per multiprocessor, at full length
+SHARED_BESIDE = 18 << 10  # most bytes of a CTA's shared memory that are not for stages
 CALL = np.dtype(
     [
         (name, np.uint64)
@@ -86,7 +86,7 @@ def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """Launch a warp for each unit of slots int64 (t,) and fp16 rows (t, width)."""
+    """Launch one warp per unit of fp16 rows (t, width) at slots int64 (t,)."""
     units = padded_width(rows.width) // UNIT
     grid = (len(slots), -(-units // (THREADS // 32)))
     element = list(Element).index(rows.element)
@@ -148,26 +148,26 @@ def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
 
 
 def _width(head_dim: int) -> int | None:
-    """Return how many elements of a position a kernel reads; None if there is none."""
+    """Return the elements per position that a kernel reads; None if no kernel fits."""
     if head_dim % HEAD_STEP:
         return None
-    reach = head_dim + UNIT - math.gcd(head_dim, UNIT)  # heads begin anywhere in a unit
+    reach = head_dim + UNIT - math.gcd(head_dim, UNIT)  # heads may begin anywhere in a unit
     return next((width for width in WIDTHS if width >= reach), None)
 
 
 def _stages(store: LayerStore, width: int, positions: int, room: int) -> tuple[int, int, int]:
-    """Return warps of a CTA, how many steps each has under way, and bytes of them all.
+    """Return warps per CTA, steps in flight per warp, and bytes for all of them.
 
     Args:
-        store: what is read.
-        width: elements of a position that are read.
-        positions: of a CTA, at most.
-        room: bytes of shared memory.
+        store: the cache to read.
+        width: elements read per position.
+        positions: most positions of a CTA.
+        room: available bytes of shared memory.
     """
     bits = store.keys.element.bits + store.values.element.bits
     row = width * bits // 8
     step = 32 if 32 * row <= ATTENTION_STEP else 16
-    stage, warps = step * (row + 32), ATTENTION_WARPS  # 16 bytes behind each key, each value
+    stage, warps = step * (row + 32), ATTENTION_WARPS  # 16 bytes after each key and value
     while warps > 1 and 2 * warps * stage > room:
         warps //= 2
     most = max(1, room // (warps * stage))
@@ -219,11 +219,11 @@ def _attend(
     return out
 
 
-_COUNTERS = WeakIdKeyDictionary()  # by page tables: sequences of a cache attend in one stream
+_COUNTERS = WeakIdKeyDictionary()  # by page table: the sequences of a cache attend in one stream
 
 
 def _counters(tables: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return zeros int32 (b, heads), which each launch leaves as zeros."""
+    """Return zeros int32 (b, heads); each launch leaves them zero."""
     if tables not in _COUNTERS:
         _COUNTERS[tables] = torch.zeros(len(tables), heads, dtype=torch.int32, device=tables.device)
     found: torch.Tensor = _COUNTERS[tables]

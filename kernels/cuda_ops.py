@@ -1,7 +1,7 @@
 """The CUDA implementation of `Ops`: the kernels of `cuda/`, on torch's current stream.
 
-Nothing waits for the device. Each method computes what the torch one does, in another order of
-sums; what is not overridden is torch on the device.
+Nothing waits for the device. Each method computes what its torch twin does, with sums in another
+order; methods that are not overridden run torch on the device.
 """
 
 import atexit
@@ -42,7 +42,7 @@ from exl2flow.kernels.torch_refit import (
     times_output,
 )
 
-_RECORDING = threading.Lock()  # recordings register with the generator of random numbers
+_RECORDING = threading.Lock()  # recordings register with the random number generator
 
 
 class CudaOps(TorchOps):
@@ -242,9 +242,9 @@ class CudaOps(TorchOps):
         return matrix
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
-        """See `Ops.repeat`: its launches are recorded, for Python takes longer than the device.
+        """See `Ops.repeat`: launches are recorded, because Python is slower than the device.
 
-        A recording has memory of its own; where that is short, nothing is recorded.
+        A recording has its own memory; without enough of it, nothing is recorded.
         """
         if times == 0:
             return
@@ -255,23 +255,23 @@ class CudaOps(TorchOps):
             graph = _recorded(work, stream, first.pool())
             for _ in range(times):
                 graph.replay()
-            del graph  # what is on its way goes on
+            del graph  # launches in flight continue
             return
         super().repeat(work, times)
 
 
 @lru_cache(maxsize=16)
 def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
-    """Return where the recordings of a stream are made, and a first one, which keeps their memory.
+    """Return the stream that records for `current`, and a first recording, which owns their memory.
 
-    Torch hands out its 32 streams in turn: what made new ones would record other streams' work.
+    Torch hands out its 32 streams in turn: creating new ones would record other streams' work.
     """
     stream = own_stream(current.device, ("recordings of", current))
     pool = torch.cuda.graph_pool_handle()
     return stream, _recorded(lambda: torch.zeros(1, device=current.device), stream, pool)
 
 
-atexit.register(_recorder.cache_clear)  # while the driver is there
+atexit.register(_recorder.cache_clear)  # while the driver is still loaded
 
 
 def _recorded(
@@ -283,7 +283,7 @@ def _recorded(
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # for what was recorded is of no use
+            with suppress(RuntimeError):  # the recording is discarded anyway
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -293,7 +293,7 @@ def _recorded(
 def _group_tables(
     groups: Sequence[Group], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return half ranges fp32 and rows int64 of groups, (j,)."""
+    """Return the half ranges fp32 (j,) and rows int64 (j,) of groups."""
     rows = device_table(tuple(group.rows for group in groups), device)
     return half_ranges(tuple(group.bits for group in groups), device), rows
 
@@ -308,7 +308,7 @@ def _tiles(n: int) -> int:
 
 
 def _warps(columns: int) -> int:
-    """Return the threads of whole warps for so many columns."""
+    """Return the number of threads in whole warps that cover the columns."""
     return -(-columns // 32) * 32
 
 

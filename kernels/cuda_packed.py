@@ -1,4 +1,4 @@
-"""Matrices of a file laid out on a GPU for the products of a model that runs, a launch for each."""
+"""Lay out a file's matrices on a GPU for the products at inference, one launch each."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tenso
 
 @kept
 def panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return bits, first word and group of every panel, int64 (panels, 3), and all words."""
+    """Return bits, first word and group of every panel, int64 (panels, 3), and the word count."""
     rows: list[tuple[int, int, int]] = []
     word = 0
     for index, group in enumerate(groups):

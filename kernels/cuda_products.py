@@ -1,4 +1,4 @@
-"""Products with packed matrices on a GPU: few rows read the codes, many meet decoded matrices."""
+"""Products with packed matrices on a GPU: few rows read the codes, many use decoded matrices."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,7 +28,7 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     (k, columns), tiles, device = matrix.shape, len(matrix.codes), matrix.codes.device
     decoded = torch.empty(k, TILE * tiles, dtype=torch.float16, device=device)
     table = _TABLES.get(matrix)
-    if table is None:  # to look it up by all groups takes longer than a launch
+    if table is None:  # a lookup by all groups takes longer than a launch
         table = _TABLES[matrix] = panel_table(matrix.groups, device)[0]
     launch(
         "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2",
@@ -75,10 +75,10 @@ def _launched(
     if not argument["stages"][0]["place"]:
         x = reordered(x, products[0].order)
     found: list[torch.Tensor] = []
-    is_chain, used = len(products) > 1, [x]  # until it is launched: stages must not share memory
+    is_chain, used = len(products) > 1, [x]  # kept until the launch: stages must not share memory
     for stage, product in zip(argument["stages"], products, strict=False):
         filled(stage, x=x)
-        first = 1 if product.activation else 0  # which gates has no result
+        first = 1 if product.activation else 0  # a gate has no result of its own
         matrices, entries = product.matrices[first:], stage["of"][first:]
         if product.adds and hidden is not None:
             filled(entries[0], residual=hidden)
@@ -109,9 +109,9 @@ _PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionar
 
 
 def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
-    """Return how products are divided; made once."""
+    """Return how to divide products; computed once."""
     plans = _PLANS.setdefault(products[0], {})
-    key = (rows, *products[1:])  # holds the others: no later one takes their place
+    key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
         processors, most_shared = limits(_device(products).index)
         plans[key] = plan_of(
@@ -122,9 +122,9 @@ def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
 
 
 def _parts(products: Sequence[Product], rows: int) -> Parts | None:
-    """Return into how many parts rows are divided, measured for the next power of two of `rows`.
+    """Return how many parts to divide rows into, measured at the next power of two of `rows`.
 
-    None stands for the default.
+    None: the default.
     """
     file = tuning_file()
     if file is None:
@@ -148,7 +148,7 @@ def _tuning(file: Path) -> Tuning:
 
 
 def _measured(products: Sequence[Product], rows: int) -> Parts | None:
-    """Return the fastest parts; None while a stream is captured or where memory is short."""
+    """Return the fastest parts; None during stream capture or when memory is short."""
     device = _device(products)
     processors, most_shared = limits(device.index)
     with torch.cuda.device(device), suppress(torch.OutOfMemoryError):
@@ -157,7 +157,7 @@ def _measured(products: Sequence[Product], rows: int) -> Parts | None:
         plans = candidates(products, rows, processors=processors, most_shared=most_shared)
         if not plans:
             return None
-        draws = torch.Generator(device).manual_seed(0)  # the user's draws stay what they are
+        draws = torch.Generator(device).manual_seed(0)  # leaves the user's random draws unchanged
         x = torch.randn(rows, len(products[0].order), generator=draws, device=device).half()
         sums = [x.new_zeros(rows, p.matrices[0].columns) for p in products if p.adds]
         hidden, timer = sums[0] if sums else None, ColdTimer(device)

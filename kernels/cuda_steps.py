@@ -1,4 +1,4 @@
-"""Between products, on a GPU: kernels for fp16 without gradients."""
+"""The steps between products on a GPU: kernels for fp16 without gradients."""
 
 import numpy as np
 import torch
@@ -7,8 +7,8 @@ from exl2flow.kernels import torch_steps
 from exl2flow.kernels.compiler import NORM_PIECES, THREADS, launch
 
 STEP_THREADS, NORM_THREADS = 256, 512
-MOST_THREADS = 1024  # of a CTA
-WIDE = 8  # numbers of 16 bytes
+MOST_THREADS = 1024  # per CTA
+WIDE = 8  # numbers in 16 bytes
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,7 +44,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     of_row, steps = cos.stride(0) if cos.dim() == 4 else 0, x.stride()[:3]
     is_wide = _is_wide(half, x, cos, sin) and all(n % WIDE == 0 for n in (head_dim, *steps))
     width = WIDE if is_wide else 1
-    units = heads * (head_dim - half) // width  # pairs, and what is not rotated
+    units = heads * (head_dim - half) // width  # pairs, and elements that are not rotated
     threads = min(STEP_THREADS, _whole_warps(units))
     launch(
         "elementwise.cu", f"rotate_{width}", (t, -(-units // threads), b),
@@ -69,7 +69,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return x[:, order] of few rows fp16 (r, d), and int64 (d,)."""
+    """Return x[:, order] for a few rows x fp16 (r, d), and order int64 (d,)."""
     y, d = torch.empty_like(x), x.shape[-1]
     launch("elementwise.cu", "reorder", (len(x), -(-d // THREADS)), x, order, y, d, early=True)
     return y
@@ -82,13 +82,13 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
 
 
 def _room_like(x: torch.Tensor) -> torch.Tensor | None:
-    """Return room for a result that lies as x does; None unless rows of x fill its memory."""
+    """Allocate a result with the strides of x; None unless rows of x fill its memory."""
     y = torch.empty_like(x)
     return y if x.stride(-1) == 1 and y.stride() == x.stride() else None
 
 
 def _is_wide(d: int, *tensors: torch.Tensor) -> bool:
-    """Tell whether so many numbers, and where tensors begin, are of whole pieces of 16 bytes."""
+    """Return whether rows of d numbers and the tensors' addresses are multiples of 16 bytes."""
     return d % WIDE == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
 
 

@@ -1,9 +1,9 @@
-"""How the rows of a quantized matrix are divided."""
+"""The groups into which a quantized matrix's rows are divided."""
 
 from dataclasses import dataclass
 
-SCALE_LEVELS = 16  # 4-bit codes stand for (code + 1) ** 2 of 256
-PANEL_ROWS = 32  # rows are worked on so many at a time; every group begins at a multiple of it
+SCALE_LEVELS = 16  # a 4-bit code stands for (code + 1) ** 2 / 256
+PANEL_ROWS = 32  # rows processed together; every group begins at a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,5 +16,5 @@ class Group:
 
     @property
     def half_range(self) -> float:
-        """Return half of the number of codes, that of the zero point."""
+        """Return half the number of codes, which is the zero point."""
         return float(2 ** (self.bits - 1))

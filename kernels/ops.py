@@ -1,4 +1,4 @@
-"""The `Ops` interface: all that quantization and inference ask of a device."""
+"""The `Ops` interface: every operation that quantization and inference need from a device."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,17 +13,17 @@ from exl2flow.kernels.groups import Group
 from exl2flow.kernels.packed import PackedMatrix, Product
 from exl2flow.kernels.streams import kept, sent
 
-MOST_COLUMNS = 1024  # of a block of the output factor; torch's code for wider ones waits for a GPU
-CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are looked at together
-FEW_ROWS = 32  # up to these a product reads the codes of a packed matrix themselves
+MOST_COLUMNS = 1024  # per block of the output factor; torch waits for the GPU on wider ones
+CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are processed together
+FEW_ROWS = 32  # most rows for which a product reads the codes of a packed matrix directly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Scales of `j` matrices of n columns, by panel of rows.
+    """Scales of `j` matrices of n columns, by row panel.
 
-    codes: uint8 (panels, j, n); maxima: fp16 (panels, j); both at the panel that a group begins
-    with. decoded: fp32 (panels, j, n), the decoder's, at every panel of a group.
+    codes: uint8 (panels, j, n); maxima: fp16 (panels, j); both stored at the first panel of a
+    group. decoded: fp32 (panels, j, n), the decoder's, at every panel of a group.
     """
 
     codes: torch.Tensor
@@ -31,7 +31,7 @@ class Scales:
     decoded: torch.Tensor
 
     def of(self, panels: slice) -> "Scales":
-        """Return views of some panels."""
+        """Return views of the given panels."""
         return Scales(
             codes=self.codes[panels], maxima=self.maxima[panels], decoded=self.decoded[panels]
         )
@@ -39,10 +39,10 @@ class Scales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunGroups:
-    """The groups of `j` matrices that begin at one row, as a device knows them.
+    """The groups of `j` matrices that begin at one row, as tensors on a device.
 
-    longest: rows of the longest, r below. rows: int64 (j,); 0 for a matrix that has none there.
-    inside: fp32 (r, j, 1), 1 for the rows that belong to a group; None: all do.
+    longest: rows of the longest, r below. rows: int64 (j,); 0 for a matrix without one there.
+    inside: fp32 (r, j, 1), 1 for rows inside a group; None: all are.
     """
 
     longest: int
@@ -58,7 +58,7 @@ class BegunGroups:
         return cls(longest=longest, rows=device_table(rows, device), inside=inside)
 
     def only(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x fp32 (r, m) with zeros outside of the groups."""
+        """Return x fp32 (r, m) with zeros outside the groups."""
         if self.inside is None:
             return x
         return (x.view(len(x), len(self.rows), -1) * self.inside).view(x.shape)
@@ -70,21 +70,21 @@ class Ops(CacheOps, Protocol):
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose scale codes by each column's range, and the best maximum, for several matrices.
+        """Choose scale codes from column ranges, and the best maximum, for several matrices.
 
         Args:
-            x: fp32 (j, r, n), current rows in each of `j` matrices from where a group begins.
-            groups: of each matrix; rows beyond a group's own are not looked at.
+            x: fp32 (j, r, n), current rows of each of `j` matrices from the start of a group.
+            groups: one per matrix; rows beyond a group's own are ignored.
 
         Returns:
-            Scale codes uint8 (j, n) of 0 to 15, and the stored maxima fp16 (j,).
+            Scale codes uint8 (j, n) from 0 to 15, and the stored maxima fp16 (j,).
         """
         ...
 
     def search_columns(
         self, x: torch.Tensor, groups: Sequence[Group], row_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the maximum and every column's scale code by the weighted squared error.
+        """Choose the maximum and every column's scale code by weighted squared error.
 
         Args:
             x: as for `search_grid`.
@@ -104,14 +104,14 @@ class Ops(CacheOps, Protocol):
         half_range: torch.Tensor,
         row_weights: torch.Tensor | None = None,
     ) -> None:
-        """Choose the scales of the groups that begin at a row, of matrices side by side.
+        """Choose the scales of the groups that begin at a row, for matrices side by side.
 
         Args:
-            rows: fp32 (r, m), current rows from there on, as many as the longest group has.
-            members: which of the `j` matrices have a group → the group.
-            scales: of the panel, 1 in number; overwritten in the members' places.
-            half_range: fp32 (m,), 2 ** (bits - 1) of each column; overwritten likewise.
-            row_weights: for `search_columns`, fp32 (r,); None: `search_grid`.
+            rows: fp32 (r, m), current rows from there on, r rows in the longest group.
+            members: index of each matrix, of `j`, that has a group → the group.
+            scales: of this one panel; overwritten for the members.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column; overwritten for the members.
+            row_weights: fp32 (r,), for `search_columns`; None: use `search_grid`.
         """
         ...
 
@@ -123,7 +123,7 @@ class Ops(CacheOps, Protocol):
         half_range: torch.Tensor,
         output: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round a panel of rows in order, each row's error fed to the panel's rows below.
+        """Round a panel's rows in order, and feed each row's error to the rows below it.
 
         Args:
             rows: fp32 (p, m), overwritten; p is at most `PANEL_ROWS`.
@@ -131,7 +131,7 @@ class Ops(CacheOps, Protocol):
             scales: fp32 (m,), decoder scale of each column.
             half_range: fp32 (m,), 2 ** (bits - 1) of each column.
             output: fp32 (blocks, b, b) with blocks · b = m, metric in which a row's error is
-                made small; None: the columns are independent.
+                minimized; None: the columns are independent.
 
         Returns:
             Codes uint8 (p, m), and errors over the factor's diagonal fp32 (p, m).
@@ -147,7 +147,7 @@ class Ops(CacheOps, Protocol):
         half_range: torch.Tensor,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Improve a panel's steps by coordinate descent on tr(O Eᵀ H E), row after row.
+        """Improve a panel's steps by coordinate descent on tr(O Eᵀ H E), row by row.
 
         Args:
             steps: fp32 (p, m), signed codes; overwritten; p is at most `PANEL_ROWS`.
@@ -171,10 +171,10 @@ class Ops(CacheOps, Protocol):
         scales: Scales,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Move scales towards the optimum of tr(O Eᵀ H E), as far as each matrix's share falls.
+        """Move scales towards the optimum of tr(O Eᵀ H E) as long as each matrix's share falls.
 
         Args:
-            steps: fp32 (r, m), signed codes of `j` matrices side by side, from where groups begin.
+            steps: fp32 (r, m), signed codes of `j` matrices side by side, from the groups' start.
             gradient: fp32 (r, m), H E of these rows.
             hessian: fp32 (r, r), their diagonal block of H.
             begun: the groups, the longest of r rows.
@@ -203,33 +203,33 @@ class Ops(CacheOps, Protocol):
         ...
 
     def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-        """Return the scales fp16 (g, n) a decoder uses from codes (g, n) and fp16 maxima (g,)."""
+        """Return the scales fp16 (g, n) a decoder uses for codes (g, n) and maxima fp16 (g,)."""
         ...
 
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
     ) -> torch.Tensor:
-        """Return the matrix fp16 (k, n) of codes uint8 (k, n) and scales fp16 (g, n)."""
+        """Return the matrix fp16 (k, n) for codes uint8 (k, n) and scales fp16 (g, n)."""
         ...
 
     def lay_out(
         self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the words of a file as `PackedMatrix.codes`; columns of zeros fill the last tile.
+        """Convert a file's words to `PackedMatrix.codes`; zero columns fill the last tile.
 
         Args:
             words: int32 (sum of rows * bits / 32, n).
-            groups: of the result, of whole panels.
-            order: int64 (k,), the row of the file that each row is, all of 4 bits; None: as it is.
+            groups: of the result, in whole panels.
+            order: int64 (k,), the file's row for each row, all of 4 bits; None: unchanged.
         """
         ...
 
     def lay_out_scales(self, words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-        """Return codes int32 (g, n / 8) and maxima fp16 (g,) as `PackedMatrix.scales`."""
+        """Convert codes int32 (g, n / 8) and maxima fp16 (g,) to `PackedMatrix.scales`."""
         ...
 
     def decode_packed(self, matrix: PackedMatrix) -> torch.Tensor:
-        """Return a packed matrix as fp16 (k, columns), its rows in the order of the in-features."""
+        """Return a packed matrix as fp16 (k, columns), its rows in in-feature order."""
         ...
 
     def multiply(
@@ -238,17 +238,17 @@ class Ops(CacheOps, Protocol):
         products: Sequence[Product],
         hidden: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return x Q + bias of packed matrices, sums in fp32, and so on with what comes out.
+        """Return x Q + bias of packed matrices, summed in fp32; chain several products.
 
         Args:
             x: fp16 (rows, k).
-            products: each reads the result of the one before; up to three matrices each, one
-                result but for the last.
-            hidden: fp16 (rows, columns), to which results are added; None: zeros.
+            products: each reads the previous result; up to three matrices each, one
+                result in all but the last.
+            hidden: fp16 (rows, columns), results are added to it; None: zeros.
 
         Returns:
-            The results of the last, fp16 (rows, columns) each, and the last hidden state; the
-            results once more if there is none.
+            The results of the last product, fp16 (rows, columns) each, and the last hidden
+            state, or the results once more if there is none.
         """
         ...
 
@@ -257,42 +257,42 @@ class Ops(CacheOps, Protocol):
         ...
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return activation(gate) · up, each rounded to the dtype of both; of `ACTIVATIONS`."""
+        """Return activation(gate) · up, each rounded to their dtype; the activation by name."""
         ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate pairs (i, i + d/2) of the first d dimensions of heads, in fp32.
+        """Rotate pairs (i, i + d/2) of each head's first d dimensions, in fp32.
 
         Args:
             x: (b, h, t, head_dim).
             cos: fp32 (t, d/2) or (b, 1, t, d/2).
-            sin: shaped likewise.
+            sin: of the same shape.
 
         Returns:
-            As x.
+            Rotated x, in its shape and dtype.
         """
         ...
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
-        """Do the same work several times.
+        """Run the same work several times.
 
         Args:
-            work: changes tensors in place; neither waits for the device nor sends it anything.
+            work: changes tensors in place; must not wait for the device or copy to it.
             times: how often.
         """
         ...
 
 
 _switching = threading.Lock()
-_blocks: dict[object, bool] = {}  # blocks of `tensor_cores` that run, after what was before them
+_blocks: dict[object, bool] = {}  # active `tensor_cores` blocks, after the setting before them
 
 
 @contextmanager
 def tensor_cores(use: bool = True) -> Iterator[None]:
-    """Let a GPU multiply fp32 matrices as TF32, or not: fp16 and bf16 weights lose nothing.
+    """Allow or forbid TF32 for fp32 products on a GPU: fp16 and bf16 weights lose nothing.
 
-    The switch belongs to the process. Where blocks of several threads overlap, the one that began
-    last decides, and the last to end restores what was before. Stages on a GPU never overlap
+    The switch belongs to the process. Where blocks of several threads overlap, the one begun
+    last decides, and the last to end restores the earlier setting. Stages on a GPU never overlap
     (`core.slots.turn`), so timing changes no result (`docs/concepts/gpu.md`).
     """
     block = object()
@@ -312,7 +312,7 @@ def tensor_cores(use: bool = True) -> Iterator[None]:
 
 @kept
 def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return integers as int64 on a device; a table is sent once.
+    """Return integers as int64 on a device; each table is sent once.
 
     The result is shared: never change it.
     """

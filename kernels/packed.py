@@ -1,8 +1,8 @@
-"""How a quantized matrix lies in memory when a model runs: made on load, of what the file holds.
+"""The layout of a quantized matrix in memory at inference, converted from the file on load.
 
-Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. Of each panel a lane of a
-warp has the codes that it feeds to a tensor core, in the bits where one instruction makes fp16
-numbers of them. `docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
+Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
+warp holds the codes that it feeds to a tensor core, in bit positions from which one instruction
+makes fp16 numbers. `docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +17,19 @@ from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS, Group
 
 TILE = 32  # columns
 LANES = 32
-# how far the upper bits of a fragment's codes lie to the left of where they are used
+# how far a fragment's upper bits lie to the left of where they are used
 TURNS = {3: (0, 1, 8, 9), 5: (0, 1, 2, 3, 8, 9, 10, 11), 6: (0, 2, 8, 10)}
-# words of a lane that lie side by side
+# adjacent words of a lane
 PIECES = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [4, 4]}
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class PackedMatrix:
-    """A quantized matrix (k, columns) as kernels read it; with padding it has whole tiles.
+    """A quantized matrix (k, columns) as kernels read it, padded to whole tiles.
 
     codes: int32 (tiles, words), panels in row order, bits · 32 words each.
-    scales: int32 (tiles, groups, 8), by lane: a nibble for each of its columns, and the fp16 unit
-    above them; of GPTQ (tiles, groups, 8, 4): four fp16 scales and four fp16 zeros.
+    scales: int32 (tiles, groups, 8), by lane: a nibble per column, and the fp16 unit
+    above them; for GPTQ (tiles, groups, 8, 4): four fp16 scales and four fp16 zeros.
     order: int64 (k,), the in-feature of each row.
     bias: fp16 (columns,), added to a product; or None.
     """
@@ -48,12 +48,12 @@ class PackedMatrix:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether scales and zeros are given as in GPTQ."""
+        """Whether the matrix has scales and zeros as in GPTQ."""
         return self.scales.dim() == 4
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of a tile and group."""
+        """Bytes of the scales per tile and group."""
         return 4 * self.scales[0, 0].numel()
 
     def panels(self) -> tuple[tuple[int, int, int], ...]:
@@ -67,17 +67,17 @@ class PackedMatrix:
         return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
 
     def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
-        """Return the matrix without the columns that pad it, with a bias."""
+        """Return the matrix without its padding columns, with a bias."""
         return replace(self, columns=columns, bias=bias)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Product:
-    """What is done with one x: multiplied with matrices that have their rows in the same order.
+    """Multiply one x with matrices whose rows have the same order.
 
-    norm: fp16 (k,), weights by which x is normalized first, with `eps`; or None.
-    activation: of `ACTIVATIONS`; then the result is activation(x Q₀) · (x Q₁).
-    adds: the result, of one matrix, is added to the hidden state, and is the next one.
+    norm: fp16 (k,), weights that normalize x first, with `eps`; or None.
+    activation: of `ACTIVATIONS`; the result is then activation(x Q₀) · (x Q₁).
+    adds: add the result, of one matrix, to the hidden state; the sum is the next hidden state.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -94,7 +94,7 @@ class Product:
 
 @cache
 def places(bits: int) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-    """Return where the 32 codes of a lane go: word, place, first bit and bits of each piece.
+    """Return the places of a lane's 32 codes: word, place, first bit and bits of each piece.
 
     Code `8 f + 2 s + h` belongs to fragment f (m-tile f // 2, k-step f % 2), register s, half h.
     """
@@ -119,7 +119,7 @@ def places(bits: int) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
 
 
 def _owned(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row and column, in a panel, of the codes of all lanes: int64 (32 codes, 32 lanes)."""
+    """Return row and column in a panel of all lanes' codes, each int64 (32 codes, 32 lanes)."""
     lane = torch.arange(LANES, device=device)
     f, s, h = (
         x.reshape(-1, 1)
@@ -180,7 +180,7 @@ def pack_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
 
 
 def pack_zeros(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Lay out scales and zeros fp16 (g, n) of GPTQ as `PackedMatrix.scales`."""
+    """Lay out GPTQ scales and zeros fp16 (g, n) as `PackedMatrix.scales`."""
     both = torch.stack([scales, zeros]).view(2, len(scales), -1, 4, 8)
     return both.permute(2, 1, 4, 0, 3).flatten(3).contiguous().view(torch.int32)
 
@@ -219,7 +219,7 @@ def multiply(
     gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
     product: Callable[[torch.Tensor, PackedMatrix], torch.Tensor],
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Do what `Ops.multiply` says, with norm, gate and product as they are on a device."""
+    """Implement `Ops.multiply` with a device's norm, gate and product."""
     found: list[torch.Tensor] = []
     for index, p in enumerate(products):
         if index:
@@ -239,17 +239,17 @@ def multiply(
 
 
 def exact_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """Return x Q, fp16 (r, columns); sums in fp32."""
+    """Return x Q, fp16 (r, columns), summed in fp32."""
     return (x.float() @ decode_packed(matrix).float()).half()
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:
-    """Return rows (r, n), zeros added until n is a multiple of 32."""
+    """Return rows (r, n), zero-padded until n is a multiple of 32."""
     return functional.pad(x, (0, -x.shape[1] % TILE))
 
 
 def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
-    """Yield bits, first row and end of rows of one width."""
+    """Yield bits, first row and end of each run of rows of one width."""
     start = 0
     for index, group in enumerate(groups):
         stop = group.start + group.rows

@@ -1,7 +1,7 @@
-"""How products of few rows with packed matrices are divided: what `cuda/product.cu` is told.
+"""How products of few rows with packed matrices are divided: the plan `cuda/product.cu` follows.
 
-A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of them; its warps have
-equal shares of their panels. Products whose input is the result of the one before are one launch.
+A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of the rows; its warps
+share its panels equally. Products that each read the previous result are one launch.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from exl2flow.kernels.activations import ACTIVATIONS
 from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 
-WARPS = 16  # of a CTA
-ROWS = 8  # of x that a tensor core takes together
-STEP = 2048  # bytes of codes that a warp fetches together
-MOST_PANELS = 4  # of a step
-LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has under way, fewer if memory is small
-SLOT = WARPS * (STEP + 8)  # bytes of a step of all warps, and of their barriers
-MANY_SHARED = 160 << 10  # bytes of shared memory of a CTA that suffice for 16 rows
-FIXED_SHARED = 2 << 10  # of them the kernel has for itself
-MOST_MATRICES = 3  # of a product
-MOST_TILES = 14  # of a CTA, for it holds their sums
-MOST_CHAINED = 4  # products of a launch
+WARPS = 16  # per CTA
+ROWS = 8  # rows of x that a tensor core takes at once
+STEP = 2048  # bytes of codes that a warp fetches at once
+MOST_PANELS = 4  # per step
+LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
+SLOT = WARPS * (STEP + 8)  # bytes of one step of all warps, barriers included
+MANY_SHARED = 160 << 10  # bytes of shared memory per CTA that suffice for 16 rows
+FIXED_SHARED = 2 << 10  # of them, bytes that the kernel keeps for itself
+MOST_MATRICES = 3  # per product
+MOST_TILES = 14  # per CTA, because it holds their sums
+MOST_CHAINED = 4  # products per launch
 NO_CTA = 1 << 30
 HEADER = 13  # ints of a `Share` before its steps
 MATRIX = np.dtype(
@@ -64,10 +64,10 @@ CHAIN = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Products of so many rows, but for what they read and write.
+    """The launch of some products for a number of rows, without inputs and outputs.
 
-    parts: that the rows of each matrix are divided into, for each product; name: of the kernel;
-    ctas, shared: how many, and bytes of each; argument: `CHAIN`; kept: what it points to.
+    parts: into how many the rows of each product's matrices are divided; name: of the kernel;
+    ctas, shared: the number of CTAs, and bytes of each; argument: `CHAIN`; kept: what it points to.
     """
 
     parts: tuple[int, ...]
@@ -79,7 +79,7 @@ class Plan:
 
 
 def most_rows(most_shared: int) -> int:
-    """Return how many rows of x a launch may have on a device with so much shared memory."""
+    """Return the most rows of x per launch on a device with this much shared memory."""
     return 2 * ROWS if most_shared >= MANY_SHARED else ROWS
 
 
@@ -91,21 +91,21 @@ def plan_of(
     most_shared: int,
     parts: Sequence[int] | None = None,
 ) -> Plan | None:
-    """Divide products, each of which reads what the one before writes.
+    """Divide products, each of which reads the previous one's result.
 
     Args:
         products: up to `MOST_CHAINED`, matrices on the device, all EXL2 or all GPTQ.
-        rows: of x, up to `most_rows`.
+        rows: rows of x, up to `most_rows`.
         processors: multiprocessors of the device.
         most_shared: bytes of shared memory that a CTA can have.
-        parts: of each product, into how many parts rows are divided; more if they do not fit.
-            Without it as few as have room, but more where there are fewer tiles than processors.
+            parts: for each product, into how many its rows are divided; more if they do not fit.
+                None: as few as fit, but more where there are fewer tiles than processors.
 
     Returns:
-        None if a device has not room for all of several products.
+        The plan, or None if several products do not fit on the device together.
     """
     room = most_shared - FIXED_SHARED
-    least = min(LEAST_SLOTS, room // (2 * SLOT))  # for the rest at least half of it
+    least = min(LEAST_SLOTS, room // (2 * SLOT))  # leaves at least half for the rest
     counts: Sequence[int | None] = [None] * len(products) if parts is None else parts
     divisions = [
         _Division.of(product, count, processors)
@@ -113,7 +113,7 @@ def plan_of(
     ]
     while True:
         ctas = max(division.ctas * division.parts for division in divisions)
-        if len(products) > 1 and ctas > processors:  # CTAs that meet are there together
+        if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
             return None
         inputs = [division.input_bytes(rows) for division in divisions]
         words, scale_room = (sum(d.words for d in divisions), sum(d.scales for d in divisions))
@@ -139,7 +139,7 @@ def plan_of(
         kept += _fill(entry, product, division, following, rows, device)
         filled(entry, share_at=share_at, scale_at=scale_at)
         share_at, scale_at = share_at + division.words, scale_at + division.scales
-    if rows <= ROWS:  # more are brought to this order before
+    if rows <= ROWS:  # for more rows x is reordered beforehand
         place = torch.argsort(products[0].order).int()
         filled(argument["stages"][0], place=place)
         kept.append(place)
@@ -156,10 +156,10 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
-    """A product among CTAs.
+    """How a product is divided among CTAs.
 
-    each: tiles of a CTA, for each set of matrices whose tiles alternate; shares: of each set, part
-    and warp; length: panels of a part; ctas: of a part.
+    each: tiles of a CTA, for each set of matrices whose tiles alternate; shares: for each set,
+    part and warp; length: panels of a part; ctas: of a part.
     """
 
     each: Sequence[int]
@@ -173,7 +173,7 @@ class _Division:
 
     @classmethod
     def of(cls, product: Product, parts: int | None, processors: int) -> "_Division":
-        """Divide rows into parts; without a number into several if tiles are few."""
+        """Divide rows into parts; if `parts` is None, into several when tiles are few."""
         matrices = product.matrices
         sets = _sets(product)
         panels, tiles = len(matrices[0].panels()), [len(together[0].codes) for together in sets]
@@ -199,19 +199,19 @@ class _Division:
         )
 
     def shorter(self, product: Product, processors: int) -> "_Division":
-        """Return a division into parts of fewer panels, `length` being more than one."""
+        """Return a division into parts of fewer panels; `length` must be more than one."""
         panels = product.matrices[0].shape[0] // PANEL_ROWS
         return _Division.of(product, -(-panels // (self.length - 1)), processors)
 
     def input_bytes(self, rows: int) -> int:
-        """Return the bytes of so many rows of x, and then of a sum of each warp."""
+        """Return the bytes of this many rows of x, later reused for a sum of each warp."""
         stride = self.length * PANEL_ROWS + (0 if self.length % 2 else PANEL_ROWS)
         of_x = 2 * stride * (rows if rows <= ROWS else 2 * ROWS)
         return max(of_x, 4 * WARPS * rows * TILE)
 
 
 def _sets(product: Product) -> list[list[PackedMatrix]]:
-    """Return matrices whose tiles alternate in a CTA."""
+    """Return the sets of matrices whose tiles alternate in a CTA."""
     matrices = list(product.matrices)
     return [matrices] if product.activation else [[matrix] for matrix in matrices]
 
@@ -224,7 +224,7 @@ def _fill(
     rows: int,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Set a `STAGE` but for inputs and results; return what it points to."""
+    """Fill a `STAGE` except inputs and results; return the tensors it points to."""
     kept: list[torch.Tensor] = []
     entry["of"]["first_cta"] = NO_CTA
     entries, ctas = iter(entry["of"]), 0
@@ -270,7 +270,7 @@ def _fill(
 def _tiles_each(
     sets: Sequence[Sequence[PackedMatrix]], tiles: Sequence[int], ctas: float
 ) -> list[int]:
-    """Return how many tiles a CTA has of each set, as many CTAs for each as it has bytes."""
+    """Return the tiles per CTA of each set, giving each set CTAs in proportion to its bytes."""
     sizes = [sum(matrix.codes.numel() for matrix in together) for together in sets]
     most, found = MOST_TILES // len(sets[0]), []
     for count, size in zip(tiles, sizes, strict=True):
@@ -280,7 +280,7 @@ def _tiles_each(
 
 
 def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
-    """Set fields of a kernel's struct: to numbers, or to where contiguous tensors lie."""
+    """Set fields of a kernel's struct to numbers, or to addresses of contiguous tensors."""
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous(), f"{name} is not contiguous"
@@ -292,7 +292,7 @@ def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
 def _shares(
     together: Sequence[PackedMatrix], each: int, part: int, length: int
 ) -> list[tuple[int, ...]]:
-    """Return what each warp does of a part of so many panels: `Share` of product.cu."""
+    """Return each warp's share of a part of `length` panels: `Share` in product.cu."""
     size = together[0].scale_bytes
     of_part = [matrix.panels()[part * length : (part + 1) * length] for matrix in together]
     held, tiles = len(of_part[0]), each * len(together)
@@ -326,11 +326,11 @@ def _groups(panels: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Return the steps of panels in a row, the end of a segment: see `Share` in product.cu."""
+    """Return the steps of a run of panels that ends a segment: see `Share` in product.cu."""
     kinds, first = [], 0
     while first < len(run):
         bits, _, group = run[first]
-        lengths: list[int] = []  # of groups that begin here, as far as they can be one step
+        lengths: list[int] = []  # of groups that begin here and can be one step
         for of_bits, _, of_group in run[first : first + min(MOST_PANELS, STEP // (128 * bits))]:
             if of_bits != bits:
                 break
@@ -347,5 +347,5 @@ def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 def _scale_bytes(share: Sequence[int], size: int) -> int:
-    """Return how many bytes of scales a share has."""
+    """Return the bytes of scales in a share."""
     return size * sum(kind >> 13 for kind in share[HEADER:])

@@ -1,4 +1,4 @@
-"""Work of a device beside other work of it."""
+"""Run work on a device concurrently with other work there."""
 
 import logging
 import threading
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
-    """Return what independent pieces of work return; a GPU does them beside each other.
+    """Run independent pieces of work, concurrently on a GPU; return their results.
 
-    Each has a thread, which prepares its launches, and a stream of its own. None of them may change
-    what it or another one reads: where memory does not suffice, all are done again in turn.
+    Each has its own thread, which prepares its launches, and its own stream. None may change what
+    it or another one reads: if memory runs out, all are run again in turn.
     """
     if device.type == "cpu" or len(works) == 1:
         return [work() for work in works]
@@ -44,18 +44,18 @@ def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> 
         current.wait_stream(stream)
     with suppress(torch.OutOfMemoryError):
         return [item.result() for item in begun]
-    del begun  # with the errors, which hold what their threads had
+    del begun  # and the errors, which keep their threads' tensors alive
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    log.warning("remedy=out of memory: what was done side by side is done in turn")
+    log.warning("remedy=out of memory: run again in turn what ran concurrently")
     return [work() for work in works]
 
 
 class Threads:
-    """Threads that begin works in the order in which they come; a context manager.
+    """Threads that start work in submission order; a context manager.
 
-    What they launch goes to the stream that was current where they were made, so that it is in
-    order with the caller's own. Leaving the block waits for what has begun and drops the rest.
+    Their launches go to the stream that was current when this was created, so they are in order
+    with the caller's own. Leaving the block waits for started work and drops the rest.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Threads:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Do some work when a thread is free."""
+        """Run `work` when a thread is free."""
         return self._pool.submit(copy_context().run, self._do, work)
 
     def _do(self, work: Callable[[], T]) -> T:
@@ -80,9 +80,9 @@ class Threads:
 
 
 def used_here(*tensors: torch.Tensor) -> None:
-    """Tell torch that the current stream uses tensors which another one made.
+    """Record that the current stream uses tensors made on another one.
 
-    For those that are freed before the other stream has waited for this one.
+    For tensors that may be freed before the other stream waits for this one.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -90,17 +90,17 @@ def used_here(*tensors: torch.Tensor) -> None:
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep what a function sends to a device, made once even if two threads ask for it.
+    """Cache what a function sends to a device; made once even if two threads call it.
 
-    Streams do not wait for each other: memory of a second one, freed by whoever asked, would be
-    written again while a kernel that has not begun still needs it. Nothing is ever freed.
+    Streams do not wait for each other: if a second copy were freed, its memory would be rewritten
+    while a kernel that has not started still needs it. Nothing is ever freed.
     """
     lock, made = threading.Lock(), dict[object, T]()
 
     @wraps(function)
     def ask(*args: P.args, **kwargs: P.kwargs) -> T:
         key = args, tuple(kwargs.items())
-        with lock, torch.inference_mode(False):  # gradients, too, may use it
+        with lock, torch.inference_mode(False):  # autograd may use it too
             if key not in made:
                 made[key] = function(*args, **kwargs)
             return made[key]
@@ -109,9 +109,9 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor on a device, there for every stream, without waiting for other work.
+    """Return a small tensor on a device, ready for every stream, without waiting for other work.
 
-    For functions that are `kept` only.
+    Only for functions decorated with `kept`.
     """
     if device.type == "cpu":
         return tensor
@@ -124,5 +124,5 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @cache
 def _load_linear_algebra(device: torch.device) -> None:
-    """Have torch load its library, which fails if two threads are the first to need it."""
+    """Make torch load its library, which fails if two threads trigger it at once."""
     torch.linalg.cholesky_ex(torch.eye(1, device=device))

@@ -1,4 +1,4 @@
-"""The torch implementation of the cache's operations: what every kernel is compared with."""
+"""The torch implementation of the cache operations: the reference for every kernel."""
 
 import torch
 from torch.nn import functional
@@ -18,7 +18,7 @@ from exl2flow.kernels.torch_steps import rotate
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is stored of fp16 rows (t, width): uint8 (t, bytes), scales fp16 (t, runs)."""
+    """Return the stored form of fp16 rows (t, width): uint8 (t, bytes), scales fp16 (t, runs)."""
     x = functional.pad(x.half(), (0, padded_width(x.shape[-1]) - x.shape[-1]))
     none = x.new_empty(len(x), 0)
     if element is Element.HALF:
@@ -36,7 +36,7 @@ def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def decode(rows: CacheRows, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows of some slots, int64 (t,), as fp16 (t, width)."""
+    """Return the rows at slots int64 (t,) as fp16 (t, width)."""
     data, element = rows.data[slots], rows.element
     if element is Element.HALF:
         return data.view(torch.float16)[:, : rows.width]
@@ -118,7 +118,7 @@ def _attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend causally, fp32: q (t, heads, d) stands at the last of k and v (p, kv_heads, d)."""
+    """Attend causally, fp32: q (t, heads, d) are the last positions of k and v (p, kv_heads, d)."""
     share = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
     scores = torch.einsum("thd,phd->htp", q, k) * scale

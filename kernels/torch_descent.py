@@ -1,19 +1,19 @@
-"""Coordinate descent inside a row: the part of the torch twin that rounds in a metric of outputs.
+"""Coordinate descent within a row: the part of the torch twin that rounds in an output metric.
 
 See `docs/concepts/quality.md`, section 3.
 """
 
 import torch
 
-CLASSES = 4  # columns of a row that descend at the same time are this far apart
-START_SWEEPS = 3  # of a row's descent when it is first rounded
-RETRIES = 2  # of changes that help one by one but not together
+CLASSES = 4  # columns of a row that descend together are this far apart
+START_SWEEPS = 3  # sweeps of a row's descent when it is first rounded
+RETRIES = 2  # of changes that help individually but not together
 
 
 class RowDescent:
     """Coordinate descent in one row on h e eᵀ + 2 e gᵀ, e = steps · scales: columns independent.
 
-    Rows are given and changed in an order of columns of its own (`ordered`, `restored`).
+    Rows are read and changed in its own column order (`ordered`, `restored`).
     """
 
     def __init__(self, scales: torch.Tensor, half_range: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ class RowDescent:
         self.inverse = torch.where(scales > 0, 1 / scales, 0)
 
     def ordered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., m) with the columns as `settle` and `descend` want them."""
+        """Return x (..., m) with its columns in the order of `settle` and `descend`."""
         return x
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class RowDescent:
         return x
 
     def settle(self, step: torch.Tensor, row: torch.Tensor) -> None:
-        """Improve steps (m,) that were rounded to nearest of a row (m,), in place."""
+        """Improve steps (m,), a row (m,) rounded to nearest, in place."""
 
     def descend(self, step: torch.Tensor, gradient: torch.Tensor, curvature: float) -> torch.Tensor:
         """Improve `step` (m,) and its `gradient` (m,) in place; return the change times O."""
@@ -42,11 +42,11 @@ class RowDescent:
 
 
 class CoupledRowDescent(RowDescent):
-    """The same on h e O eᵀ + 2 e gᵀ; g, the `gradient`, has been multiplied by O.
+    """The same on h e O eᵀ + 2 e gᵀ; g, the `gradient`, is already multiplied by O.
 
-    Every `CLASSES`-th column of a block moves at the same time, each to its own best step; in
-    order, they lie side by side. Where that makes a block's part of the row worse, as columns
-    depend on each other, it is tried again with the strongest changes only.
+    Every `CLASSES`-th column of a block moves at the same time, each to its own best step; these
+    columns are ordered side by side. If that makes a block's part of the row worse, because columns
+    depend on each other, only the strongest changes are tried again.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CoupledRowDescent(RowDescent):
         )
 
     def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the classes of (m,), views (blocks, b / CLASSES)."""
+        """Return the classes of x (m,), as views (blocks, b / CLASSES)."""
         return x.view(self.shape).chunk(CLASSES, dim=1)
 
     def ordered(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class CoupledRowDescent(RowDescent):
     def _move(
         self, index: int, step: torch.Tensor, slope: torch.Tensor, curvature: float
     ) -> torch.Tensor | None:
-        """Move a class of columns in the blocks where that lowers the objective."""
+        """Move a class of columns in the blocks where this lowers the objective."""
         scales, inverse, low, high, diagonal, output = self.classes[index]
         best = torch.addcmul(step, slope, inverse, value=-1 / curvature).round_()
         torch.clamp(best, low, high, out=best)

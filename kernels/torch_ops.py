@@ -1,7 +1,7 @@
-"""The torch implementation of `Ops`: the specification that every kernel is compared with.
+"""The torch implementation of `Ops`: the specification for every kernel.
 
-fp16 rounding is `.half()` of an fp32 product that is exact, so that every step is the round to
-nearest even of the format's dequantization law (`docs/format.md` section 3), subnormals included.
+fp16 rounding is `.half()` of an exact fp32 product, so every step is the round to nearest even of
+the format's dequantization law (`docs/format.md` section 3), subnormals included.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ from exl2flow.kernels.torch_descent import descent_of
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
 GRID_START, GRID_END = 0.70, 1.20
-GRID_EXPONENT = 3.5  # of the absolute error that a multiplier is judged by
-MAXIMA = 12  # multiples of a group's largest range that a column search tries as its maximum
+GRID_EXPONENT = 3.5  # exponent of the absolute error that ranks multipliers
+MAXIMA = 12  # multiples of a group's largest range tried as its maximum by a column search
 MAXIMA_START, MAXIMA_END = 0.50, 1.15
-SAMPLED_COLUMNS = 128  # about as many judge the maximum, beside
-WIDEST_COLUMNS = 32  # those of the largest ranges
+SAMPLED_COLUMNS = 128  # about this many others judge the maximum, in addition to
+WIDEST_COLUMNS = 32  # the ones with the largest ranges
 CODE_REACH = 2  # scale codes tried on either side of the expected one
-EXPECTED_SHARE = 0.9  # of a column's range is where its best scale is expected
+EXPECTED_SHARE = 0.9  # the best scale is expected at this share of a column's range
 EPSILON = 1e-12  # keeps an all-zero column's scale positive
-CACHED_ELEMENTS = 1 << 14  # grid search works on pieces that one core keeps in its cache
+CACHED_ELEMENTS = 1 << 14  # per piece of the grid search, so that it fits in one core's cache
 
 
 class TorchOps:
@@ -107,7 +107,7 @@ class TorchOps:
         half_range.view(j, n)[places] = halves[:, None].expand(-1, n)
 
     def _column_ranges(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-        """Return the scales at which codes just span each column; x fp32 (j, r, n) → (j, n)."""
+        """Return the scales at which codes just span each column: x fp32 (j, r, n) → (j, n)."""
         parts = zip(x, groups, strict=True)
         ranges = [
             (rows[: g.rows].abs().amax(dim=0) + EPSILON) / (g.half_range - 0.5) for rows, g in parts
@@ -117,7 +117,7 @@ class TorchOps:
     def _grid_costs(
         self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
     ) -> torch.Tensor:
-        """Return what every multiplier of steps (j, n) costs in all columns, (j, 97)."""
+        """Return each multiplier's cost over all columns, (j, 97), for steps (j, n)."""
         parts = zip(x, steps, groups, strict=True)
         costs = [_grid_cost(rows[: g.rows], step, g.half_range, grid) for rows, step, g in parts]
         return torch.stack(costs)
@@ -130,7 +130,7 @@ class TorchOps:
         base: torch.Tensor,
         maxima: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each column's best scale code under each of maxima (j, m), and its cost.
+        """Return each column's best scale code under each maximum (j, m), and its cost.
 
         x fp32 (j, r, n), base fp32 (j, n) → uint8 and fp32 (j, m, n).
         """
@@ -161,7 +161,7 @@ class TorchOps:
         """See `Ops.round_panel`."""
         row = descent_of(scales, half_range, output)
         rows = row.ordered(rows)
-        divisors = torch.where(row.scales > 0, row.scales, torch.inf)  # 0 codes the zero point
+        divisors = torch.where(row.scales > 0, row.scales, torch.inf)  # scale 0: the zero point
         steps, errors = torch.empty_like(rows), torch.empty_like(rows)
         for r in range(rows.shape[0]):
             step = torch.div(rows[r], divisors, out=steps[r]).round_()
@@ -274,7 +274,7 @@ class TorchOps:
         self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Ops.lay_out`."""
-        codes = self.unpack(words, groups)  # of one width, groups may be any
+        codes = self.unpack(words, groups)  # of one width, so any groups do
         codes = codes if order is None else codes[order]
         return packed.pack_codes(packed.whole_tiles(codes), groups)
 
@@ -293,17 +293,17 @@ TORCH_OPS: Ops = TorchOps()
 
 @kept
 def search_multiples(device: torch.device) -> torch.Tensor:
-    """Return the multiples of the largest range that are tried as a maximum, fp32 (MAXIMA,)."""
+    """Return the multiples of the largest range to try as a maximum, fp32 (MAXIMA,)."""
     return sent(torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA), device)
 
 
 def sample_step(n: int) -> int:
-    """Return of how many columns beyond the widest one judges the maximum."""
+    """Return n when every n-th column beyond the widest judges the maximum."""
     return max(1, n // SAMPLED_COLUMNS)
 
 
 def _sample(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns that stand for all of base (j, n), (j, s), and for how many each, (s,)."""
+    """Return a sample (j, s) of the columns of base (j, n), and how many each represents, (s,)."""
     order = base.argsort(dim=1, descending=True, stable=True)
     step = sample_step(base.shape[1])
     sample = torch.cat([order[:, :WIDEST_COLUMNS], order[:, WIDEST_COLUMNS::step]], dim=1)
@@ -342,7 +342,7 @@ def _grid_cost(
 ) -> torch.Tensor:
     """Return Σ |clamp(rint(x / (t p))) t p - x| ** 3.5 over a group for every multiplier p.
 
-    Works on y = x / t, for the sum over rows is the column's t ** 3.5 times that of y.
+    Works on y = x / t: the sum over rows is the column's t ** 3.5 times that for y.
     """
     r, n = x.shape
     weights = steps.pow(GRID_EXPONENT)
@@ -385,5 +385,5 @@ def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _to_int32(values: torch.Tensor) -> torch.Tensor:
-    """Reinterpret int64 values of 0 to 2³² - 1 as two's complement int32."""
+    """Reinterpret int64 values from 0 to 2³² - 1 as two's complement int32."""
     return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)

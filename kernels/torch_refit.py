@@ -1,4 +1,4 @@
-"""The refit of scales: the part of the torch twin that chooses a group's scales anew.
+"""The scale refit: the part of the torch twin that chooses a group's scales again.
 
 See `docs/concepts/quality.md`, section 4.
 """
@@ -11,9 +11,9 @@ from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.ops import BegunGroups, Scales
 from exl2flow.kernels.streams import kept, sent
 
-REFIT_MAXIMA = 31  # maxima tried around the present one
-REFIT_SPAN = 0.15  # how far, relative to it
-STRENGTHS = 2  # parts of the wanted change of scales that are tried: 1, 1/2, ...
+REFIT_MAXIMA = 31  # maxima tried around the current one
+REFIT_SPAN = 0.15  # their reach, relative to it
+STRENGTHS = 2  # fractions of the wanted change of scales to try: 1, 1/2, ...
 LEAST_CURVATURE = 1e-30
 LEAST_UNIT = 1e-12
 
@@ -70,20 +70,20 @@ def refit_scales(
 
 @kept
 def maxima_multiples(device: torch.device) -> torch.Tensor:
-    """Return the multiples of a maximum that are tried, fp32 (REFIT_MAXIMA,)."""
+    """Return the multiples of a maximum to try, fp32 (REFIT_MAXIMA,)."""
     return sent(1 + torch.linspace(-REFIT_SPAN, REFIT_SPAN, REFIT_MAXIMA), device)
 
 
 def nearest_scales(
     decode: Decode, present: torch.Tensor, wanted: torch.Tensor, curvature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes uint8 (j, n) and maxima fp16 (j,) whose scales are nearest to `wanted`.
+    """Return the codes uint8 (j, n) and maxima fp16 (j,) whose scales are nearest `wanted`.
 
     Args:
-        decode: codes and maxima to scales.
-        present: maxima fp16 (j,).
+        decode: maps codes and maxima to scales.
+        present: current maxima fp16 (j,).
         wanted: scales fp32 (j, n).
-        curvature: fp32 (j, n), weight of each column's squared miss.
+        curvature: fp32 (j, n), weight of each column's squared error.
     """
     multiples = maxima_multiples(wanted.device)
     maxima = (present[:, None].float() * multiples).half()  # (j, REFIT_MAXIMA)

@@ -1,4 +1,4 @@
-"""The torch implementation of what lies between products, the specification of `cuda_steps.py`."""
+"""The torch implementation of the steps between products: the specification of `cuda_steps.py`."""
 
 import torch
 

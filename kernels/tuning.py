@@ -1,7 +1,7 @@
-"""Which plan of a launch is the fastest on a GPU: measured once, kept in a file.
+"""The fastest plan of a launch on a GPU: measured once, kept in a file.
 
-In other parts, sums have another order and other last bits. So a choice that is made stays: within
-a process, and for all that read the file.
+Another division sums in another order and so changes last bits. A choice once made therefore stays:
+within a process, and for everything that reads the file.
 """
 
 import fcntl
@@ -20,21 +20,21 @@ from exl2flow.core.files import digest, digest_of, read_json, write_json
 from exl2flow.kernels.packed import PackedMatrix, Product
 from exl2flow.kernels.product import Plan, plan_of
 
-Parts = tuple[int, ...]  # of each product of a launch
+Parts = tuple[int, ...]  # one number per product of a launch
 
 MOST_CANDIDATES = 6
-STEPS = (1, -1, 2, 3)  # parts more than by default
-ROUNDS = 5  # whose median counts
-LEAST_GAIN = 0.02  # share of the time; what gains less may be noise
+STEPS = (1, -1, 2, 3)  # added to the default number of parts
+ROUNDS = 5  # the median of which counts
+LEAST_GAIN = 0.02  # share of the time; less may be noise
 log = logging.getLogger(__name__)
 
 
 def candidates(
     products: Sequence[Product], rows: int, *, processors: int, most_shared: int
 ) -> list[Plan]:
-    """Return up to `MOST_CANDIDATES` plans, first the default; arguments are those of `plan_of`.
+    """Return up to `MOST_CANDIDATES` plans, the default first; arguments are those of `plan_of`.
 
-    The others have one product in other parts. None if the default does not fit.
+    The others divide one product into other parts. No plans if the default does not fit.
     """
     first = plan_of(products, rows, processors=processors, most_shared=most_shared)
     if first is None:
@@ -54,9 +54,9 @@ def candidates(
 
 
 def fastest(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
-    """Return the plan that takes least time, the first one unless another gains `LEAST_GAIN`.
+    """Return the fastest plan: the first one unless another gains `LEAST_GAIN`.
 
-    Plans take turns; what the first turn takes does not count.
+    Plans take turns; the first turn does not count.
     """
     turns = [[time(plan) for plan in plans] for _ in range(1 + ROUNDS)]
     times = [median(of_plan) for of_plan in zip(*turns[1:], strict=True)]
@@ -65,13 +65,13 @@ def fastest(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
 
 
 def key_of(products: Sequence[Product], rows: int, *, gpu: str, kernel: object) -> str:
-    """Return what launches have in common that share a choice.
+    """Return the key of a choice: launches with the same key share it.
 
     Args:
         products: of the launch.
         rows: of x.
         gpu: its name.
-        kernel: what else decides how fast it is, as JSON: its source, limits of the device.
+        kernel: what else decides its speed, as JSON: its source, limits of the device.
     """
     shapes = [
         {
@@ -98,10 +98,10 @@ def _planning() -> str:
 
 
 class Tuning:
-    """Choices by key: each is made once in a process, and kept in a file.
+    """Choices by key: each is made once per process, and kept in a file.
 
-    Threads and processes may share a file. If it cannot be read it counts as empty, and if it
-    cannot be written nothing is kept.
+    Threads and processes may share a file. A file that cannot be read counts as empty; a choice
+    that cannot be written is not kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,9 +110,9 @@ class Tuning:
         self._chosen = dict[str, Parts | None]()
 
     def choice(self, key: str, count: int, measure: Callable[[], Parts | None]) -> Parts | None:
-        """Return the parts of so many products: those chosen before, or else what is measured.
+        """Return the parts of `count` products: those chosen before, or those measured now.
 
-        None, if nothing can be measured, is the choice of this process and not kept in the file.
+        None, if nothing can be measured, holds for this process and is not kept in the file.
         """
         with self._lock:
             if key not in self._chosen:
@@ -124,7 +124,7 @@ class Tuning:
         return parts if len(parts) == count else None
 
     def _made(self, key: str, parts: Parts | None) -> Parts | None:
-        """Keep a choice, or take the one that another process has made meanwhile."""
+        """Keep a choice, or return the one another process has made meanwhile."""
         if parts is None:
             return None
         try:
@@ -150,10 +150,10 @@ def _is_choice(value: object) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file beside another one, so that processes write in turn.
+    """Lock a file next to `path`, so that processes write in turn.
 
     Raises:
-        OSError: there can be no such file.
+        OSError: the lock file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)

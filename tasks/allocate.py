@@ -20,7 +20,7 @@ LEGEND = (
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a table with a row per matrix."""
+    """Publish a table with one row per matrix."""
     folder = pipeline.path("allocate")
     allocation = read_json(folder / ALLOCATION_FILE)
     choice = read_choice(folder)

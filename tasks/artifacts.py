@@ -67,7 +67,7 @@ class Artifacts:
         except Exception as error:  # the one place where any error is harmless
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             if not self._warned:
-                log.warning("cannot publish artifacts, going on without: %s", error)
+                log.warning("cannot publish artifacts, continuing without: %s", error)
             self._warned = True
             return None
 

@@ -1,4 +1,4 @@
-"""The client for the Hugging Face Hub: retries transient failures, explains the others."""
+"""The client for the Hugging Face Hub: retry transient failures, explain the others."""
 
 import logging
 import socket
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before further attempts
 LONGEST_WAIT = 600.0  # seconds; a longer Retry-After is an error
-SILENCE = 5.0  # seconds without an answer before a line says so
+SILENCE = 5.0  # seconds without an answer before a log line says so
 TIMEOUT = 30.0  # seconds that one attempt waits for an answer
 HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # versions of the client use different ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """A client, its patience in seconds, and whether the Hub has answered it yet."""
+    """A client, its timeout in seconds, and whether the Hub has answered it yet."""
 
     api: HfApi
     waits: tuple[float, ...] = WAITS
@@ -45,7 +45,7 @@ class Hub:
 
     @classmethod
     def open(cls, token: str | None = None) -> "Hub":
-        """Return a client; without a token it uses that of the environment, if there is one.
+        """Return a client; without a token it uses the one in the environment, if any.
 
         Raises:
             ConfigError: the token cannot be sent.
@@ -57,12 +57,12 @@ class Hub:
     def call(self, subject: str, function: Callable[[], T], *, transfers: bool = False) -> T:
         """Call a function that sends requests to the Hub, retrying transient failures.
 
-        A host name without an address is retried only if the Hub has answered before.
+        A host name that does not resolve is retried only if the Hub has answered before.
 
         Args:
             subject: the repository, for messages.
             function: must be safe to repeat.
-            transfers: whether it moves files, which has no time limit.
+            transfers: whether it transfers files, which has no time limit.
 
         Raises:
             HubError: what failed and what to do.
@@ -102,7 +102,7 @@ class Hub:
         def attempt() -> None:
             try:
                 answers.append(function())
-            except Exception as error:  # raised again below, where the caller is
+            except Exception as error:  # raised again below, in the caller's thread
                 errors.append(error)
 
         thread = threading.Thread(target=attempt, name="hub", daemon=True)
@@ -130,7 +130,7 @@ class Hub:
         page = f"{self.api.endpoint}/{subject}"
         match error:
             case LocalEntryNotFoundError():
-                return None  # its cause says more
+                return None  # its cause explains more
             case LocalTokenNotFoundError():
                 return HubError(
                     f"`{subject}` needs a token and there is none; set HF_TOKEN (or name a "
@@ -160,7 +160,7 @@ class Hub:
                 f"{self.api.endpoint}"
             )
         if isinstance(error, OSError):
-            if error.errno is None:  # the client found a file of another size
+            if error.errno is None:  # the client found a file of the wrong size
                 return HubUnavailable(f"`{subject}`: {str(error).partition(chr(10))[0]}")
             return HubError(f"`{error.filename or subject}`: {error.strerror}; free space or fix "
                             "the permissions, then repeat the command")  # fmt: skip
@@ -175,7 +175,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_unresolved(error: BaseException | None) -> bool:
-    """Tell whether the Hub's host name has no address."""
+    """Return whether the Hub's host name does not resolve."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,4 +1,4 @@
-"""The task that fetches a source from the Hub; it only runs if the source is not a folder."""
+"""The task that fetches a source from the Hub; it runs only if the source is not a folder."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ def fetch_source(
 
 
 def fetched_in_flow(source: Path, work_root: Path, token_block: str | None) -> Path:
-    """Return the folder of a source, fetching it in a task of its own if need be.
+    """Return the folder of a source, fetching it in its own task if necessary.
 
     Raises:
         HubError: the model cannot be fetched.

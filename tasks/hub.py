@@ -1,8 +1,8 @@
 """Fetch models from the Hugging Face Hub: pinned to a commit, downloaded once, verified.
 
 `fetch` resolves a revision to a commit and keeps that commit for the work root, so a branch that
-moves does not change a conversion under way. It downloads only the files of a model, compares each
-with the Hub's digest, and records their origin beside the folder. An interrupted download resumes
+moves does not change a running conversion. It downloads only the files of a model, compares each
+with the Hub's digest, and records their origin next to the folder. An interrupted download resumes
 and keeps finished files. A model that is complete here needs no Hub.
 """
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MAIN = "main"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PINS_FILE = "sources/pins.json"  # of a work root: `org/name@revision` → commit
+PINS_FILE = "sources/pins.json"  # in a work root: `org/name@revision` → commit
 MEBIBYTE = 1 << 20
 STEPS = 50  # ticks of a download
 
@@ -41,15 +41,15 @@ def local_or_fetched(
     *,
     say: Callable[[str], None] = log.info,
 ) -> Path:
-    """Return the folder of a source: itself if it exists, else fetched if it names a Hub model.
+    """Return the folder of a source: itself if it exists, or fetched if it names a Hub model.
 
-    Return anything else unchanged; pre-flight reports it.
+    Anything else is returned unchanged; pre-flight reports it.
 
     Args:
         source: a folder, or `org/name` or `org/name@revision`.
-        work_root: where fetched models lie.
-        fetching: how a model is fetched.
-        say: receives a line for the user wherever the choice may surprise.
+        work_root: where fetched models are stored.
+        fetching: fetches a model.
+        say: receives a line for the user if the choice may surprise.
 
     Raises:
         HubError: the model cannot be fetched.
@@ -57,7 +57,7 @@ def local_or_fetched(
     """
     wanted = hub_model(source, work_root)
     if wanted is not None:
-        say(f"source  `{source}` is not a folder here; it is taken from the Hub")
+        say(f"source  `{source}` is not a folder here; using the Hub's model")
         folder = fetching(wanted)
         say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
         return folder
@@ -70,9 +70,9 @@ def local_or_fetched(
 def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -> Path:
     """Download the files of a model and return their folder.
 
-    The folder is `<work root>/sources/<commit>/<name>`, with a record of its origin beside it. A
-    branch or tag stays at the commit that this work root began with. If that commit is complete
-    here, the only request asks whether the branch has moved, and it may fail.
+    The folder is `<work root>/sources/<commit>/<name>`, with a record of its origin next to it. A
+    branch or tag stays at the commit this work root started with. If that commit is complete
+    here, one request checks whether the branch has moved; it may fail.
 
     Args:
         renew: whether to use the newest commit of the revision instead.
@@ -111,7 +111,7 @@ def fetched(wanted: HubModel, work_root: Path) -> Path | None:
 
 
 def _is_fixed(wanted: HubModel) -> bool:
-    """Tell whether the revision is a commit, written out in full."""
+    """Return whether the revision is a full commit sha."""
     return COMMIT.fullmatch(wanted.revision or "") is not None
 
 
@@ -120,7 +120,7 @@ def _folder(wanted: HubModel, work_root: Path, commit: str) -> Path:
 
 
 def _is_here(folder: Path, wanted: HubModel) -> bool:
-    """Tell whether a model was fetched completely."""
+    """Return whether a model was fetched completely."""
     return (provenance(folder) or {}).get("repo") == wanted.repo
 
 
@@ -129,11 +129,11 @@ def _pin(wanted: HubModel) -> str:
 
 
 def _pinned(wanted: HubModel, work_root: Path) -> str | None:
-    """Return the commit that a work root began with, None if it has not begun."""
+    """Return the commit that a work root started with; None if it has not started."""
     known = read_object(work_root / PINS_FILE).get(_pin(wanted))
     if isinstance(known, str):
         return known
-    # older versions kept no pins: use the model that was fetched last
+    # older versions stored no pins: use the model fetched last
     records = work_root.glob(f"sources/*/{wanted.name}.source.json")
     for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
         found = read_object(path)
@@ -153,21 +153,21 @@ def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
         now = replace(hub, waits=()).call(wanted.repo, ask).sha
     except HubError as error:
         log.warning(
-            "cannot find out whether `%s` of `%s` has moved (%s); using commit %s, which this "
-            "work root began with",
+            "cannot check whether `%s` of `%s` has moved (%s); using commit %s, which this "
+            "work root started with",
             *(name, wanted.repo, error, commit),
         )
         return
     if now != commit:
         log.warning(
-            "`%s` of `%s` has moved to commit %s; using %s, which this work root began "
+            "`%s` of `%s` has moved to commit %s; using %s, which this work root started "
             "with; to get the new one use `--restart`, or name it: `%s@%s`",
             *(name, wanted.repo, now, commit, wanted.repo, now),
         )
 
 
 def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
-    """List the files of a commit that a conversion needs.
+    """List the files in a commit that a conversion needs.
 
     Raises:
         SourceModelError: none of them is a safetensors file.
@@ -178,7 +178,7 @@ def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
     if not any(file.path.endswith(".safetensors") for file in files):
         names = ", ".join(sorted(file.path for file in everything)) or "nothing"
         raise SourceModelError(
-            f"`{repo}` has no *.safetensors at its top, but {names}; choose a repository or "
+            f"`{repo}` has no *.safetensors at its top level, but {names}; choose a repository or "
             "revision with the weights in that format"
         )
     return files
@@ -239,7 +239,7 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
             self._received = 0
 
         def update(self, n: float | None = 1) -> None:
-            """Count bytes and tick after each further share of the download."""
+            """Count bytes and tick after each further step of the download."""
             if not self._counts_bytes:
                 return
             self._received += int(n or 0)

@@ -1,4 +1,4 @@
-"""Our log lines on the page of a run."""
+"""Show our log lines on a run's page."""
 
 import logging
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ def logged() -> Iterator[None]:
     """Send our log lines to the run's page while the block runs."""
     logger = logging.getLogger("exl2flow")
     if any(isinstance(handler, APILogHandler) for handler in logger.handlers):
-        yield  # Prefect's own setting `extra_loggers` names us
+        yield  # Prefect's own setting `extra_loggers` includes us
         return
     level, handler = logger.level, APILogHandler()
     logger.addHandler(handler)

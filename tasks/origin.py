@@ -1,6 +1,6 @@
 """Where models come from, and whether they may be published: checked before any work.
 
-A conversion checks its last step first, so that nobody waits a night for a refusal.
+A conversion checks its last step first, so that no refusal comes after a night of work.
 """
 
 import logging
@@ -24,23 +24,23 @@ from exl2flow.tasks.hub import fetched
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS_AHEAD = 2  # retries before the work; everything is checked again after it
+ATTEMPTS_AHEAD = 2  # retries before the conversion; everything is checked again after it
 
 
 def check_target(
     options: PublishOptions, source: Path, work_root: Path, *, writer: Hub, reader: Hub
 ) -> None:
-    """Check before a conversion whether its result could be published, as far as is known then.
+    """Before a conversion, check as far as possible whether its result could be published.
 
-    If the Hub cannot be reached, log a warning and let the conversion begin: everything is checked
+    If the Hub cannot be reached, log a warning and let the conversion start: everything is checked
     again before anything is published.
 
     Args:
         options: where and how to publish.
         source: a folder, or a model on the Hub, fetched or not.
         work_root: where it is fetched to.
-        writer: has the token for publishing.
-        reader: has the token for fetching the source.
+        writer: client with the token for publishing.
+        reader: client with the token for fetching the source.
 
     Raises:
         ConfigError: the repository is the source.
@@ -68,9 +68,9 @@ def refusal(problems: Sequence[str]) -> PublicationRefused:
 
 
 def check_account(repo: str, hub: Hub) -> None:
-    """Look up who owns the token, and whether it may write to a repository.
+    """Look up the token's owner, and check that it may write to a repository.
 
-    The Hub does not say in advance what a fine-grained token may do.
+    The Hub does not report in advance what a fine-grained token may do.
 
     Raises:
         HubError: there is no token, it expired, or it may not write there.
@@ -84,8 +84,8 @@ def check_account(repo: str, hub: Hub) -> None:
     if role == "read" or (role == "write" and not is_owner):
         why = "may only read" if role == "read" else f"belongs to `{owners[0]}`"
         raise HubError(
-            f"the token {why}: use one with write access to `{owner}`, or choose another "
-            f"repository than `{repo}`"
+            f"the token {why}: use one with write access to `{owner}`, or choose a "
+            f"repository other than `{repo}`"
         )
 
 
@@ -103,7 +103,7 @@ def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: 
 
 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
-    """Return the origin that will be recorded for a source that is about to be converted."""
+    """Return the origin to record for a source that is about to be converted."""
     wanted = hub_model(source, work_root)
     folder = fetched(wanted, work_root) if wanted else source
     known = provenance(folder) if folder else None
@@ -131,7 +131,7 @@ def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub) -> Origin
 
 
 def _of_hub(repo: str, revision: str | None, hub: Hub, *, is_pinned: bool = True) -> Origin:
-    """Return what the Hub knows of a model, without the commit unless `is_pinned`."""
+    """Return the Hub's facts about a model, without the commit unless `is_pinned`."""
     info = hub.call(repo, lambda: hub.api.model_info(repo, revision=revision))
     card: Any = info.card_data or {}
     known = {key: card.get(key) for key in ("license", "license_name", "license_link")}

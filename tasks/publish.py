@@ -1,8 +1,8 @@
 """Publish converted models on the Hub: private first, public once the upload has been verified.
 
-A repository per model, a branch per bitrate, the card and the measurement on `main`. Every step
-compares with the Hub and does what is missing, so a repeated run continues. Files that the Hub has
-are not sent again; each commit is downloaded and tried once.
+One repository per model, one branch per bitrate, the card and the measurement on `main`. Every
+step compares with the Hub and does what is missing, so a repeated run continues. Files that are on
+the Hub are not sent again; each commit is downloaded and tried once.
 """
 
 import json
@@ -47,7 +47,7 @@ PROMPT = "Once upon a time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What is on the Hub now: branch → commit, files sent by this run, problems overridden."""
+    """The state on the Hub: branch → commit, files sent by this run, problems overridden."""
 
     url: str
     branches: Mapping[str, str]
@@ -56,7 +56,7 @@ class Published:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Return it as JSON."""
+        """Return the fields for JSON."""
         return {
             "url": self.url,
             "branches": dict(self.branches),
@@ -88,7 +88,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
         ConfigError: the folders cannot be published together.
         PublicationRefused: because of quality, licence or missing facts.
         HubError: the Hub refuses or cannot be reached.
-        PublicationDamaged: the Hub has other bytes than were sent; the repository stays private.
+        PublicationDamaged: the Hub's bytes differ from those sent; the repository stays private.
     """
     disable_progress_bars()
     publication = prepare(config, hub)
@@ -105,7 +105,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
 
 
 def prepare(config: PublishConfig, hub: Hub) -> Publication:
-    """Check everything and return what to publish; change nothing on the Hub.
+    """Check everything and return the publication; change nothing on the Hub.
 
     Raises:
         ConfigError, PublicationRefused: see `publish`.
@@ -151,7 +151,7 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
 
 
 def _measurement(config: PublishConfig) -> Contents:
-    """Return the file for `main`, as a copy without paths if it has any."""
+    """Return the measurement file for `main`, as a copy without paths if it has any."""
     path = config.measurement
     if path is None:
         return {}
@@ -185,7 +185,7 @@ def _published_already(repository: Repository, ours: set[str], folder: Path) -> 
 
 
 def upload(publication: Publication, *, progress: Progress = report) -> list[str]:
-    """Send what the Hub lacks, and return `branch/name` of each file sent.
+    """Send the files the Hub lacks; return `branch/name` of each file sent.
 
     The repository is private before anything changes.
     """
@@ -264,7 +264,7 @@ def _differences(place: Path, contents: Contents, repository: Repository) -> lis
 
 
 def _trial(place: Path, config: PublishConfig) -> list[str]:
-    """Generate with a downloaded model, and describe why it fails if it does."""
+    """Generate with a downloaded model; describe the failure, if any."""
     try:
         model = load_model(place, device=config.device, streamed=True)
         BaseGenerator(model).generate(PROMPT, max_new_tokens=config.sample_tokens, seed=0)

@@ -23,7 +23,7 @@ from exl2flow.tasks.retries import RETRIED
 def check_publication(
     options: PublishOptions, source: Path, work_root: Path, token_block: str | None
 ) -> None:
-    """Check before any work whether the result could be published; see `check_target`."""
+    """Before any work, check whether the result could be published; see `check_target`."""
     writer, reader = (Hub.open(read_token(b)) for b in (options.token_block, token_block))
     check_target(options, source, work_root, writer=writer, reader=reader)
 
@@ -35,7 +35,7 @@ def check_publication(
     **RETRIED,
 )
 def publish_models(config: PublishConfig) -> Published:
-    """Publish with the token of the environment or of a Secret block, which is read here.
+    """Publish with the token from the environment or from a Secret block, which is read here.
 
     Link the branches on the run's page.
     """

@@ -18,7 +18,7 @@ Report = Mapping[str, Any]  # of a sublayer or the head, as `quantize` wrote it
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a page with errors by sublayer and their plot, and a table of all matrices."""
+    """Publish a page with a table and plot of sublayer errors, and a table of all matrices."""
     folder = pipeline.path("quantize")
     spec = resolve(pipeline.config.source)
     reports = [read_report(folder / name) for name in result_files(spec)]

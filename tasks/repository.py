@@ -1,4 +1,4 @@
-"""A repository on the Hub that we publish to: read its branches, and make them hold our files."""
+"""A repository on the Hub that we publish to: read its branches, and update them to our files."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Repository:
     memory: Path
 
     def exists(self) -> bool:
-        """Tell whether it exists, as far as the token may see."""
+        """Return whether it exists, as far as the token can see."""
         return self.hub.call(self.name, lambda: self.hub.api.repo_exists(self.name))
 
     def create(self) -> None:
@@ -45,7 +45,7 @@ class Repository:
         return {ref.name: ref.target_commit for ref in refs.branches}
 
     def set_private(self, private: bool) -> None:
-        """Make it private or public, if need be.
+        """Make it private or public, if necessary.
 
         Raises:
             HubError: the Hub reports success but did not do it.
@@ -56,7 +56,7 @@ class Repository:
         self.hub.call(self.name, lambda: api.update_repo_settings(self.name, private=private))
         if self._is_private() is not private:
             word = "private" if private else "public"
-            raise HubError(f"the Hub did not make `{self.name}` {word}; look at its settings")
+            raise HubError(f"the Hub did not make `{self.name}` {word}; check its settings")
 
     def _is_private(self) -> bool | None:
         return self.hub.call(self.name, lambda: self.hub.api.model_info(self.name)).private
@@ -113,10 +113,10 @@ class Repository:
         return hashlib.sha256(content).hexdigest()
 
     def send(self, branch: str, contents: Contents, tick: Callable[[int, str], None]) -> list[str]:
-        """Make a branch hold exactly these contents, and return the names of files sent.
+        """Make a branch hold exactly these contents; return the names of the files sent.
 
-        Upload large files first, one by one; those stay on the Hub if a later one fails and are
-        not sent again. Then change the branch in one commit.
+        Large files are uploaded first, one by one; they stay on the Hub if a later one fails and
+        are not sent again. One commit then changes the branch.
 
         Args:
             branch: must exist.

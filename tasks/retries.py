@@ -13,7 +13,7 @@ DELAYS_SECONDS = [10.0, 60.0, 300.0]
 
 
 def is_retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether a retry can succeed."""
+    """Return whether a retry can succeed; Prefect calls this."""
     return isinstance(state.data, Exl2FlowError) and state.data.retryable
 
 

@@ -23,7 +23,7 @@ class Revision:
     revision: str
 
     def event(self) -> Event:
-        """Return the event that announces it; its resource is `hf.model.org--name`."""
+        """Return the event that announces this revision, with resource `hf.model.org--name`."""
         resource = {
             "prefect.resource.id": f"hf.model.{self.repo_id.replace('/', '--')}",
             "prefect.resource.name": self.repo_id,
@@ -38,11 +38,11 @@ class Revision:
     persist_result=False,
 )
 def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> list[Revision]:
-    """Return the newest commit on `main` of each repository, and of all repositories of authors.
+    """Return the newest commit on `main` of each repository and of all the authors' repositories.
 
     Raises:
         HubError: a repository does not exist or may not be read.
-        HubUnavailable: the Hub does not answer, or is overloaded.
+        HubUnavailable: the Hub does not answer or is overloaded.
     """
     found: dict[str, Revision] = {}
     for repo_id, sha in _newest(repositories, authors):
@@ -66,10 +66,10 @@ def _models_of(hub: Hub, author: str) -> list[ModelInfo]:
 
 
 def announce(revisions: Sequence[Revision]) -> None:
-    """Send events for new revisions to the Prefect server, and wait until it has them.
+    """Send events for new revisions to the Prefect server, and wait until it has received them.
 
     Raises:
-        httpx.HTTPStatusError: the server refused.
+        httpx.HTTPStatusError: the server refused them.
     """
     events = [revision.event().model_dump(mode="json") for revision in revisions]
     with get_client(sync_client=True) as client:

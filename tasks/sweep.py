@@ -62,7 +62,7 @@ def make_bitrate(
         share: how this process takes a device; None in the process of the flow.
 
     Returns:
-        Completed, or failed with the error: `Interrupted` if a signal came.
+        Completed, or failed with the error: `Interrupted` if a signal arrived.
     """
     with logged(), labelled(name), listening() as stop:
         try:
@@ -112,6 +112,6 @@ def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
     signum = stop.signum
     if signum is None and share.stop.exists():
         text = share.stop.read_text()
-        signum = int(text) if text.isdigit() else signal.SIGTERM  # that it is there says enough
+        signum = int(text) if text.isdigit() else signal.SIGTERM  # the file's existence is enough
     if signum is not None:
         raise Interrupted("stopped before it started; everything finished is saved", signum=signum)

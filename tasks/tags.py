@@ -25,4 +25,4 @@ def tag_run(source: Path, *tags: str) -> None:
         with get_client(sync_client=True) as client:
             client.update_flow_run(run.id, tags={*run.tags, model, *tags})
     except Exception as error:  # tags are a convenience
-        log.warning("cannot tag the run, going on without: %s", error)
+        log.warning("cannot tag the run, continuing without: %s", error)

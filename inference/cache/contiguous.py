@@ -1,4 +1,4 @@
-"""Keys and values in one tensor per layer, reserved in full when the cache is made."""
+"""Keys and values in one tensor per layer, allocated in full when the cache is created."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What all caches have in common whose sequences are equally long."""
+"""The common part of all caches whose sequences have equal length."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from exl2flow.model import RopeTable
 
 
 class CountedLayer(ABC):
-    """A `LayerCache` that knows how many tokens it holds, and can be told that it holds fewer."""
+    """A `LayerCache` that counts the tokens it holds, and can be truncated."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -30,7 +30,7 @@ class CountedLayer(ABC):
         """See `LayerCache`.
 
         Raises:
-            ContextOverflow: there is no room for so many more.
+            ContextOverflow: there is no room for the new tokens.
         """
         end = self.length + k.shape[-2]
         check_room(end, self.max_tokens)
@@ -48,14 +48,14 @@ class CountedLayer(ABC):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Take keys and values behind the first `length`, and attend."""
+        """Store keys and values after the first `length`, and attend."""
 
 
 L = TypeVar("L", bound=CountedLayer)
 
 
 class LayeredCache(Generic[L]):
-    """Layers that have room for `max_tokens` each."""
+    """Layers with room for `max_tokens` each."""
 
     def __init__(self, layers: Iterable[L], *, max_tokens: int) -> None:
         self.layers = tuple(layers)
@@ -63,27 +63,27 @@ class LayeredCache(Generic[L]):
 
     @property
     def length(self) -> int:
-        """Tokens that all layers hold."""
+        """Number of tokens that all layers hold."""
         return min(layer.length for layer in self.layers)
 
     def lengthen(self, tokens: int) -> None:
-        """Count tokens that were written without the layers' knowledge."""
+        """Count tokens that were written past the layers."""
         for layer in self.layers:
             layer.length += tokens
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on."""
+        """Drop all tokens from position `length` on."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
 
 
 def check_room(tokens: int, most: int) -> None:
-    """Ask that a cache has room.
+    """Check that a cache has room.
 
     Raises:
-        ContextOverflow: it has not.
+        ContextOverflow: it has no room.
     """
     if tokens > most:
         raise ContextOverflow(
-            f"{tokens} tokens do not fit a cache of {most}; make a larger one or shorten the prompt"
+            f"{tokens} tokens do not fit a cache of {most}; enlarge it or shorten the prompt"
         )

@@ -18,7 +18,7 @@ from exl2flow.model import ModelSpec, RopeTable, attend
 
 
 class Places:
-    """Where all layers read and write: pages, and positions held, on the device."""
+    """Where all layers read and write: pages, and positions filled, on the device."""
 
     def __init__(self, tables: torch.Tensor) -> None:
         self.tables = tables  # int32 (b, pages)
@@ -34,13 +34,13 @@ class Places:
             self.slots, self._stands_at = self.next_slots(), length
 
     def forget(self) -> None:
-        """Note that lengths and slots are those of a recording."""
+        """Mark lengths and slots as stale, because a recording changed them."""
         self._stands_at = -1
 
     def slots_between(self, begin: int, end: int) -> torch.Tensor:
         """Return the slots of positions `begin` to `end` of each sequence, int64 (b, t)."""
         if (begin, end) not in self._between:
-            if len(self._between) > 1:  # all layers ask for those held and for those that come
+            if len(self._between) > 1:  # all layers need the stored ones and the new ones
                 self._between.clear()
             positions = torch.arange(begin, end, device=self.tables.device)
             positions = positions.expand(len(self.tables), -1)
@@ -55,7 +55,7 @@ class Places:
 class PagedLayer(CountedLayer):
     """Keys and values of one layer, for sequences of equal length.
 
-    Tokens of one call see each other as they are, others as stored.
+    Tokens of one call see each other unquantized, earlier ones as stored.
     """
 
     def __init__(self, store: LayerStore, places: Places, max_tokens: int) -> None:
@@ -87,7 +87,7 @@ class PagedLayer(CountedLayer):
     def _prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Attend with many tokens: to a copy of what is stored, and to themselves."""
+        """Attend with many tokens to a copy of the stored ones and to themselves."""
         slots = self.places.slots_between(self.length, self.length + k.shape[-2])
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]  # (b · t, kv_heads, head_dim)
         self._ops.write_cache(self.store, slots.flatten(), *rows)
@@ -96,9 +96,9 @@ class PagedLayer(CountedLayer):
         return attend(q, k, v, scale=scale, window=window)
 
     def _behind_held(self, *new: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield keys and values (b, kv_heads, length + t, head_dim): stored ones, then these."""
+        """Yield keys and values (b, kv_heads, length + t, head_dim): stored ones, then new ones."""
         slots = self.places.slots_between(0, self.length + new[0].shape[-2])
-        found = self._ops.read_cache(self.store, slots.flatten())  # room for the new ones as well
+        found = self._ops.read_cache(self.store, slots.flatten())  # with room for the new ones
         for x, own in zip(found, new, strict=True):
             both = x.view(*slots.shape, *x.shape[1:]).transpose(1, 2).to(own.dtype)
             both[:, :, self.length :] = own
@@ -106,7 +106,7 @@ class PagedLayer(CountedLayer):
 
 
 class PagedCache(LayeredCache[PagedLayer]):
-    """A cache for `batch` sequences of equal length, each with pages of its own."""
+    """A cache for `batch` sequences of equal length, each with its own pages."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class PagedCache(LayeredCache[PagedLayer]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys and values take."""
+        """Bytes that keys and values occupy."""
         return sum(layer.store.nbytes for layer in self.layers)
 
 
@@ -146,8 +146,8 @@ def cache_format(name: str) -> CacheFormat:
     """Return a format by its name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no format of that name.
     """
     if name not in CACHE_FORMATS:
-        raise ConfigError(f"no cache format `{name}`; there are {', '.join(CACHE_FORMATS)}")
+        raise ConfigError(f"no cache format `{name}`; choose one of {', '.join(CACHE_FORMATS)}")
     return CACHE_FORMATS[name]

@@ -1,8 +1,8 @@
-"""The compose stage: the source model writes calibration rows itself, from BOS on.
+"""The compose stage: the source model itself writes calibration rows, starting from BOS.
 
-The whole model is in memory (fp32 on the CPU, fp16 on CUDA): a row needs as many passes as it has
-tokens, so that reading the weights in each of them is out of the question. Overrides of the rotary
-embedding do not apply: what is wanted is what the source writes.
+The whole model is in memory (fp32 on the CPU, fp16 on CUDA): a row needs one forward pass per
+token, far too many to reread the weights each time. Overrides of the rotary embedding do not apply,
+because the rows should be what the source writes.
 """
 
 import logging
@@ -26,12 +26,12 @@ from exl2flow.model import Composition, Tokenizer, resolve
 log = logging.getLogger(__name__)
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of rows 0, 1, 2, 0, …
-LOOK_EVERY = 64  # tokens between two looks at signals …
-TELL_EVERY = 512  # … and between two reports; a multiple of it
+LOOK_EVERY = 64  # tokens between two checks for signals …
+TELL_EVERY = 512  # … and between two reports; a multiple of LOOK_EVERY
 
 
 def compose(run: StageRun) -> None:
-    """Write `rows` and what each is, a commit after every few rows.
+    """Write `rows` and a description of each, and commit after every batch.
 
     Raises:
         InferenceError: the model's logits are not finite.
@@ -64,7 +64,7 @@ def compose(run: StageRun) -> None:
 
 
 def _look(run: StageRun, rows: range, position: int) -> None:
-    """Leave if asked; say now and then how far some rows are."""
+    """Stop on a signal; report the progress of some rows from time to time."""
     run.stop_if_asked()
     if position and position % TELL_EVERY == 0:
         detail = f"rows {rows.start}-{rows.stop - 1} token {position}"
@@ -76,7 +76,7 @@ def _file(rows: range) -> str:
 
 
 def _conclude(run: StageRun, batches: Sequence[range]) -> None:
-    """Write all rows into one file, and what they are."""
+    """Write all rows into one file, with their descriptions."""
     folder = run.folder
     ids = torch.cat([read_tensors(folder.path / _file(rows))[COMPOSED] for rows in batches])
     kinds = [f"self T={TEMPERATURES[row % len(TEMPERATURES)]:g}" for row in range(len(ids))]
@@ -91,7 +91,7 @@ def _conclude(run: StageRun, batches: Sequence[range]) -> None:
 
 
 def distinct_share(ids: torch.Tensor, *, run: int = 8) -> float:
-    """Return how many of all runs of `run` tokens in ids (rows, t) differ from one another."""
+    """Return the share of distinct runs of `run` tokens among all runs in ids (rows, t)."""
     runs = ids.unfold(1, run, 1).reshape(-1, run).tolist()
     return len(set(map(tuple, runs))) / len(runs)
 
@@ -102,16 +102,16 @@ def write_rows(
 ) -> torch.Tensor:
     """Let the model write rows side by side.
 
-    Every row has draws of its own, so that which rows are written together does not matter beyond
-    the rounding of sums. After an end-of-text token a new text begins with BOS, if the model has
-    one; so it does, with nothing before it, where the model has no more positions.
+    Every row has its own draws, so batching changes nothing beyond the rounding of sums. After an
+    end-of-text token, a new text begins with BOS if the model has one; so it does, without any
+    context, where the model runs out of positions.
 
     Args:
         model: the model.
-        rows: which rows; their numbers choose temperatures and draws.
+        rows: row numbers; they determine temperatures and draws.
         tokens: length of a row.
-        seed: of the draws.
-        look: called with the position every few tokens; may raise to leave.
+        seed: seed of the draws.
+        look: called with the position every few tokens; may raise to stop.
 
     Returns:
         int64 (rows, tokens).
@@ -127,7 +127,7 @@ def write_rows(
     chance = chance.to(device)
     below = min(spec.vocab_size, model.tokenizer.vocab_size)
     ids = torch.empty((len(rows), tokens), dtype=torch.int64, device=device)
-    finite = torch.ones((), dtype=torch.bool, device=device)  # asked once: asking waits for the GPU
+    finite = torch.ones((), dtype=torch.bool, device=device)  # read once: reading waits for the GPU
     token = chance.openings[:, 0]
     for position in range(tokens):
         if position % span == 0:
@@ -142,14 +142,14 @@ def write_rows(
     if not finite:
         raise InferenceError(
             f"the logits of `{spec.source_dir}` are not finite while it writes calibration rows; "
-            "check its files, or use another calibration than `self`"
+            "check its files, or use a calibration other than `self`"
         )
     return ids.cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chance:
-    """What decides the next tokens of rows beside the model's logits.
+    """What determines the next tokens besides the model's logits.
 
     heats: temperatures (b,); draws: fp64 (b, tokens) in [0, 1); openings: the first token of each
     text, int64 (b, texts); ends: tokens after which `bos` must follow, int64 (e,).
@@ -165,7 +165,7 @@ class _Chance:
     def of(
         cls, tokenizer: Tokenizer, rows: range, *, tokens: int, texts: int, seed: int
     ) -> "_Chance":
-        """Draw for each row by its number and the seed."""
+        """Draw for each row from its number and the seed."""
         bos, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
         choice = plausible_openings(tokenizer) if bos is None else [bos]
         openings = []
@@ -183,18 +183,18 @@ class _Chance:
         )
 
     def to(self, device: torch.device) -> "_Chance":
-        """Return the same on a device."""
+        """Return a copy on a device."""
         names = ("heats", "draws", "openings", "ends")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def following(self, token: torch.Tensor, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """Return the tokens int64 (b,) after those at a position; logits are (b, v)."""
+        """Return the tokens int64 (b,) after those at `position`; logits are (b, v)."""
         drawn = draw_tokens(logits, self.heats, self.draws[:, position])
         return torch.where(torch.isin(token, self.ends), self.bos, drawn)
 
 
 def draw_tokens(logits: torch.Tensor, heats: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Draw a token per row from softmax(logits / temperature), by the inverse of its distribution.
+    """Draw a token per row from softmax(logits / temperature), by inverse transform sampling.
 
     Args:
         logits: (b, v).
@@ -211,7 +211,7 @@ def draw_tokens(logits: torch.Tensor, heats: torch.Tensor, draws: torch.Tensor) 
 
 
 def plausible_openings(tokenizer: Tokenizer) -> list[int]:
-    """Return tokens that a text may begin with: capitalized words, else all tokens."""
+    """Return tokens that may begin a text: capitalized words, or all tokens if there are none."""
     texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.vocab_size))
     found = [token for token, text in texts if len(text) > 1 and text.isalpha() and text.istitle()]
     return found or list(range(tokenizer.vocab_size))

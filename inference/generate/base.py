@@ -18,7 +18,7 @@ from exl2flow.model import TextStream, check_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """prompt and text as strings; ids: of the generated tokens, the stop token not among them."""
+    """prompt and text as strings; ids: the generated tokens, without the stop token."""
 
     prompt: str
     text: str
@@ -29,16 +29,16 @@ class Generation:
 class BaseGenerator:
     """Generates from a loaded model, one sequence at a time.
 
-    What a call needs is kept for the next one: the cache, and on a GPU the recordings of a step.
+    A call reuses the cache of the previous one, and on a GPU its recorded steps.
     """
 
     def __init__(self, model: LoadedModel, *, cache: str | None = None) -> None:
-        """Take a model and the name of a cache format.
+        """Take a model and a cache format's name.
 
-        None holds keys and values as computed: on a GPU as fp16, in pages.
+        None stores keys and values as computed: on a GPU as fp16, in pages.
 
         Raises:
-            ConfigError: there is no such format.
+            ConfigError: there is no format of that name.
         """
         self.model = model
         is_on_gpu = model.decoder.embedding.weight.is_cuda
@@ -57,7 +57,7 @@ class BaseGenerator:
     ) -> Iterator[int]:
         """Yield token ids one by one, stop tokens included.
 
-        The cache is kept for the next call, which may begin before the end of this one.
+        The cache is kept for the next call, which may start before this one ends.
 
         Raises:
             InferenceError: the prompt is empty, or the logits are not finite.
@@ -72,7 +72,7 @@ class BaseGenerator:
         if total > spec.max_positions:
             raise ContextOverflow(
                 f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's "
-                f"{spec.max_positions} positions; shorten the prompt or ask for fewer tokens"
+                f"{spec.max_positions} positions; shorten the prompt or request fewer tokens"
             )
         device, generator = self.model.decoder.embedding.weight.device, random.Random(seed)
         draws = [[generator.random()] for _ in range(max_new_tokens)]
@@ -88,11 +88,11 @@ class BaseGenerator:
             self._lane = lane
 
     def _taken_lane(self, tokens: int) -> Lane:
-        """Return the lane of the last call, if it is free and has room, or a new one."""
+        """Return the last call's lane if it is free and has room, or a new one."""
         lane, self._lane = self._lane, None
         if lane is not None and lane.cache.max_tokens >= tokens:
             return lane
-        lane = None  # so that the memory of two is never taken
+        lane = None  # so that two never take memory at once
         return Lane(self.model.decoder, self._cache(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS))
 
     def _cache(self, max_tokens: int) -> PagedCache | ContiguousCache:

@@ -1,4 +1,4 @@
-"""What texts run on, one after the other: a cache, and the steps that fill it."""
+"""One KV cache and the steps that fill it, reused across prompts."""
 
 import logging
 from collections import deque
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Lane:
-    """A cache whose steps are recorded when there is a second token, where that can be."""
+    """A cache whose steps are recorded, if possible, from the second token on."""
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self.cache = cache
@@ -25,12 +25,12 @@ class Lane:
             self._recorded = RecordedStep(decoder, cache)
 
     def run(self, ids: torch.Tensor, rows: SamplerRows, draws: torch.Tensor) -> Iterator[list[int]]:
-        """Yield the ids that follow prompts, one of each sequence at a time.
+        """Yield the ids that follow the prompts, one per sequence at a time.
 
         Args:
-            ids: int64 (b, t), the prompts; whatever the cache holds is forgotten.
-            rows: how each sequence is sampled.
-            draws: fp64 (n, b), as many as ids are wanted.
+            ids: int64 (b, t), the prompts; earlier cache contents are dropped.
+            rows: sampling settings of each sequence.
+            draws: fp64 (n, b), for n ids per sequence.
 
         Raises:
             InferenceError: the logits of one sequence are not finite.
@@ -50,12 +50,12 @@ class Lane:
             yield drawn.read()
 
     def _step(self, rows: SamplerRows) -> LaunchedStep | RecordedStep:
-        """Return the step that goes on where the launched one stands."""
+        """Return the step that continues from the launched one."""
         if self._recorded is None:
             return self._launched
         try:
             self._recorded.begin(self._launched.ids, rows)
-        except RuntimeError as error:  # not tried again with this cache
+        except RuntimeError as error:  # not retried with this cache
             log.info("step=launched reason=%s", error)
             self._recorded = None
         return self._recorded or self._launched

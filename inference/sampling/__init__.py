@@ -1,4 +1,4 @@
-"""How the next token is chosen: frozen settings, a chain of pure steps on tensors."""
+"""Choose the next token: frozen settings, a chain of pure steps on tensors."""
 
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.sampling.chain import sample

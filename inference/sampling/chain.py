@@ -1,8 +1,8 @@
 """The sampler chain: logits → probabilities → truncation steps → one draw, for all rows of a batch.
 
-Candidates are ordered by falling probability, then rising id, so that equal draws give equal tokens
-on every device. Each step keeps a prefix of that order and renormalizes: it compares with shares of
-the prefix's mass. No operation waits for the device, so that all of it can be recorded.
+Candidates are ordered by falling probability, then rising id, so equal draws give equal tokens on
+every device. Each step keeps a prefix of that order and renormalizes: it compares with shares of
+the prefix's mass. No operation waits for the device, so the whole chain can be recorded.
 """
 
 import math
@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 
 from exl2flow.inference.sampling.rows import SamplerRows
 
-NOT_FINITE = -1  # in place of the id of a row with NaN or +infinity, or with nothing but -infinity
-RUN = 512  # numbers that one scan adds up
+NOT_FINITE = -1  # replaces the id of a row with NaN or +infinity, or with only -infinity
+RUN = 512  # numbers summed by one scan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """The likeliest tokens of each row: ids int64, probabilities and their sums fp64, (b, c)."""
+    """The likeliest tokens per row: ids int64, probabilities and running sums fp64, (b, c)."""
 
     ids: torch.Tensor
     probabilities: torch.Tensor
@@ -35,7 +35,7 @@ Step = Callable[[Ranked, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def keep_top_k(ranked: Ranked, kept: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Keep the k likeliest."""
+    """Keep the k likeliest tokens."""
     return k.long()
 
 
@@ -45,7 +45,7 @@ def keep_top_p(ranked: Ranked, kept: torch.Tensor, p: torch.Tensor) -> torch.Ten
 
 
 def keep_min_p(ranked: Ranked, kept: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Keep what has at least p times the greatest probability."""
+    """Keep tokens with at least p times the greatest probability."""
     return (ranked.probabilities >= p[:, None] * ranked.probabilities[:, :1]).sum(-1)
 
 
@@ -55,12 +55,12 @@ STEPS: tuple[Step, ...] = (keep_top_k, keep_top_p, keep_min_p)  # in the order o
 def rank(logits: torch.Tensor, rows: SamplerRows) -> Ranked:
     """Return the likeliest `rows.most` tokens of logits (b, v) in order.
 
-    Positive temperatures do not change it, so logits are sorted as they are, in fewer bits.
+    Positive temperatures do not change the order, so raw logits are sorted, in fewer bits.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     ordered, ids = ordered[:, : rows.most], ids[:, : rows.most]
     probabilities = torch.softmax(ordered.double() / rows.table[:, :1], dim=-1)
-    probabilities = probabilities.nan_to_num(nan=1.0)  # such rows only need indices in range
+    probabilities = probabilities.nan_to_num(nan=1.0)  # NaN rows only need indices in range
     return Ranked(ids=ids, probabilities=probabilities, sums=running_sums(probabilities))
 
 
@@ -73,12 +73,12 @@ def count_kept(ranked: Ranked, rows: SamplerRows) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: SamplerRows, draws: torch.Tensor) -> torch.Tensor:
-    """Return token ids int64 (b,), `NOT_FINITE` where logits are not.
+    """Return token ids int64 (b,), `NOT_FINITE` where logits are not finite.
 
     Args:
-        logits: (b, v), one position of each sequence; -infinity excludes a token.
+        logits: (b, v), one position per sequence; -infinity excludes a token.
         rows: the settings of each sequence.
-        draws: fp64 (b,) in [0, 1), one for each position.
+        draws: fp64 (b,) in [0, 1), one per sequence.
     """
     if rows.most == 1:
         best, ids = logits.max(dim=-1)  # the first of equals
@@ -91,10 +91,10 @@ def sample(logits: torch.Tensor, rows: SamplerRows, draws: torch.Tensor) -> torc
 
 
 def running_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return the sums of x (b, c) up to each place.
+    """Return the running sums of x (b, c) along each row.
 
-    Long rows are added up in runs: torch's scan of a single long row has no fixed order on a GPU,
-    and of several ones it uses a CTA each.
+    Long rows are summed in runs: torch's scan of a single long row has no fixed order on a GPU,
+    and for several rows it uses one CTA each.
     """
     b, c = x.shape
     if c <= RUN:

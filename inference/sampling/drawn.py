@@ -6,20 +6,20 @@ from exl2flow.core.errors import InferenceError
 
 
 class Drawn:
-    """A copy of ids int64 (b,) that is sent as soon as they are known, and waited for when read."""
+    """Ids int64 (b,), copied as soon as they are computed; `read` waits for the copy."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         self._ids = ids.to("cpu", non_blocking=True, copy=True)
         self._arrival: torch.cuda.Event | None = None
         if ids.is_cuda:
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # has no types
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped
             self._arrival.record(torch.cuda.current_stream(ids.device))
 
     def read(self) -> list[int]:
         """Return the ids.
 
         Raises:
-            InferenceError: the logits of one were not finite.
+            InferenceError: the logits of a sequence were not finite.
         """
         if self._arrival is not None:
             self._arrival.synchronize()

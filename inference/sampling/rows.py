@@ -1,4 +1,4 @@
-"""Settings of a batch as the sampler chain reads them: a row of numbers for each sequence."""
+"""A batch's settings as the sampler chain reads them: one row of numbers per sequence."""
 
 import math
 import sys
@@ -10,18 +10,18 @@ import torch
 
 from exl2flow.core.sampling import GREEDY_BELOW, SamplingSettings
 
-FEW = 64  # settings that keep no more candidates are served by the same operations
-EVERYTHING = 2**31  # more than a vocabulary has
+FEW = 64  # settings that keep at most this many candidates share the same operations
+EVERYTHING = 2**31  # more than any vocabulary has
 HOTTEST = sys.float_info.max  # -infinity divided by it is still -infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRows:
-    """What a sampler has to know, on the device that samples, and the one number the host needs.
+    """The sampler's settings on the sampling device, and the one number the host needs.
 
-    table: fp64 (b, 4): temperature, top_k, top_p and min_p. A step that is switched off keeps
-        everything there; where the likeliest token is always taken, one is kept.
-    most: candidates that any row can keep, at most; None if some row keeps any number. It decides
+    table: fp64 (b, 4): temperature, top_k, top_p and min_p. A disabled step has a value that keeps
+        everything; rows that always take the likeliest token keep one.
+    most: most candidates that any row can keep; None if some row may keep any number. It decides
         which operations are launched: 1 is an argmax.
     """
 
@@ -30,7 +30,7 @@ class SamplerRows:
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings], device: torch.device | str = "cpu") -> Self:
-        """Take the settings of each sequence."""
+        """Build from the settings of each sequence."""
         rows = [_row(each) for each in settings]
         table = torch.tensor(rows, dtype=torch.float64, device=device)
         most = max(int(top_k) for _, top_k, *_ in rows)

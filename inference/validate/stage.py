@@ -1,8 +1,8 @@
-"""The validate stage: compare the converted model with its source, on text and by a sample.
+"""The validate stage: compare the converted model with its source, on text and with a sample.
 
-Two texts: held-out rows (the verdict) and the calibration rows (a cross-check). The stage completes
-whatever it finds, so that a failed verdict is cached like any other; `check_verdict` raises. The
-score on held-out rows goes into the output, too, where `exl2flow inspect` finds it.
+Two texts: held-out rows (for the verdict) and the calibration rows (a cross-check). The stage
+completes whatever it finds, so a failed verdict is cached like any other; `check_verdict` raises.
+The held-out score is also written to the output, where `exl2flow inspect` finds it.
 """
 
 import logging
@@ -38,16 +38,16 @@ from exl2flow.model import Tokenizer, resolve
 log = logging.getLogger(__name__)
 
 REPORT_FILE, MARKDOWN_FILE, PLOT_FILE = "report.json", "report.md", "report.svg"
-ROWS_PREFIX = "rows-"  # of files with scores of single rows, until the report is written
-SAMPLE_CONTEXT = 512  # tokens of a prompt, for which memory is asked
+ROWS_PREFIX = "rows-"  # of files with scores per row, until the report is written
+SAMPLE_CONTEXT = 512  # tokens of a prompt, to estimate memory
 CALIBRATION_WARN, CALIBRATION_FAIL = 30.0, 1000.0  # perplexities on the calibration rows
-CALIBRATION_RATIO = 1.5  # ... that count only above this times the source's
+CALIBRATION_RATIO = 1.5  # ... which count only above this multiple of the source's
 
 
 def verdict(
     score: Score, calibration: Score | None, options: ValidateOptions
 ) -> tuple[list[str], list[str]]:
-    """Return (warnings, failures) in words."""
+    """Return (warnings, failures) as sentences."""
     warnings: list[str] = []
     failures: list[str] = []
     source = score.reference_perplexity
@@ -72,12 +72,12 @@ def verdict(
 
 
 def guessing(score: Score, vocab_size: int) -> list[str]:
-    """Return a warning if the source gives all tokens the same probability, as zero weights do."""
+    """Return a warning if the source gives every token equal probability, as zero weights do."""
     source = score.reference_perplexity
     if source is None or not math.isclose(source, vocab_size, rel_tol=1e-4):
         return []
     return [
-        f"the source's perplexity is the size of its vocabulary, {vocab_size}: its weights may be "
+        f"the source's perplexity equals its vocabulary size, {vocab_size}: its weights may be "
         "zero; fetch it again"
     ]
 
@@ -86,12 +86,12 @@ def check_verdict(folder: Path) -> list[str]:
     """Return the warnings of a finished validation.
 
     Raises:
-        ValidationFailed: the model is above a limit.
+        ValidationFailed: the model exceeds a limit.
     """
     report = read_json(folder / REPORT_FILE)
     if report["failures"]:
         raise ValidationFailed(
-            "; ".join(report["failures"]) + f"; the report lies in `{folder}`; raise `--bpw`, or "
+            "; ".join(report["failures"]) + f"; the report is in `{folder}`; raise `--bpw`, or "
             "the limit if this is expected"
         )
     warnings: list[str] = report["warnings"]
@@ -99,15 +99,15 @@ def check_verdict(folder: Path) -> list[str]:
 
 
 def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
-    """Return the calibration rows that hold text: no random tokens, no noise."""
+    """Return the calibration rows with text: no random tokens, no noise."""
     keep = [i for i, kind in enumerate(kinds) if kind not in ("random", "noise")]
     return ids[keep]
 
 
 def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
-    """Return the prompt and its seeded continuation by the model.
+    """Return the prompt and the model's seeded continuation.
 
-    The whole model is loaded where it fits; else each token reads all of it anew.
+    The whole model is loaded if it fits; otherwise each token rereads all of it.
     """
     tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
     streamed = not fits_in_memory(folder, device=device, tokens=SAMPLE_CONTEXT + tokens)
@@ -122,7 +122,7 @@ def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
 
 
 def validate(run: StageRun) -> None:
-    """Write the report in its three forms into the stage folder, and the score into the output."""
+    """Write the report in its three forms to the stage folder, and the score to the output."""
     config, options = run.config, run.config.validate_options
     out = config.out.resolve()
     held_out = text_rows(
@@ -164,7 +164,7 @@ def validate(run: StageRun) -> None:
 
 
 def _calibration_rows(folder: Path) -> torch.Tensor:
-    """Return the rows that were measured on, as far as they hold text."""
+    """Return the rows used by the measurement that hold text."""
     kinds = read_json(folder / KINDS_FILE)["measure"]["kinds"]
     return calibration_text_rows(read_tensors(folder / ROWS_FILE)["measure"], kinds)
 
@@ -177,7 +177,7 @@ def _scores(
 
     def advance(done: int, total: int, detail: str) -> None:
         is_new = (done, total + 1) != (manifest.cursor, manifest.total)
-        manifest.cursor, manifest.total = done, total + 1  # the sample is the last part
+        manifest.cursor, manifest.total = done, total + 1  # the sample comes last
         run.stop_if_asked()
         if is_new:
             run.tick(done, manifest.total, detail)
@@ -195,7 +195,7 @@ def _scores(
 
 
 class _KeptRows:
-    """Scores of rows as files of the stage, which an interrupted validation goes on from."""
+    """Row scores as files of the stage, from which an interrupted validation resumes."""
 
     def __init__(self, folder: StageFolder) -> None:
         self._folder = folder
@@ -224,7 +224,7 @@ class _KeptRows:
         self._folder.commit(name, write_tensors(self._folder.path / name, tensors))
 
     def remove(self) -> None:
-        """Drop the files: the report is there."""
+        """Delete the files once the report exists."""
         self._folder.remove(self._names)
 
 
@@ -239,7 +239,7 @@ def _write(run: StageRun, report: dict[str, object]) -> None:
 
 
 def _write_scores(run: StageRun, fingerprint: str, scores: Mapping[str, Score | None]) -> None:
-    """Write what was found into the output, with the fingerprint of the files that it holds for."""
+    """Write the scores to the output, with the fingerprint of the files they apply to."""
     content: dict[str, object] = {"fingerprint": fingerprint}
     for name, score in scores.items():
         found = {} if score is None else asdict(score)

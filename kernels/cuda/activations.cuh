@@ -1,4 +1,4 @@
-// Activation functions of gated products, in the order of `ACTIVATIONS`, from 1 on.
+// Activation functions of gated products, numbered from 1 in the order of `ACTIVATIONS`.
 
 __device__ __forceinline__ float activated(int activation, float x) {
     switch (activation) {

@@ -1,19 +1,19 @@
-// Attention of one new token per sequence to a paged cache, which is read as it is stored. A CTA
-// has a part of the positions of a sequence, a head of keys and up to 8 of its query heads; its
-// warps take 16 or 32 positions at a time. Positions are the rows of tensor cores' first operand,
-// then elements of values are; heads are the columns of the second. Bases of codes and scales of
-// keys leave with the scores, scales of values are in the weights. Rotated elements are never
-// rotated back: the queries are rotated once, and the sum of the values. With angles it rotates the
-// positions of queries and of the new key, and stores key and value.
+// Attention of one new token per sequence to a paged cache, which is read as it is stored. Each CTA
+// handles a part of a sequence's positions, one key head and up to 8 of its query heads; its warps
+// take 16 or 32 positions at a time. The first operand of the tensor cores has positions as rows,
+// later elements of values; heads are the columns of the second. Code offsets and scales of keys
+// are applied to the scores, scales of values to the weights. Rotated elements are never rotated
+// back: the queries, and the sum of the values, are rotated once. If angles are given, the kernel
+// also rotates the queries and the new key by position, and stores the new key and value.
 #include "packed.cuh"
 #include "cache_tiles.cuh"
 #include "early.cuh"
 #include "attention_parts.cuh"
 
-#define HIDDEN -1e30f  // less than NOTHING, so that its weight is 0 even where nothing was seen
+#define HIDDEN -1e30f  // less than NOTHING, so that its weight is 0 even if no position is visible
 #define LOG2_E 1.44269504f
 
-// Scores as powers of 2, softcap · tanh(s / softcap) of them.
+// Scores in base-2 exponents, capped to softcap · tanh(s / softcap).
 struct Cap {
     float most, slope;
 
@@ -24,7 +24,7 @@ struct Cap {
     }
 };
 
-// WIDTH elements of a slot are read, of which the head has those from `offset` on.
+// Reads WIDTH elements per slot; the head's own begin at `offset`.
 template <int WIDTH, int KE, int VE>
 __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
     attend(const __grid_constant__ Call call) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
     static_assert(STAGE >= HEADS * WIDTH * 4, "a warp's sums are where its stages were");
     extern __shared__ __align__(16) byte ring[];
     __shared__ float window[HEADS + 2][WIDTH];  // queries, new key, new value
-    __shared__ __align__(16) u32 queries[HEADS][WIDTH / 2 + 4];  // pairs as a lane has them
+    __shared__ __align__(16) u32 queries[HEADS][WIDTH / 2 + 4];  // pairs as a lane holds them
     __shared__ float maxima[ATTENTION_WARPS][HEADS], totals[ATTENTION_WARPS][HEADS];
     __shared__ float selves[HEADS];  // scores of the new key
     __shared__ int before;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
     const int begin = first + split * each, end = min(steps, begin + each);
     const int* table = call.tables + (integer)row * call.pages;
     byte* const own = ring + warp * call.stages * STAGE;
-    int pages = 0;  // of step `lane` of 32
+    int pages = 0;  // for step `lane` of 32
     auto fetch = [&](int i, const byte* to) {
         const int step = begin + warp + i * warps;
         if (step < end) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
         if (head < heads) {
             if (e >= 0 && e < dim) value = call.rotated(call.q + own_q + head * dim, e, row);
         } else if (e < width - kv * dim) {
-            int of = kv;  // a unit of 64 may have elements of other heads
+            int of = kv;  // a unit of 64 may include elements of other heads
             for (; e < 0; e += dim) --of;
             for (; e >= dim; e -= dim) ++of;
             const integer at = new_row + of * dim;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
     __syncthreads();
     const float *new_key = window[heads], *new_value = window[heads + 1];
     if (split == 0 && part == 0 && call.slots)
-        for (int i = warp; i < WIDTH / 32; i += warps) {  // units of key, of value
+        for (int i = warp; i < WIDTH / 32; i += warps) {  // units of the key, then of the value
             const bool is_key = i < WIDTH / 64;
             const int unit = i % (WIDTH / 64) * 64;
             if (unit < offset || unit >= offset + dim) continue;  // begins in another head
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
     const Cap cap(call.softcap);
     const float scale = call.scale * LOG2_E;
     for (int head = warp; head < heads; head += warps) {
-        float s = 0.0f;  // with the new key
+        float s = 0.0f;  // score of the new key
         for (int i = lane; i < WIDTH; i += 32) s += window[head][i] * new_key[i];
         for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
         s *= scale;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
         if (g < heads) v = *(const uint4*)(queries[g] + t * PAIRS + i);
         q[i] = v.x, q[i + 1] = v.y, q[i + 2] = v.z, q[i + 3] = v.w;
     }
-    float bases[RUNS][4] = {};  // less what codes are above their values, of heads 2 t and 2 t + 1
+    float bases[RUNS][4] = {};  // minus the codes' offset, for heads 2 t and 2 t + 1
     if constexpr (is_rotated<KE>())
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
 
     float o[BLOCKS][4] = {}, most[2] = {NOTHING, NOTHING}, total[2] = {};
     auto add = [&](const byte* stage, int step) {
-        float s[POSITIONS / 16][4];  // of positions g and 8 + g, heads 2 t and 2 t + 1
+        float s[POSITIONS / 16][4];  // positions g and 8 + g, heads 2 t and 2 t + 1
         const u32 key_at = shared_address(stage) + Keys::place(lane);
 #pragma unroll
         for (int tile = 0; tile < POSITIONS / 16; ++tile) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
             u32 words[4];
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
-                constexpr int TOGETHER = Keys::PAIRS;  // blocks of two chunks
+                constexpr int TOGETHER = Keys::PAIRS;  // blocks per two chunks
                 if (block % TOGETHER == 0)
                     words_of<false>(words, key_at + 16 * tile * Keys::ROW + block / TOGETHER * 32);
                 u32 a[4];
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
                 p[i] = power(s[tile][i] - most[i % 2]);
                 total[i % 2] += p[i];
             }
-            // weights of positions 2 t and 2 t + 1, and of 8 behind them, of head g
+            // weights of positions 2 t and 2 t + 1, and 8 after them, for head g
             const u32 b[2] = {turned_matrix(halves(p[0], p[1])), turned_matrix(halves(p[2], p[3]))};
             u32 scaled[RUNS][2];
 #pragma unroll
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
         stage = stage + STAGE == own + call.stages * STAGE ? own : stage + STAGE;
     }
 
-    // o[block]: of row 2 block heads 2 t and 2 t + 1, then of row 2 block + 1
+    // o[block]: heads 2 t and 2 t + 1 of row 2 block, then of row 2 block + 1
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         for (int other = 4; other < 32; other *= 2)
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH < 256 ? 2 : 1)
     add_parts<WIDTH, is_rotated<VE>()>(call, parts, heads, selves, window, own_q, offset);
 }
 
-// Keys or values x fp16 (t, width) of slots int64 (t,), as `torch_cache.encode` stores them: a warp
+// Store keys or values x fp16 (t, width) at slots int64 (t,), like `torch_cache.encode`; each warp
 // has 64 elements. element: as above.
 extern "C" __global__ void write_rows(const half_bits* x, const integer* slots, byte* data,
                                       half_bits* scales, integer width, integer element) {
@@ -332,7 +332,7 @@ extern "C" __global__ void write_rows(const half_bits* x, const integer* slots, 
     store({data, scales}, element, slots[blockIdx.x] * padded + at, two, lane);
 }
 
-// The way back: x fp16 (t, width) of slots int64 (t,).
+// The inverse: read slots int64 (t,) into x fp16 (t, width).
 extern "C" __global__ void read_rows(half_bits* x, const integer* slots, byte* data,
                                      half_bits* scales, integer width, integer element) {
     const int lane = threadIdx.x % 32, unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;

@@ -1,9 +1,9 @@
-// What attention is told, and how sums of all parts of a sequence's positions become its result.
+// The arguments of attention, and the reduction over all parts of a sequence's positions.
 
 #define HEADS ATTENTION_HEADS
 #define NOTHING -1e28f
 
-// Multiply the even and the odd places of 64 numbers by H₃₂; a lane has two neighbours.
+// Multiply the even and the odd places of 64 numbers by H₃₂; a lane has two adjacent ones.
 __device__ __forceinline__ void rotate(float* two, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -22,14 +22,14 @@ struct Call {  // fp16: q, out (b, heads, head_dim); k, v (b, kv_heads, head_dim
     int* arrived;                 // (b, kv_heads, parts), zero before and after
     half_bits* out;
     const float *cosines, *sines;  // (b or 1, half), of the new positions; or null
-    const integer* slots;          // (b), where key and value of the new tokens go
+    const integer* slots;          // (b), where the new keys and values are stored
     int heads, kv_heads, parts;    // parts: CTAs that share the query heads of a key head
-    int head_dim, pages, splits, stages;  // stages: steps that a warp has under way
+    int head_dim, pages, splits, stages;  // stages: steps that a warp has in flight
     int window;                           // 0: none
-    int half, angle_step;                 // angle_step: from a sequence to the next
+    int half, angle_step;                 // angle_step: from one sequence to the next
     float scale, softcap;                 // softcap 0: none
 
-    // Element i of a head, whose position is rotated if there are angles.
+    // Element i of a head, rotated by its position if there are angles.
     __device__ __forceinline__ float rotated(const half_bits* x, int i, int row) const {
         const float value = from_half(x[i]);
         if (!cosines || i >= 2 * half) return value;
@@ -40,23 +40,24 @@ struct Call {  // fp16: q, out (b, heads, head_dim); k, v (b, kv_heads, head_dim
     }
 };
 
-// Add up the parts (splits, HEADS · WIDTH sums of values, HEADS maxima, HEADS totals), and the new
-// token; a CTA. selves: scores of its key; window: room, and behind the heads its key and value.
+// Add up the parts (splits, HEADS · WIDTH sums of values, HEADS maxima, HEADS totals) and the new
+// token, by one CTA. selves: scores of its key; window: scratch, then, after HEADS rows, its key
+// and value.
 template <int WIDTH, bool IS_ROTATED>
 __device__ __forceinline__ void add_parts(const Call& call, const float* parts, int heads,
                                           const float* selves, float (*window)[WIDTH],
                                           integer out_at, int offset) {
     constexpr int PART = HEADS * (WIDTH + 2);
-    __shared__ float weights[HEADS][33];  // of parts, of the new token
+    __shared__ float weights[HEADS][33];  // of the parts, then of the new token
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    float early[4];  // of the first parts, which are all where sequences are short
+    float early[4];  // of the first parts, which are all for short sequences
     auto begin_sum = [&](int i) {
 #pragma unroll
         for (int from = 0; from < 4; ++from)
             early[from] = from < call.splits ? __ldcg(parts + from * PART + i) : 0.0f;
     };
     begin_sum(threadIdx.x);
-    for (int head = warp; head < heads; head += warps) {  // lane i knows part i
+    for (int head = warp; head < heads; head += warps) {  // lane i has part i
         const float* of_lane = parts + lane * PART + HEADS * WIDTH + head;
         const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
         const float part_total = lane < call.splits ? __ldcg(of_lane + HEADS) : 0.0f;

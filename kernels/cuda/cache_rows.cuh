@@ -7,12 +7,12 @@ template <int E> __device__ __forceinline__ constexpr int bits_of() {
 }
 template <int E> __device__ __forceinline__ constexpr bool is_rotated() { return E >= ROTATED_8; }
 
-struct Rows {  // keys or values of a layer by slot: bytes; scales fp16 by run of 32
+struct Rows {  // keys or values of a layer by slot: bytes; fp16 scales, one per run of 32
     byte* data;
     half_bits* scales;
 };
 
-// Multiply a warp's even places by H₃₂, and its odd ones; places 2 lane, 2 lane + 1 of 64.
+// Multiply a warp's even places by H₃₂, and its odd ones; a lane has places 2 lane, 2 lane + 1.
 __device__ __forceinline__ void rotate_unit(float* two, int lane) {
     for (int i = 0; i < 2; ++i)
         for (int s = 1; s < 32; s <<= 1) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void rotate_unit(float* two, int lane) {
         }
 }
 
-// Load what `store` stored, as `torch_cache.decode` does.
+// Load what `store` wrote, like `torch_cache.decode`.
 __device__ __forceinline__ void load(const Rows& rows, int element, integer at, half_bits* two,
                                      int lane) {
     if (element == HALF) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load(const Rows& rows, int element, integer at, 
     for (int i = 0; i < 2; ++i) two[i] = to_half(v[i] / 32.0f);
 }
 
-// Store elements 2 lane, 2 lane + 1 of 64 as `torch_cache.encode` does; at: of the first; a warp.
+// Store elements 2 lane, 2 lane + 1 of 64 like `torch_cache.encode`, by a warp. at: of the first.
 __device__ __forceinline__ void store(const Rows& rows, int element, integer at,
                                       const half_bits* two, int lane) {
     if (element == HALF) {

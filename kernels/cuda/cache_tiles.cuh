@@ -1,15 +1,15 @@
-// Positions of a cache that a warp has under way from global to shared memory, as they are stored,
-// and operands of tensor cores made of them. What a lane needs of 16 bytes is a word: of keys some
-// neighbouring elements of a position, of values some of two positions, one in each half.
+// Cached positions that a warp copies asynchronously from global to shared memory, as stored, and
+// the tensor core operands made from them. From 16 bytes a lane needs one word: for keys, adjacent
+// elements of one position; for values, elements of two positions, one in each half.
 #include "ring.cuh"
 #include "cache_rows.cuh"
 
-__device__ __forceinline__ float power(float x) {  // of 2; 0 below the normal numbers
+__device__ __forceinline__ float power(float x) {  // 2^x; 0 below the normal numbers
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
-// Copy B bytes, or as many zeros.
+// Copy B bytes, or write B zeros.
 template <int B>
 __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_there) {
     if constexpr (B == 16)
@@ -20,7 +20,7 @@ __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_the
                      ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
 }
 __device__ __forceinline__ void end_step() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Wait until all steps are there but the last ones, up to 3.
+// Wait until all but the last (up to 3) steps have arrived.
 __device__ __forceinline__ void wait_for_step(int others) {
     if (others >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
     else if (others == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wait_for_step(int others) {
     else asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncwarp();
 }
-// Words of four matrices of 8 positions x 16 bytes, whose rows' addresses the lanes give.
+// Words of four matrices of 8 positions x 16 bytes; the lanes give the rows' addresses.
 template <bool IS_TURNED> __device__ __forceinline__ void words_of(u32* r, u32 at) {
     if constexpr (IS_TURNED)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void mma_onto(float* d, const u32* a, const u32* b, c
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]));
 }
 
-// Pair j of a word: an element of its lower half and one of its upper half. Codes are above a base.
+// Pair j of a word: one element of its lower and one of its upper half. Codes are above a base.
 template <int E> __device__ __forceinline__ u32 pair(u32 word, int j) {
     if constexpr (E == HALF) return word;
     if constexpr (E == UPPER_BYTE) return j ? word & 0xff00ff00u : __byte_perm(word, 0, 0x2404);
@@ -62,17 +62,17 @@ template <int E> __device__ __forceinline__ u32 center(int j) {
     return E == ROTATED_4 ? zero_of<4>(j) : zero_of<8>(j);
 }
 
-// How a warp copies and reads WIDTH elements of each position: a row in shared memory has the 16
-// bytes of scales behind it, which also keep rows out of each other's banks.
+// How a warp copies and reads WIDTH elements per position: in shared memory, the 16 bytes after
+// each row hold its scales, and also keep rows out of each other's banks.
 template <int WIDTH, int E> struct Tiles {
     static constexpr int BYTES = WIDTH * bits_of<E>() / 8, ROW = BYTES + 16, CHUNKS = BYTES / 16;
-    static constexpr int PAIRS = 16 / bits_of<E>();  // of a word
-    static constexpr int UNITS = WIDTH / 64;         // whose two scales are copied together
-    const byte *data, *scales;  // a lane's first ones of slot 0
+    static constexpr int PAIRS = 16 / bits_of<E>();  // per word
+    static constexpr int UNITS = WIDTH / 64;         // the two scales of each are copied together
+    const byte *data, *scales;  // a lane's first bytes in slot 0
     u32 row, scale_row;         // bytes from a slot to the next
-    bool is_used, has_scales;   // by the head: what the lane copies
+    bool is_used, has_scales;   // whether the head needs what the lane copies
 
-    // first: of the WIDTH elements in a slot of `padded`; the head has those from `low` to `high`.
+    // first: of WIDTH elements in a slot of `padded`; the head's own run from `low` to `high`.
     __device__ __forceinline__ Tiles(const Rows& rows, u32 padded, u32 first, int low, int high,
                                      int lane) {
         row = padded / 8 * bits_of<E>(), scale_row = padded / 16;
@@ -84,7 +84,7 @@ template <int WIDTH, int E> struct Tiles {
         is_used = chunk * elements >= low && chunk * elements < high;
         has_scales = lane % UNITS * 64 < high;
     }
-    // Copy POSITIONS positions from a slot on; those not `left` become zeros.
+    // Copy POSITIONS positions from a slot on; those beyond `left` become zeros.
     template <int POSITIONS> __device__ __forceinline__ void begin(u32 to, u32 slot, int left,
                                                               int lane) const {
         const byte* from = data + (unsigned long long)slot * row;
@@ -102,24 +102,24 @@ template <int WIDTH, int E> struct Tiles {
                 begin_copy<4>(behind + i * ROW, scale + i * scale_row, lane / UNITS + i < in_unit);
         }
     }
-    // Where a lane finds its row of matrices; 16 positions, two chunks of them.
+    // Address of a lane's matrix row, for 16 positions of two chunks.
     __device__ __forceinline__ static u32 place(int lane) {
         return lane % 16 * ROW + lane / 16 * 16;
     }
-    // Pairs 2 x and 2 x + 1 of the words of two chunks: of each of both halves of the positions.
+    // Pair i of the words of two chunks, for the given half of the positions.
     __device__ __forceinline__ static u32 element(const u32* words, int i, int half) {
         return pair<E>(words[2 * (i / PAIRS) + half], i % PAIRS);
     }
-    // Which element of a position is the first one of pair i of lane t; of the second one.
+    // The position's element that is first in pair i of lane t; below, the second one.
     __device__ __forceinline__ static int first_of(int i, int t) {
         return (i / PAIRS * 4 + t) * 2 * PAIRS + i % PAIRS;
     }
     __device__ __forceinline__ static int second_of(int i, int t) { return first_of(i, t) + PAIRS; }
-    // Which one has row i of lane g in the sum of values.
+    // The element in row i of lane g of the sum of values.
     __device__ __forceinline__ static int summed(int i, int g) {
         return (i / PAIRS * 8 + g) * PAIRS + i % PAIRS;
     }
-    // Scales of the runs of a row, pairs of neighbours.
+    // Scales of a row's runs, in adjacent pairs.
     __device__ __forceinline__ static void read_scales(u32* scales, const byte* of_row) {
         if constexpr (UNITS == 4) {
             const uint4 v = *(const uint4*)(of_row + BYTES);

@@ -1,10 +1,10 @@
-// Coordinate descent in one row and one block of the output factor O: a thread per column.
-// The columns of a class move together if that lowers the objective, and only moved ones are
-// pushed through O.
+// Coordinate descent in one row and one block of the output factor O: one thread per column.
+// The columns of a class move together if that lowers the objective; only moved ones are multiplied
+// by O.
 
 #define WARPS (MOST_COLUMNS / 32)
 
-// Shared by a CTA. Two of each, taken in turn: one is written while stragglers read the other.
+// Shared by a CTA. Two of each, used in turn: one is written while stragglers read the other.
 struct Room {
     float change[2][MOST_COLUMNS];
     int moved[2][MOST_COLUMNS];
@@ -12,10 +12,10 @@ struct Room {
     float partial[2][WARPS];
 };
 
-struct Block {  // of O, and what a thread knows of its own column
+struct Block {  // of O, with the values of the thread's own column
     const float* O;
     int b;
-    float scale, half_range, diagonal, inverse;  // columns outside of the block: a scale of zero
+    float scale, half_range, diagonal, inverse;  // columns outside the block: scale 0
 };
 
 __device__ __forceinline__ Block block_of(const float* scales, const float* half_range,
@@ -29,7 +29,7 @@ __device__ __forceinline__ Block block_of(const float* scales, const float* half
     return {O, b, scale, half_range[column], diagonal, inverse};
 }
 
-// Over the CTA, in a fixed order; every thread gets it.
+// Sum over the CTA, in a fixed order; every thread gets it.
 __device__ float sum_of_all(float value, Room& room, int turn) {
     for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
     if (threadIdx.x % 32 == 0) room.partial[turn][threadIdx.x / 32] = value;
@@ -43,7 +43,7 @@ __device__ float sum_of_all(float value, Room& room, int turn) {
 __device__ float largest_of_all(float value, Room& room, int turn) {
     for (int offset = 16; offset; offset >>= 1)
         value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
-    __syncthreads();  // the sums before have been read
+    __syncthreads();  // the previous sums have been read
     if (threadIdx.x % 32 == 0) room.partial[turn][threadIdx.x / 32] = value;
     __syncthreads();
     const int lane = threadIdx.x % 32;
@@ -53,7 +53,7 @@ __device__ float largest_of_all(float value, Room& room, int turn) {
     return most;
 }
 
-// List the columns that change, in order; return how many.
+// List the columns that change, in order; return their number.
 __device__ int list_moved(float change, Room& room, int turn) {
     const unsigned lanes = __ballot_sync(~0u, change != 0.0f);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -87,7 +87,7 @@ __device__ float push(int total, const Block& own, const Room& room, int turn) {
     return pushed;
 }
 
-// Move the class `index`; `gradient` has been multiplied by O. All threads take part.
+// Move the class `index`; `gradient` is already multiplied by O. All threads take part.
 __device__ void move_class(int index, const Block& own, float curvature, float& step,
                            float& gradient, Room& room, int& turn) {
     float best = step;

@@ -1,8 +1,8 @@
-// Matrices as they lie on the card, decoded: what is multiplied where rows are many.
+// Decode matrices from their layout on the GPU, for products with many rows.
 #include "packed.cuh"
 
-// A warp decodes a panel of a tile to shared memory, [row][32 columns]. Pieces of 8 columns change
-// places with the row, so that lanes do not meet in a bank.
+// A warp decodes one panel of a tile to shared memory, [row][32 columns]. Pieces of 8 columns are
+// permuted by row, so that lanes do not conflict in a bank.
 template <int B, bool GPTQ>
 __device__ __forceinline__ void decode_panel(const byte* codes, const Scales& own, int lane,
                                              half_bits (*rows)[TILE_COLUMNS]) {
@@ -58,8 +58,8 @@ __device__ __forceinline__ void decode(const byte* codes, const byte* scales, co
             *(const uint4*)&rows[8 * i + lane / 4][(lane % 4 ^ i) * 8];
 }
 
-// y (panels · 32, tiles · 32), rows where `order` puts them; table int64 (panels, 3): bits, place of
-// the codes in 128 bytes, group. Grid (tiles / warps, panels): a CTA has tiles beside each other.
+// y (panels · 32, tiles · 32), rows permuted by `order`; table int64 (panels, 3): bits, offset of
+// the codes in 128 bytes, group. Grid (tiles / warps, panels): a CTA has adjacent tiles.
 #define DECODE(NAME, GPTQ)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)                                \
         NAME(const byte* codes, const byte* scales, const integer* table, const integer* order,    \

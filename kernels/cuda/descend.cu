@@ -1,8 +1,8 @@
-// Coordinate descent of a panel's codes on tr(O Eᵀ H E), row after row.
+// Coordinate descent of a panel's codes on tr(O Eᵀ H E), row by row.
 #include "exl2.cuh"
 #include "coupled.cuh"
 
-// Independent columns: a thread per column, its gradients in registers.
+// Independent columns: one thread per column, its gradients in registers.
 // steps fp32 (p, m), overwritten; gradient fp32 (p, m), H E; hessian: the panel's diagonal block,
 // rows `stride` apart -> change fp32 (p, m).
 extern "C" __global__ void __launch_bounds__(128)
@@ -34,8 +34,8 @@ descend_panel(float* steps, const float* gradient, const float* hessian, integer
     }
 }
 
-// Columns coupled by O (blocks, b, b): a CTA per block, a thread per column. `gradient`, H E O, is
-// overwritten with what each row's change added to it, over its curvature.
+// Columns coupled by O (blocks, b, b): one CTA per block, one thread per column. `gradient`, H E O,
+// is overwritten with what each row's change added to it, over its curvature.
 extern "C" __global__ void __launch_bounds__(MOST_COLUMNS, 1)
 descend_coupled(float* steps, float* gradient, const float* hessian, integer stride,
                 const float* scales, const float* half_range, const float* O, float* change,

@@ -1,6 +1,6 @@
-// A launch that begins while the last one still runs (programmatic dependent launch): until it has
-// waited it may read only what never changes, such as weights. Every kernel that is launched so
-// waits, even if it reads nothing of the last one, for the next one relies on all before it.
+// A launch that starts while the previous one still runs (programmatic dependent launch): before it
+// waits, it may read only constant data such as weights. Every kernel launched this way waits, even
+// if it reads nothing from the previous one, because the next one relies on all before it.
 
 __device__ __forceinline__ void wait_for_input() {
 #if __CUDA_ARCH__ >= 900
@@ -13,8 +13,8 @@ __device__ __forceinline__ void let_the_next_begin() {
 #endif
 }
 
-// All CTAs of a launch meet: what they wrote before is there for each after. The counter need not
-// be cleared: its highest bit turns when the last one comes.
+// All CTAs of a launch meet: everything written before is visible to each after. The counter need
+// not be cleared: its highest bit flips when the last one arrives.
 __device__ __forceinline__ void meet(unsigned* meetings) {
     __syncthreads();
     if (threadIdx.x == 0) {

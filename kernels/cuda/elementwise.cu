@@ -1,5 +1,5 @@
-// What lies between products: norms, rotation, gates, rows put where they are kept. W: numbers that
-// a thread reads and writes at once, 8 where all of it lies at multiples of 16 bytes, or 1.
+// The steps between products: norms, rotation, gates, and storing rows. W: numbers that a thread
+// reads and writes at once, 8 if everything is aligned to 16 bytes, else 1.
 #include "exl2.cuh"
 #include "activations.cuh"
 #include "early.cuh"
@@ -7,7 +7,7 @@
 template <int W> struct __align__(2 * W) Halves { half_bits of[W]; };
 template <int W> struct __align__(W < 4 ? 4 * W : 16) Floats { float of[W]; };
 
-// The sum over the threads of a row: a warp, or the CTA, which has room for 32 numbers.
+// Sum over the threads of a row: a warp, or the CTA, with room for 32 numbers.
 __device__ __forceinline__ float sum_of_row(float value, int threads, float* room) {
     for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
     if (threads == 32) return value;
@@ -22,7 +22,7 @@ __device__ __forceinline__ half_bits normed(half_bits x, float size, half_bits w
     return to_half(from_half(to_half(from_half(x) * size)) * from_half(weight));
 }
 
-// x fp16 (rows, d) → RN16(RN16(x · size) · weight): a CTA has a row.
+// x fp16 (rows, d) → RN16(RN16(x · size) · weight): one CTA per row.
 extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight, half_bits* y,
                                     integer d, float eps) {
     __shared__ float room[32];
@@ -39,8 +39,8 @@ extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight,
     for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = normed(x[i], size, weight[i]);
 }
 
-// The same, read once: a row of `pieces` of 8 numbers has 32 threads or those of the CTA, each of
-// which keeps its own.
+// The same, with x read once: a row of `pieces` of 8 numbers has 32 threads or those of the CTA;
+// each keeps its own pieces.
 extern "C" __global__ void rms_norm_8(const Halves<8>* x, const Halves<8>* weight, Halves<8>* y,
                                       integer rows, integer pieces, float eps, integer threads) {
     __shared__ float room[32];
@@ -79,14 +79,14 @@ extern "C" __global__ void rms_norm_8(const Halves<8>* x, const Halves<8>* weigh
     }
 }
 
-struct Heads {  // x and y (b, heads, t, head_dim); steps are from one to the next of b, h and t
+struct Heads {  // x and y (b, heads, t, head_dim); strides of b, h and t
     integer heads, head_dim, half, row_step, head_step, place_step;
     integer table_row_step, table_place_step;  // of cosines and sines fp32 (b or 1, t, half)
 };
 
-// Heads x fp16, of any strides but the last, → y with the same ones; the first 2 · half dimensions
-// are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that stay as they are:
-// blockIdx is the place, the piece of the heads, the row.
+// Heads x fp16, with any strides but the last, → y with the same ones; the first 2 · half
+// dimensions are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that are
+// copied: blockIdx is (place, piece of the heads, row).
 template <int W>
 __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines, const float* sines,
                                        half_bits* y, const Heads& h) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines,
 ROTATE(1)
 ROTATE(8)
 
-// gate and up fp16 → RN16(RN16(activation(gate)) · up), `count` of W numbers.
+// gate and up fp16 → RN16(RN16(activation(gate)) · up), `count` pieces of W numbers.
 template <int W, int ACTIVATION>
 __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up, Halves<W>* y,
                                       integer count) {

@@ -1,9 +1,9 @@
-// Arithmetic of the format, without headers: an fp16 value travels as its 16 bits.
+// Arithmetic of the format, without headers: an fp16 value is passed as its 16 bits.
 // Python's constants arrive as definitions (see compiler.py).
 
 typedef unsigned char byte;
 typedef unsigned short half_bits;
-typedef long long integer;  // what Python passes
+typedef long long integer;  // the integer that Python passes
 
 __device__ __forceinline__ half_bits to_half(float x) {
     half_bits bits;
@@ -21,7 +21,7 @@ __device__ __forceinline__ float clamped(float x, float low, float high) {
     return fminf(fmaxf(x, low), high);
 }
 
-// The scale that a decoder uses: RN16(level² · RN16(maximum / 256)), level 1 to SCALE_LEVELS.
+// The decoder's scale: RN16(level² · RN16(maximum / 256)), level 1 to SCALE_LEVELS.
 __device__ __forceinline__ float decoder_scale(float level, half_bits maximum) {
     const float unit = from_half(to_half(from_half(maximum) / (SCALE_LEVELS * SCALE_LEVELS)));
     return from_half(to_half(level * level * unit));

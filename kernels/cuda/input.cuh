@@ -1,7 +1,7 @@
-// x of a part of the rows in shared memory, in the order of the matrices' rows; with a norm it is
-// RN16(RN16(x · size) · weight).
+// Load x, for a part of the rows of the matrices and in their order, to shared memory; with a norm
+// it is RN16(RN16(x · size) · weight).
 
-// Numbers of x that are not yet in order, to where they go: a piece of 8 of a row.
+// Move numbers of x that are not yet in order to their places: 8 numbers of a row.
 __device__ __forceinline__ void scatter(const uint4& v, const int4* places, int first, int count,
                                         half_bits* row) {
     const u32 pairs[4] = {v.x, v.y, v.z, v.w};
@@ -13,8 +13,8 @@ __device__ __forceinline__ void scatter(const uint4& v, const int4* places, int 
             row[to[e] - first] = (half_bits)(pairs[e / 2] >> (16 * (e % 2)));
 }
 
-// squares: of each row, the sums of warps. ROWS: at most so many; TOGETHER: whose reads are under way.
-// More than 8 rows must be in order: bringing them there costs more than a launch that does it.
+// squares: per row, the sums of the warps. ROWS: most rows; TOGETHER: rows read at the same time.
+// More than 8 rows must already be in order: reordering here costs more than a launch for it.
 template <int ROWS, int TOGETHER, class Stage>
 __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, half_bits* xs,
                                         int stride, float (*squares)[CTA_WARPS]) {

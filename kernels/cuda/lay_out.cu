@@ -1,4 +1,4 @@
-// Matrices of a file laid out as packed.cuh reads them. A warp lays out a panel of a tile: grid
+// Lay out a file's matrices as packed.cuh reads them. A warp lays out one panel of a tile: grid
 // (tiles, panels / warps). Columns beyond n are 0. Twins: lay_out, lay_out_scales in torch_ops.py.
 #include "packed.cuh"
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ u64 eight(const u32* panel, integer n, int t) {
     return found >> shift;
 }
 
-// The codes of 4 bits of rows that lie anywhere in a column.
+// The 4-bit codes of rows at any places in a column.
 __device__ __forceinline__ u64 eight_of(const u32* column, integer n, const integer* rows) {
     u64 found = 0;
     for (int i = 0; i < 8; ++i) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ u64 eight_of(const u32* column, integer n, const inte
     return found;
 }
 
-// What a lane has of a panel, of the codes of its 4 columns: `places` in packed.py.
+// A lane's words of a panel, from the codes of its 4 columns: `places` in packed.py.
 template <int B> __device__ __forceinline__ void arrange(const u64* columns, u32* w) {
 #pragma unroll
     for (int i = 0; i < B; ++i) w[i] = 0;
@@ -70,8 +70,8 @@ template <int B> __device__ __forceinline__ void write_words(byte* at, int lane,
     if constexpr ((B & 1) != 0) ((u32*)at)[lane] = w[n];
 }
 
-// panel: its first word in column 0; rows: where the panel's are if they lie anywhere, else 0, and
-// then panel is the first word of all.
+// panel: its first word in column 0; rows: the places of the panel's rows, if they lie anywhere,
+// else 0; if they do, panel is the first word of all.
 template <int B>
 __device__ __forceinline__ void lay_panel(const u32* panel, const integer* rows, byte* to,
                                           integer n) {
@@ -92,8 +92,8 @@ __device__ __forceinline__ void lay_panel(const u32* panel, const integer* rows,
     write_words<B>(to, lane, w);
 }
 
-// packed (words, n), table int64 (panels, 3): bits, first word, group; order int64 (k,) or 0, then
-// of one group of 4 bits -> codes, tile_bytes for each tile
+// packed (words, n), table int64 (panels, 3): bits, first word, group; order int64 (k,) or 0, for
+// one group of 4 bits -> codes, tile_bytes per tile
 extern "C" __global__ void lay_out(const u32* packed, const integer* table, const integer* order,
                                    byte* codes, integer n, integer panels, integer tile_bytes) {
     const integer panel = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;

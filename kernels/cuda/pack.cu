@@ -1,4 +1,4 @@
-// Codes to words and back: a thread per column of PANEL_ROWS rows, which fill as many words as a
+// Codes to words and back: one thread per column of PANEL_ROWS rows, which fill as many words as a
 // code has bits. table int64 (panels, 3): bits, first word, group.
 #include "exl2.cuh"
 

@@ -1,5 +1,5 @@
-// How matrices lie on the card when a model runs: tiles of 32 columns, panels of 32 rows whose
-// codes are in the places of an mma's operand. packed.py writes this, docs/concepts/decoding.md
+// The layout of matrices on the GPU at inference: tiles of 32 columns, panels of 32 rows with codes
+// in the places of an mma's operand. packed.py writes it, docs/concepts/decoding.md
 // draws it.
 #include "exl2.cuh"
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What a code of fragment f (m-tile f / 2, k-step f % 2) is above as an fp16 pair: fields that begin
-// at bit 0, 2, 4, 6 of a mantissa count whole numbers below the exponents of 1024, 256, 64, 16.
+// The offset of a code of fragment f (m-tile f / 2, k-step f % 2) as an fp16 pair: fields that
+// begin at bit 0, 2, 4, 6 of a mantissa count units below the exponents of 1024, 256, 64, 16.
 template <int B> __device__ __forceinline__ constexpr u32 base_of(int s) {
     constexpr u32 quarters[4] = {0x6400, 0x5c00, 0x5400, 0x4c00};
     return B == 8 ? 0x6400 : B >= 4 ? (s % 2 ? 0x5400 : 0x6400) : quarters[s];
@@ -103,7 +103,7 @@ template <int B> __device__ __forceinline__ void read_words(const byte* stage, i
     if constexpr ((B & 1) != 0) w[n] = *(const u32*)(at + lane * 4);
 }
 
-// Scales of a lane's columns g, 8 + g, 16 + g, 24 + g; of GPTQ their zeros, too.
+// Scales of a lane's columns g, 8 + g, 16 + g, 24 + g; for GPTQ, also their zeros.
 struct Scales {
     float scale[4], zero[4];
 };
@@ -118,7 +118,7 @@ template <bool GPTQ> __device__ __forceinline__ Scales scales_of(const byte* at,
             own.scale[i] = from_half(w[i / 2] >> (16 * (i % 2)));
             own.zero[i] = from_half(w[2 + i / 2] >> (16 * (i % 2)));
         }
-    } else {  // RN16(level² · unit), as decoder_scale
+    } else {  // RN16(level² · unit), like decoder_scale
         const u32 w = ((const u32*)at)[g], unit = __byte_perm(w, 0, 0x3232);
         const u32 spread = __byte_perm(w, 0, 0x4140);  // codes 0, 1 | 2, 3
         const u32 low = less(pick(spread, 0x000f000fu, 0x64006400u), 0x63fe63feu);

@@ -1,5 +1,5 @@
-// Panels of packed matrices times x on tensor cores: codes become fp16 numbers without rounding, and
-// sums of a group are scaled in fp32.
+// Panels of packed matrices times x on tensor cores: codes become fp16 numbers without rounding,
+// and the sums of a group are scaled in fp32.
 #include "packed.cuh"
 
 template <int COUNT> __device__ __forceinline__ void clear(float (*sum)[4]) {
@@ -7,9 +7,9 @@ template <int COUNT> __device__ __forceinline__ void clear(float (*sum)[4]) {
     for (int v = 0; v < COUNT * 4; ++v) sum[v / 4][v % 4] = 0.0f;
 }
 
-// Add panels of a step, times x of their rows, to `total`: m-tile i and 8 rows n at 2 n + i. Codes
-// are multiplied with their base; base and zero times x are taken off the sums of a group. GROUP:
-// panels of a group that are unrolled, 0 for none.
+// Add the panels of a step, times x of their rows, to `total`: m-tile i and 8 rows n at 2 n + i.
+// Codes are multiplied with their base; base and zero, times x, are subtracted from a group's sums.
+// GROUP: panels per group, for unrolling; 0 for none.
 template <int B, int NT, bool GPTQ, int GROUP>
 __device__ __forceinline__ void multiply_groups(const byte* codes, const byte* scales,
                                                 const half_bits* x, int stride, int panels,

@@ -1,44 +1,44 @@
-// y = x Q for 1 to 16 rows, one product or several one after the other: a CTA has whole tiles, its
-// warps have equal shares of their panels. docs/concepts/decoding.md tells who computes what.
+// y = x Q for 1 to 16 rows, one product or several in sequence: a CTA has whole tiles, and its
+// warps have equal shares of their panels. docs/concepts/decoding.md describes who computes what.
 #include "panels.cuh"
 #include "input.cuh"
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
 
-// What a warp has of the tiles of a CTA, one behind the other, and of each the panels of a part of
-// the rows. It may begin and end within a tile: in each tile it has a segment.
+// A warp's share of the tiles of a CTA, in sequence, and in each the panels of a part of the rows.
+// It may begin and end within a tile; in each tile it has one segment.
 struct Share {
-    int tile, segments;             // in which tile of the CTA it begins; how many it meets
-    int codes, scales, row;         // bytes within that tile, row of the part, where it begins
-    int first_scales, last_scales;  // bytes of scales of the first segment, of the last
-    int begin[2][3];  // of both matrices: where codes, scales of the part begin; bytes of scales
-    int kinds[1];     // of its steps: up to MOST_PANELS panels of equal bits each:
+    int tile, segments;             // the CTA's tile where it begins; number of its tiles
+    int codes, scales, row;         // its start: bytes within that tile, row of the part
+    int first_scales, last_scales;  // bytes of scales of the first and last segment
+    int begin[2][3];  // per matrix: where codes and scales of the part begin; bytes of scales
+    int kinds[1];     // per step, up to MOST_PANELS panels of equal bits:
 };  // bits | panels << 4 | panels of a group << 8 | ends a segment << 12 | groups that end << 13
 
 struct Matrix {
-    const byte* codes;          // [tile] of `tile_bytes`: of each panel bits · 128 bytes
+    const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel
     const byte* scales;         // [tile] of `scale_bytes`, [group][8 lanes]: 4 codes, the unit;
                                 // GPTQ: 4 scales, 4 zeros
     const int* shares;          // [part][warp] of `words`, see Share
     const half_bits* bias;      // (columns), or null
-    const half_bits* residual;  // (rows, columns) to which the product is added, or null
+    const half_bits* residual;  // (rows, columns) to add to the product, or null
     half_bits* y;               // (rows, columns), or null
     half_bits* copy;            // y again, columns as `to` says; or null
     float* partial;             // [tile][part][row][32 columns]
     int* arrived;               // [CTA of a part], zero before and after
     int columns, tiles, tile_bytes, scale_bytes;
-    int each, first_cta;        // each: how many tiles a CTA has
+    int each, first_cta;        // each: tiles per CTA
 };
 
 struct Stage {  // a product with matrices that share x
     Matrix of[MOST_MATRICES];
     const half_bits* x;     // (rows, k), in the order of the matrices' rows
     const half_bits* norm;  // weights (k) in this order, if x is to be normalized; or null
-    const int* place;       // (k), if x is not in this order: where each in-feature goes; or null
+    const int* place;       // (k), if x is not in this order: place of each in-feature; or null
     const int* to;          // (columns), for `copy`
     int k, length, ctas, parts;         // length: panels of a part
-    int words, share_at, scale_at;      // ints of a share, where it and its scales lie in a warp's
+    int words, share_at, scale_at;      // ints of a share; where it and its scales lie in a warp's
     int activation;  // not 0: y = activation(x Q of the first) · (x Q of the second)
     float eps;
 };
@@ -46,11 +46,11 @@ struct Stage {  // a product with matrices that share x
 struct Chain {
     Stage stages[MOST_CHAINED];
     unsigned* meetings;                // see meet
-    int count, rows, slots;            // slots: steps that a warp has under way
-    int words, scale_room, tiles;      // of a warp, all stages; tiles: of a CTA, at most
+    int count, rows, slots;            // slots: steps that a warp has in flight
+    int words, scale_room, tiles;      // per warp, all stages; tiles: most per CTA
 };
 
-// Tell whether this CTA is the last of `parts` that have stored their sums.
+// Return whether this CTA is the last of `parts` to store its sums.
 __device__ __forceinline__ bool is_last(int* arrived, int parts) {
     __shared__ int before;
     __syncthreads();
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool is_last(int* arrived, int parts) {
     return before == parts - 1;
 }
 
-// Whose tiles a CTA has: the first of two matrices whose tiles alternate, or one of those beside.
+// The matrix whose tiles a CTA has: the first of two that alternate, or one of several.
 __device__ __forceinline__ const Matrix* matrices_of(const Stage& stage) {
     const int cta = blockIdx.x % stage.ctas;
     int which = 0;
@@ -72,7 +72,7 @@ __device__ __forceinline__ const Matrix* matrices_of(const Stage& stage) {
     return stage.of + which;
 }
 
-// What a CTA, and its warp, has of a stage.
+// A CTA's, and its warp's, work in a stage.
 struct Work {
     const Matrix* of;  // tiles of one matrix, or of two that alternate
     const Share* share;
@@ -101,7 +101,7 @@ struct Work {
     }
 };
 
-// The warps whose last segment is in tile i of a CTA, as bits; and whether another one has its end.
+// The warps whose last segment is in tile i of a CTA, as bits, and whether one continues past it.
 struct Parts {
     u32 last;
     bool goes_on;
@@ -118,7 +118,7 @@ struct Parts {
     }
 };
 
-// Put the sums of a segment, m-tile i and 8 rows n at 2 n + i, to (rows, 32 columns).
+// Store a segment's sums, m-tile i and 8 rows n at 2 n + i, as (rows, 32 columns).
 template <int NT>
 __device__ __forceinline__ void put(const float (*total)[4], int rows, float* to) {
     const int lane = threadIdx.x % 32;
@@ -129,8 +129,8 @@ __device__ __forceinline__ void put(const float (*total)[4], int rows, float* to
     }
 }
 
-// Add up what warps have of each tile, and write it: a warp has 32 columns of a row.
-// last: of each warp the sums of its last segment; ended: of each tile those of a warp that goes on.
+// Add up the warps' sums of each tile, and write it: a warp has 32 columns of a row.
+// last: per warp the sums of its last segment; ended: per tile those of a warp that continues.
 __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
                                        const float* last, const float* ended,
                                        const u32* warps) {
@@ -187,13 +187,13 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
-// NT: blocks of 8 rows.
+// NT: number of blocks of 8 rows.
 template <int NT, bool GPTQ>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     extern __shared__ __align__(128) byte shared[];
     __shared__ float squares[NT * 8][CTA_WARPS];
-    __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one goes on
+    __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one continues
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     let_the_next_begin();
 
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     float* ended = (float*)(all_shares + CTA_WARPS * c.words);
     Barrier* barriers = (Barrier*)(ended + c.tiles * c.rows * TILE_COLUMNS);
     half_bits* xs = (half_bits*)(barriers + CTA_WARPS * c.slots);
-    float* last = (float*)xs;  // when x has been read
+    float* last = (float*)xs;  // after x has been read
     byte* own_scales = all_scales + warp * c.scale_room;
     int* own = all_shares + warp * c.words;
     for (int s = 0; s < c.count; ++s) {
@@ -219,11 +219,11 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     if (lane < c.slots) begin_barrier(barrier + 8 * lane);
     end_barriers();
 
-    Work ahead(c.stages[0], own);  // what is fetched, in all stages
+    Work ahead(c.stages[0], own);  // the work to fetch, in all stages
     const int* next_kind = ahead.share->kinds;
     const byte* next = 0;
     int next_stage = 0, next_segment = 0;
-    auto open = [&]() {  // the first segment of a stage in which there is any
+    auto open = [&]() {  // the first segment of a stage that has one
         while (ahead.segments <= 0 && ++next_stage < c.count)
             ahead = Work(c.stages[next_stage], own);
         if (next_stage == c.count) return;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         }
     };
     for (int s = 0; s < c.slots; ++s) fetch_next(s);
-    auto fetch_scales = [&](int s) {  // of a stage, and to the L2 cache what its CTAs share
+    auto fetch_scales = [&](int s) {  // of a stage, and prefetch to L2 what its CTAs share
         const Stage& stage = c.stages[s];
         const Work work(stage, own);
         u32 to = shared_address(own_scales + stage.scale_at);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                              "l"(from + b));
             to += bytes;
         }
-        const int line = threadIdx.x * 32;  // of 128 bytes
+        const int line = threadIdx.x * 32;  // one line of 128 bytes per thread
         if (stage.norm && 2 * line < stage.k)
             asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + 2 * line));
         if (stage.place && line < stage.k)

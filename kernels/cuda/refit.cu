@@ -1,15 +1,15 @@
-// Refit of scales, codes kept: see torch_refit.py. Matrices lie side by side, m = j * n; a CTA works
-// on columns of one matrix. `tries` of different strength are made at the same time.
+// Refit of scales with fixed codes: see torch_refit.py. Matrices lie side by side, m = j * n; a CTA
+// handles columns of one matrix. `tries` of different strength are computed at the same time.
 #include "exl2.cuh"
 
-#define WARPS 4  // of a CTA
+#define WARPS 4  // per CTA
 
 __device__ __forceinline__ float sum_of_warp(float value) {
     for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
 
-// In a fixed order; every thread of a warp gets it.
+// Sum in a fixed order; every thread of a warp gets it.
 __device__ __forceinline__ float sum_of(const float* values, integer count) {
     float sum = 0.0f;
     for (integer i = threadIdx.x % 32; i < count; i += 32) sum += values[i];
@@ -28,7 +28,7 @@ __device__ __forceinline__ float nearest_level(float wanted, half_bits maximum, 
 }
 
 // steps, bent = H steps, pushed = H E O, fp32 (r, m); O (blocks, b, b) or null; decoded (m,) ->
-// curvature of every column's objective by its scale, and the scale wanted, fp32 (m,).
+// curvature of every column's objective in its scale, and the wanted scale, fp32 (m,).
 extern "C" __global__ void wanted_scales(const float* steps, const float* bent, const float* pushed,
                                          const float* O, const float* decoded, float* curvature,
                                          float* wanted, integer r, integer m, integer b) {
@@ -44,8 +44,9 @@ extern "C" __global__ void wanted_scales(const float* steps, const float* bent, 
     wanted[column] = decoded[column] - (bend > 0.0f ? slope / fmaxf(bend, LEAST_CURVATURE) : 0.0f);
 }
 
-// How far the nearest scales under each of REFIT_MAXIMA maxima are from those wanted: curvature
-// times the squared miss, summed over a CTA's columns -> partial (tries * j, REFIT_MAXIMA, tiles).
+// The distance of the nearest scales under each of REFIT_MAXIMA maxima from the wanted ones:
+// curvature times squared error, summed over a CTA's columns -> partial (tries * j, REFIT_MAXIMA,
+// tiles).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scale_misses(const float* wanted, const float* curvature, const float* decoded,
              const half_bits* maxima, const float* multiples, float* partial, integer n, integer j) {
@@ -71,8 +72,8 @@ scale_misses(const float* wanted, const float* curvature, const float* decoded,
             sums[0][i] + sums[1][i] + sums[2][i] + sums[3][i];
 }
 
-// Take the maximum of the least miss -> codes (tries, m), its maxima (tries, j), scales (tries, m)
-// and the change of values that they bring, fp32 (tries, r, m).
+// Take the maximum of least error -> codes (tries, m), its maxima (tries, j), scales (tries, m) and
+// the resulting change of values, fp32 (tries, r, m).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 nearest_scales(const float* wanted, const float* decoded, const half_bits* maxima,
                const float* multiples, const float* partial, const float* steps, byte* codes,
@@ -103,7 +104,7 @@ nearest_scales(const float* wanted, const float* decoded, const half_bits* maxim
         change[row * m + place] = steps[row * m + place] * (scale - before);
 }
 
-// How the objective rises: (moved + 2 pushed) change, moved = H change O, summed over a CTA's
+// Increase of the objective: (moved + 2 pushed) change, moved = H change O, summed over a CTA's
 // columns -> partial (tries * j, tiles).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scale_rises(const float* moved, const float* pushed, const float* change, float* partial, integer r,
@@ -121,9 +122,9 @@ scale_rises(const float* moved, const float* pushed, const float* change, float*
         partial[blockIdx.y * gridDim.x + blockIdx.x] = sums[0] + sums[1] + sums[2] + sums[3];
 }
 
-// Take the first try that lowers a matrix's objective. rows (j,): of its group, 0: none ->
-// codes (j, n), maxima (j,), decoded (panels, j, n), each only where taken; taken fp32 (r, m), the
-// change of values.
+// Take the first try that lowers a matrix's objective. rows (j,): of its group, 0: none -> codes
+// (j, n), maxima (j,), decoded (panels, j, n), each only where a try is taken; taken fp32 (r, m),
+// the change of values.
 extern "C" __global__ void take_scales(const float* rises, const byte* found_codes,
                                        const half_bits* found_maxima, const float* found,
                                        const float* change, const integer* rows, byte* codes,

@@ -1,5 +1,5 @@
-// Copies from global to shared memory that a warp has under way: each slot has an mbarrier, which
-// tells that its bytes are there. From sm_90 on one lane asks for all bytes; before, each for 16.
+// A warp's copies in flight from global to shared memory: each slot has an mbarrier, which signals
+// that its bytes have arrived. From sm_90 on, one lane requests all bytes; before, each lane 16.
 
 typedef unsigned long long Barrier;
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void begin_barrier(u32 barrier) {
 #endif
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "n"(COUNT) : "memory");
 }
-// To be called once all barriers of a warp have begun, before the first copy.
+// Call after all barriers of a warp are initialized, before the first copy.
 __device__ __forceinline__ void end_barriers() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -23,7 +23,7 @@ __device__ __forceinline__ void end_barriers() {
     __syncwarp();
 }
 
-// Copy a multiple of 16 bytes; a warp.
+// Copy a multiple of 16 bytes, by a warp.
 __device__ __forceinline__ void copy_bytes(u32 barrier, u32 to, const byte* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(

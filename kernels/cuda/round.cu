@@ -1,10 +1,10 @@
-// Rounding of a panel of rows, each row's error fed to the rows below.
+// Round a panel of rows in order; each row's error is fed to the rows below.
 #include "exl2.cuh"
 #include "coupled.cuh"
 
 #define TILE 64  // columns whose errors are multiplied by O at a time
 
-// Independent columns: a thread per column, its rows in registers.
+// Independent columns: one thread per column, its rows in registers.
 // rows fp32 (p, m), p <= PANEL_ROWS; upper: its diagonal block, rows `stride` apart.
 extern "C" __global__ void __launch_bounds__(128)
 round_panel(const float* rows, const float* upper, integer stride, const float* scales,
@@ -32,12 +32,12 @@ round_panel(const float* rows, const float* upper, integer stride, const float* 
     }
 }
 
-// Columns coupled by O (blocks, b, b): a CTA per block, a thread per column.
+// Columns coupled by O (blocks, b, b): one CTA per block, one thread per column.
 //
-// A row begins at its nearest codes, whose gradient is a dense product with O. All rows of the panel
-// have theirs made at once, from the codes nearest to what they are before the panel; what feedback
-// then changes is added: errors of rows above, times O, are left over from their own descent, and
-// few nearest codes move. What fp16 rounds off values is left out there. scratch fp32 (p, m).
+// A row starts at its nearest codes, whose gradient is a dense product with O. All the panel's rows
+// compute theirs at once, from the codes nearest to their values before the panel; what feedback
+// changes later is added: errors of rows above, times O, remain from their own descent, and few
+// nearest codes move. The rounding of values to fp16 is ignored there. scratch fp32 (p, m).
 extern "C" __global__ void __launch_bounds__(MOST_COLUMNS, 1)
 round_coupled(const float* rows, const float* upper, integer stride, const float* scales,
               const float* half_range, const float* O, byte* codes, float* errors, float* scratch,

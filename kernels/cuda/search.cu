@@ -1,10 +1,10 @@
-// Search of scales: a thread per column of a group.
+// Search for scales: one thread per column of a group.
 #include "exl2.cuh"
 
 #define REACHED (2 * CODE_REACH + 1)
 
 // Rows fp32 (r, m) of matrices of n columns side by side. A searched one, `blockIdx.z` or `.y`, is
-// number places[...] of them; its group has rows[...] rows.
+// matrix places[...]; its group has rows[...] rows.
 
 // The scale at which the codes just span a column -> base fp32 (searched, n).
 extern "C" __global__ void column_ranges(const float* x, const integer* places, const integer* rows,
@@ -20,7 +20,7 @@ extern "C" __global__ void column_ranges(const float* x, const integer* places, 
 }
 
 // The level, 1 to SCALE_LEVELS, of a column's best scale under a maximum, and its weighted squared
-// error; levels around the one expected are tried.
+// error; levels around the expected one are tried.
 __device__ float best_level(const float* column, const float* row_weights, integer rows, integer m,
                             float base, float half_range, half_bits maximum, float* error) {
     const float share = EXPECTED_SHARE * base / from_half(maximum);
@@ -51,8 +51,8 @@ __device__ float best_level(const float* column, const float* row_weights, integ
     return best;
 }
 
-// The errors of some columns under the multiples of the largest range: the WIDEST_COLUMNS first in
-// order (searched, n), by falling range, and every `step`-th of the rest -> cost
+// The errors of sampled columns under the multiples of the largest range: the first WIDEST_COLUMNS
+// in order (searched, n), by falling range, and every `step`-th of the rest -> cost
 // (searched, MAXIMA, sampled).
 extern "C" __global__ void maximum_costs(const float* x, const integer* places, const integer* rows,
                                          const float* half_range, const float* row_weights,
@@ -72,7 +72,7 @@ extern "C" __global__ void maximum_costs(const float* x, const integer* places, 
     cost[(j * MAXIMA + blockIdx.y) * sampled + i] = error;
 }
 
-// The multiple of least cost -> chosen fp16 (searched,), and maxima of all matrices. CTAs of
+// The multiple with the least cost -> chosen fp16 (searched,), and maxima of all matrices. CTAs of
 // 32 * MAXIMA threads.
 extern "C" __global__ void best_maximum(const integer* places, const float* base,
                                         const integer* order, const float* multiples,

@@ -1,7 +1,7 @@
-"""Write a refined model: the old one byte for byte, except for codes and scales.
+"""Write a refined model: the old one byte for byte, except codes and scales.
 
-Shards, their order, `config.json`, indexes, tokenizer and the other files of the model stay as they
-are, whichever program wrote them; configs lose the paths that they name.
+Shards, their order, `config.json`, indexes, tokenizer and the model's other files stay unchanged,
+whichever program wrote them; configs lose the paths they name.
 """
 
 import logging
@@ -50,10 +50,10 @@ NOT_RECORDED = {
 
 
 def other_files(model: Path) -> list[Path]:
-    """Return the files of a model to copy: all but weights and record.
+    """Return the files of a model to copy: all except weights and record.
 
     Raises:
-        SourceModelError: one of them is a link out of the model.
+        SourceModelError: one of them links out of the model.
     """
     indexes = sorted(model.glob("*.safetensors.index.json"))
     check_links(indexes)
@@ -66,7 +66,7 @@ def recompile(run: StageRun) -> None:
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was written.
-        SourceModelError: a file to copy cannot be read, or is a link out of the model.
+        SourceModelError: a file to copy cannot be read, or links out of the model.
     """
     config = refinement(run.config)
     out = config.out.resolve()
@@ -84,7 +84,7 @@ def recompile(run: StageRun) -> None:
     for path in others:
         _commit(run, carry(path, out / path.name))
     if behind := left_out(config.model):
-        log.info("left in `%s`: %s", config.model, ", ".join(behind))
+        log.info("not copied from `%s`: %s", config.model, ", ".join(behind))
     for index, path in enumerate(files, 1):
         _write_shard(run, path, out / path.name, tensors, order=stored.tensors.names, cursor=index)
         run.tick(index, len(files), path.name)
@@ -101,7 +101,7 @@ def _write_shard(
     order: Sequence[str],
     cursor: int,
 ) -> None:
-    """Write a file with the names and metadata of an old one; `order` lists all names."""
+    """Write a file with an old one's names and metadata; `order` lists all names."""
     if run.folder.valid(str(new)):
         return
     with safe_open(old, framework="pt") as file:
@@ -118,7 +118,7 @@ def _commit(run: StageRun, path: Path) -> None:
 
 
 def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, Any]) -> Path:
-    """Record how the folder was made: model, reference, options, judgement, errors."""
+    """Record how the folder was made: model, reference, options, verdict, errors."""
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
     layers: list[dict[str, Any]] = [read_report(run.inputs["refine"] / name) for name in names]
@@ -143,7 +143,7 @@ def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, An
 
 
 def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of a sublayer that keeps its old matrices."""
+    """Return the report for a sublayer that keeps its old matrices."""
     projections = {
         name: {key: entry[key] for key in ("params", "bits", "bpw") if key in entry}
         | entry["before"]

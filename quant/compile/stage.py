@@ -1,6 +1,6 @@
 """Compile the output folder: shards, index, config, tokenizer and the model's other files.
 
-The layout is complete before anything is written, so the bytes are known in advance. Afterwards
+The layout is complete before anything is written, so its size is known in advance. Afterwards
 every matrix is read back and its reconstruction compared with the quantized one.
 """
 
@@ -67,10 +67,10 @@ LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 
 
 def check_output_folder(out: Path, source: Path) -> None:
-    """Refuse a folder that holds something this source's conversion did not write.
+    """Refuse a folder with contents that a conversion of this source did not write.
 
     Raises:
-        StoreError: naming the folder and what to do.
+        StoreError: the folder holds other contents.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -104,7 +104,7 @@ class _Tensors:
                 f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
                 "converted without clamping"
             )
-        return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have spare rows
+        return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have padding rows
 
 
 @torch.inference_mode()
@@ -113,7 +113,7 @@ def compile_model(run: StageRun) -> None:
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was quantized.
-        SourceModelError: a carried file cannot be read, or is a link out of the model.
+        SourceModelError: a carried file cannot be read, or links out of the model.
     """
     config = run.config
     spec = resolve(config.source)
@@ -128,7 +128,7 @@ def compile_model(run: StageRun) -> None:
     for path in extras:
         _commit(run, carry(path, out / path.name))
     if others := left_out(config.source):
-        log.info("left in `%s`: %s", config.source, ", ".join(others))
+        log.info("not copied from `%s`: %s", config.source, ", ".join(others))
     remove_others(out, {shard.name for shard in shards})
     tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
@@ -146,7 +146,7 @@ def compile_model(run: StageRun) -> None:
 
 
 def _quantized(run: StageRun) -> Path:
-    """Return the folder of quantized tensors, after tuning if there was any."""
+    """Return the folder of quantized tensors, after tuning if it ran."""
     return run.inputs.get("tune", run.inputs["quantize"])
 
 
@@ -155,7 +155,7 @@ def _commit(run: StageRun, path: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> Path:
-    """Copy a file atomically; configs lose the paths that they name.
+    """Copy a file atomically; configs lose the paths they name.
 
     Raises:
         SourceModelError: the source cannot be read.
@@ -200,10 +200,10 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
 
 
 def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the summed cost of all matrices' errors in nats, None if one is unknown.
+    """Return the summed cost of all matrices' errors in nats; None if one is unknown.
 
     Args:
-        layers: reports of all sublayers and of the head; for tuned matrices, those before tuning.
+        layers: reports for all sublayers and the head; for tuned matrices, from before tuning.
     """
     costs = [item.get("nats") for layer in layers for item in layer["projections"].values()]
     known = [cost for cost in costs if cost is not None]
@@ -211,7 +211,7 @@ def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _calibration(run: StageRun) -> dict[str, object]:
-    """Return the text's name, the rows' digest, and for each mix its kinds' counts and notes."""
+    """Return the text's name, the rows' digest, and the counts and notes of each mix's kinds."""
     described = read_json(run.inputs["tokenize"] / KINDS_FILE)
     mixes = {
         mix: {"kinds": dict(Counter(rows["kinds"])), "notes": rows["notes"]}
@@ -254,7 +254,7 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
 
 
 def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield (linear key, sha256 of its reconstruction) for all quantized linears."""
+    """Yield (key, sha256 of the reconstruction) for all quantized linears."""
     for name, sublayer in zip(result_files(spec), [*spec.sublayers, None], strict=True):
         projections = sublayer.projections if sublayer else (spec.head,)
         report = read_report(quantized / name)["projections"]

@@ -1,4 +1,4 @@
-"""A prompt's attention on a GPU, part of it held already: fused, and as with a mask."""
+"""Attention of a partly cached prompt on a GPU: fused, compared with a mask."""
 
 import pytest
 import torch

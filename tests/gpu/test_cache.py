@@ -1,4 +1,4 @@
-"""What the cache stores, and attention to it, on the GPU against the torch twins."""
+"""The cache's contents, and attention to it, on the GPU against the torch twins."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PAGES = 3
 
 
 def store_of(name: str, *, pages: int, kv_heads: int, head_dim: int) -> LayerStore:
-    """Return a store whose memory holds what no kernel may read."""
+    """Return a store filled with values that no kernel may read."""
     store = LayerStore.empty(
         CACHE_FORMATS[name], pages=pages, kv_heads=kv_heads, head_dim=head_dim, device=DEVICE
     )

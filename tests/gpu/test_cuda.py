@@ -1,4 +1,4 @@
-"""The torch implementation on a CUDA device does what it does on the CPU."""
+"""The torch implementation gives the same results on a CUDA device as on the CPU."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def hessian() -> torch.Tensor:
 
 @pytest.fixture
 def output() -> torch.Tensor:
-    """An output metric in three blocks, of strong correlations."""
+    """An output metric in three blocks, with strong correlations."""
     noise = torch.randn(3, N // 3, 8)
     return noise @ noise.mT / 8 + 0.3 * torch.eye(N // 3)
 
@@ -56,7 +56,7 @@ def test_a_panel_is_rounded_to_the_same_codes(weight: torch.Tensor, bits: int) -
     arguments = (x.cuda() for x in (weight[:32].clone(), upper, scales, half))
     on_cuda, _ = get_ops("cuda").round_panel(*arguments)
 
-    # fused multiply-adds of the GPU move a value across a rounding border now and then
+    # fused multiply-adds of the GPU occasionally move a value across a rounding edge
     assert (on_cuda.cpu() != on_cpu).float().mean() < 1e-3
 
 

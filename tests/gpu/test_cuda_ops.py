@@ -1,6 +1,6 @@
 """Every CUDA operation against its torch twin on the same device.
 
-Torch fills fresh memory with NaN here, so that what a kernel leaves unwritten shows.
+Torch fills fresh memory with NaN here, so that elements a kernel leaves unwritten show.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable products
 DEVICE = "cuda"
-SHARE = 1e-5  # of codes may differ: sums of fp32 in another order decide what is close
+SHARE = 1e-5  # of codes that may differ: fp32 sums in another order decide near-ties
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def ops() -> Ops:
 
 
 def check_codes(found: torch.Tensor, expected: torch.Tensor, *, share: float = SHARE) -> None:
-    """Compare codes: a few of very many may differ."""
+    """Compare codes: a tiny share may differ."""
     differing = int((found != expected).sum())
     assert differing <= share * found.numel() + 1, f"{differing} of {found.numel()} codes differ"
 
@@ -58,14 +58,14 @@ def columns(r: int, n: int, *, j: int = 1) -> torch.Tensor:
 
 
 def uneven_groups(x: torch.Tensor, bits: tuple[int, ...]) -> list[Group]:
-    """Return groups of one width each, every second half as long where that is allowed."""
+    """Return groups of one width each, every second one half as long if that is allowed."""
     rows = x.shape[1]
     sizes = [rows, rows // 64 * 32 or rows]
     return [replace(g, rows=sizes[i % 2]) for i, g in enumerate(whole_groups(x, bits))]
 
 
 def positive(*shape: int) -> torch.Tensor:
-    """Return symmetric positive definite matrices fp32 (..., k, k) of strong correlations."""
+    """Return symmetric positive definite matrices fp32 (..., k, k) with strong correlations."""
     k = shape[-1]
     noise = torch.randn(*shape, max(1, k // 4), device=DEVICE)
     return noise @ noise.mT / noise.shape[-1] + 0.3 * torch.eye(k, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What lies between products on the GPU against the torch twins."""
+"""The steps between products on the GPU against the torch twins."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DEVICE = "cuda"
 
 
 def layouts(*shape: int) -> list[torch.Tensor]:
-    """Return fp16 tensors of a shape: dense, with axes exchanged, with gaps, at odd addresses."""
+    """Return fp16 tensors of a shape: dense, with swapped axes, with gaps, at odd addresses."""
     b, t, heads, d = shape
     dense = torch.randn(*shape, device=DEVICE).half()
     odd = torch.randn(dense.numel() + 1, device=DEVICE).half()[1:].view(shape)

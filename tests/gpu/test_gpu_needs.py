@@ -1,4 +1,4 @@
-"""The GPU memory that a plan names is never exceeded by the conversion."""
+"""A conversion never exceeds the GPU memory that its plan forecasts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Matrices laid out on the GPU, bit for bit as the torch twin lays them out."""
+"""The GPU lays out matrices bit for bit like the torch twin."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ COLUMNS = (8, 32, 40, 64, 136, 1000)  # of a file; some fill no whole tile
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty` returns with what no kernel writes."""
+    """Fill what `torch.empty` returns with values that no kernel writes."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

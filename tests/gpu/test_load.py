@@ -1,4 +1,4 @@
-"""Models read by several threads straight to the GPU."""
+"""Models loaded by several threads directly to the GPU."""
 
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def test_a_model_is_loaded_on_the_caller_s_stream(folder: Path) -> None:
     stream = torch.cuda.Stream()
 
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # what is loaded is there only afterwards
+        torch.cuda._sleep(50_000_000)  # the loaded tensors are ready only afterwards
         found = load_model(folder, device=DEVICE).decoder.forward(IDS.to(DEVICE))
 
     stream.synchronize()

@@ -41,7 +41,7 @@ def poisoned() -> Iterator[None]:
 
 
 def packed(k: int, n: int, *kinds: tuple[int, int], zeros: bool = False) -> PackedMatrix:
-    """Return a matrix of random codes; the last kind of group goes on to the end."""
+    """Return a matrix of random codes; the last kind of group fills the rest."""
     groups: list[Group] = []
     while (start := sum(group.rows for group in groups)) < k:
         bits, rows = kinds[min(len(groups), len(kinds) - 1)]

@@ -1,4 +1,4 @@
-"""On a GPU, where results are stored by a thread, a run that ends anywhere is gone on with."""
+"""On a GPU, where a thread stores results, a run interrupted anywhere can be resumed."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ UP_TO_COMPILE = [stage for stage in STAGES if stage.name != "validate"]
 
 
 class Crash(Exception):
-    """Ends a stage as a kill would."""
+    """Ends a stage like a kill."""
 
 
 def crash() -> None:
@@ -37,7 +37,7 @@ def interrupt() -> None:
 
 
 def after(stage: str, done: int, act: Callable[[], None]) -> Progress:
-    """Return a sink that acts once, when a stage has committed so many results."""
+    """Return a sink that acts once, when a stage has committed `done` results."""
     acted = False
 
     def sink(tick: Tick) -> None:
@@ -94,7 +94,7 @@ def test_a_run_that_ended_is_gone_on_with(
 
 
 def wide_config(folder: Path, source: Path) -> ConversionConfig:
-    """Return a conversion with 16 rows of 512 tokens, all of them beside the source's own."""
+    """Return a conversion with 16 rows of 512 tokens, in addition to the source's own."""
     return small_config(
         source,
         folder / "out",
@@ -114,7 +114,7 @@ def wide_config(folder: Path, source: Path) -> ConversionConfig:
 def convert_and_score(
     config: ConversionConfig, progress: Progress = silent
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Run all stages; return the digests of the output, and what validation found."""
+    """Run all stages; return the digests of the output and the validation result."""
     pipeline = open_pipeline(config, STAGES)
     for name in pipeline.stages:
         pipeline.run(name, progress=progress)

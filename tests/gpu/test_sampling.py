@@ -1,4 +1,4 @@
-"""The sampler chain on a GPU, launched and recorded, draws what it draws on a CPU."""
+"""The sampler chain on a GPU, launched or recorded, draws the same tokens as on a CPU."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Steps that are replayed say and sample what steps do that are launched."""
+"""Replayed steps give the same logits and samples as launched ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ KINDS = {
 NEAR_TIE = 2**-6  # of the greatest logit: a hidden state is rounded by 2^-11, some dozens of times
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])  # the second one with windows
+@pytest.fixture(scope="module", params=["llama", "mistral"])  # mistral has windows
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder: Path = tmp_path_factory.mktemp("model")
     windows = {"sliding_window": 40} if request.param == "mistral" else {}
@@ -58,7 +58,7 @@ def draws_of(count: int, batch: int) -> torch.Tensor:
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
-    """Return all recordings that are made."""
+    """Return all recordings made from now on."""
     made: list[Recording] = []
 
     class Listed(Recording):
@@ -128,12 +128,12 @@ def test_kinds_of_settings_may_alternate(model: LoadedModel, recordings: list[Re
         pending = launched(draw)[:, None]
         assert torch.equal(recorded(draw), pending[:, 0])
 
-    assert len(recordings) == 3  # hot ones and mixed ones are of a kind
+    assert len(recordings) == 3  # hot and mixed settings are of one kind
 
 
 @torch.inference_mode()
 def text_with_launches(model: LoadedModel, *, max_new_tokens: int) -> Generation:
-    """Return greedy text, each step launched anew."""
+    """Return greedy text, with each step launched separately."""
     prompt, made = "The quick", list[int]()
     ids = model.tokenizer.encode(prompt, add_bos=True)
     cache = cache_of(model, "fp16", 1)
@@ -174,7 +174,7 @@ def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
 def greedy(
     model: LoadedModel, ids: torch.Tensor, kind: type[LaunchedStep] | type[RecordedStep]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 30 greedy ids (b, 30) that follow prompts, and the logits (b, 30, v) of each."""
+    """Return 30 greedy ids (b, 30) after the prompts, and their logits (b, 30, v)."""
     batch = len(ids)
     rows, draws = rows_of("greedy", batch), draws_of(1, batch)[0]
     cache = cache_of(model, "fp16", batch)
@@ -190,7 +190,7 @@ def greedy(
 
 
 def test_greedy_texts_of_a_batch_are_those_of_each_alone(model: LoadedModel) -> None:
-    """Other launches serve other batches: a text may part at a near-tie, and only there."""
+    """Launches depend on the batch: a text may diverge at a near-tie, and only there."""
     ids = torch.randint(0, model.spec.vocab_size, (16, 20), device="cuda")
 
     together, together_logits = greedy(model, ids, RecordedStep)
@@ -222,7 +222,7 @@ def test_texts_reuse_a_recording(
         assert generator.generate(prompt, **options) == expected
         stream = generator.stream([5, 6], max_new_tokens=30, settings=settings)
         assert len([next(stream) for _ in range(4)]) == 4
-        del stream  # given up while a replay is under way
+        del stream  # abandoned while a replay is in flight
 
     assert len(recordings) == 1
 

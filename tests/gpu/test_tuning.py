@@ -1,4 +1,4 @@
-"""Launches that are divided as was measured: once, kept in a file, with the same results."""
+"""Launches divided as measured: once, kept in a file, with the same results."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """What each measurement has found."""
+    """The result of each measurement."""
     found: list[tuple[int, ...]] = []
 
     def watched(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
@@ -67,7 +67,7 @@ def chain() -> list[Product]:
 
 
 def again(products: Sequence[Product]) -> list[Product]:
-    """Return other objects with the same matrices, for which no plan has been made."""
+    """Return new objects with the same matrices, which have no plan yet."""
     return [replace(product) for product in products]
 
 

@@ -1,4 +1,4 @@
-"""Validation on a GPU: through the kernels of inference, as near to the CPU's scores as fp16 is."""
+"""Validation on a GPU: with the inference kernels, within fp16 accuracy of the CPU's scores."""
 
 import pytest
 import torch

@@ -63,7 +63,7 @@ def test_without_the_hub_a_branch_is_the_commit_that_was_begun(
     with caplog.at_level(logging.WARNING, "exl2flow"):
         assert get("org/tiny", tmp_path) == folder
 
-    assert "cannot find out whether `main` of `org/tiny` has moved" in caplog.text
+    assert "cannot check whether `main` of `org/tiny` has moved" in caplog.text
     assert f"using commit {folder.parent.name}" in caplog.text
     assert len(hub.requests) == 1  # nobody waits for what is not needed
 

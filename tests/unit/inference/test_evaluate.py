@@ -32,7 +32,7 @@ def ids() -> torch.Tensor:
 
 
 def log_probabilities(model: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Return fp64 (rows, t - 1, v) of all predicted positions."""
+    """Return fp64 (rows, t - 1, v) for all predicted positions."""
     decoder = load_model(model, device="cpu").decoder
     with torch.inference_mode():
         return torch.log_softmax(decoder.forward(ids)[:, :-1].double(), dim=-1)
@@ -48,7 +48,7 @@ def assert_same(found: Score, expected: Score) -> None:
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return a list that grows by a model's folder whenever all its sublayers are read."""
+    """Return a list that gains a model's folder whenever all its sublayers are read."""
     read, passes = StreamedModel._read, list[Path]()
 
     def counted(model: StreamedModel) -> Iterator[Sublayer]:
@@ -174,7 +174,7 @@ def test_texts_of_different_lengths_share_one_pass(
 
 
 class Memory:
-    """Keeps the scores of rows as the validate stage does, but not on disk."""
+    """Keeps row scores like the validate stage, but in memory."""
 
     def __init__(self) -> None:
         self.rows: dict[RowKey, RowScores] = {}

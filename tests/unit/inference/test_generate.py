@@ -1,4 +1,4 @@
-"""The base generator on a tiny model: its cache, its draws, its ends."""
+"""The base generator on a tiny model: cache, draws and stop conditions."""
 
 import json
 from pathlib import Path

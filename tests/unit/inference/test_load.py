@@ -1,4 +1,4 @@
-"""Loading side by side: the same model, its parts and errors in order."""
+"""Concurrent loading: the same model, with parts and errors in order."""
 
 import json
 from collections.abc import Callable

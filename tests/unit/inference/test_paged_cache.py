@@ -1,4 +1,4 @@
-"""A cache in pages, behind a whole model: what it changes, and what it does not."""
+"""A paged cache in a whole model: what it changes, and what it does not."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ TOKENS = PAGE_TOKENS + 20
 MOST_KL = {"fp16": 1e-6, "fp8": 0.05, "q8": 2e-4, "q6": 0.02, "q4": 0.05}
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])  # the second one with windows
+@pytest.fixture(scope="module", params=["llama", "mistral"])  # mistral has windows
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     windows = {"sliding_window": 40} if request.param == "mistral" else {}
     folder = tmp_path_factory.mktemp("model") / "tiny"
@@ -136,7 +136,9 @@ def test_text_of_an_fp16_cache_is_that_of_full_precision(model: LoadedModel) -> 
 
 
 def test_an_unknown_format_is_named(model: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="no cache format `q5`; there are fp16, fp8, q8, q6, q4"):
+    with pytest.raises(
+        ConfigError, match="no cache format `q5`; choose one of fp16, fp8, q8, q6, q4"
+    ):
         BaseGenerator(model, cache="q5")
 
 

@@ -28,7 +28,7 @@ LAST_DRAW = 1 - 2**-53  # the greatest below 1
 
 
 def naive(logits: np.ndarray, settings: SamplingSettings) -> dict[int, float]:
-    """Return id → probability of what remains, step by step as the settings describe them."""
+    """Return id → probability of the tokens kept, step by step as the settings define it."""
     scaled = logits.astype(np.float64) / settings.temperature
     weights = np.exp(scaled - scaled.max())
     probability = dict(enumerate(weights / weights.sum()))
@@ -177,7 +177,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
 
 @pytest.mark.parametrize("settings", [MIXED, [GREEDY] * len(MIXED)], ids=("mixed", "greedy"))
 def test_nothing_is_asked_of_the_device(settings: list[SamplingSettings]) -> None:
-    """Tensors without values cannot be read."""
+    """Meta tensors have no values to read."""
     logits = torch.empty(len(MIXED), 3 * RUN + 1, device="meta")
     draws = torch.empty(len(MIXED), dtype=torch.float64, device="meta")
 

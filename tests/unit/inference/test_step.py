@@ -1,4 +1,4 @@
-"""Steps that are replayed, without a GPU: a replay does the recorded work again."""
+"""Replayed steps, without a GPU: a replay runs the recorded work again."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ MIXED = (GREEDY, SamplingSettings(temperature=1.5), HOT)
 
 
 class Again:
-    """Stands in for a recording of a GPU."""
+    """Stands in for a GPU recording."""
 
     made: list["Again"]
 
@@ -38,7 +38,7 @@ class Again:
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
-    """Have steps recorded by `Again`, and return all of them."""
+    """Record steps with `Again`, and return all recordings."""
     Again.made = []
     monkeypatch.setattr(step, "Recording", Again)
     monkeypatch.setattr(lane, "can_be_recorded", lambda decoder, cache: True)
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def launched(model: LoadedModel) -> BaseGenerator:
-    """Return a generator that records nothing, for it has its cache before `recordings`."""
+    """Return a generator that records nothing, because its cache precedes `recordings`."""
     generator = BaseGenerator(model, cache="fp16")
     text(generator)
     return generator

@@ -1,4 +1,4 @@
-"""Rows of text to validate on."""
+"""Text rows for validation."""
 
 import logging
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_short_text_gives_fewer_rows_and_says_so(
         rows = text_rows(path, tokenizer, rows=10_000, row_tokens=50)
 
     assert rows.shape == (whole, 50)
-    assert f"text has {whole} rows of 50 tokens, 10000 were asked for" in caplog.text
+    assert f"text has {whole} rows of 50 tokens, 10000 were requested" in caplog.text
 
 
 def test_text_shorter_than_a_row_is_refused_with_the_way_out(

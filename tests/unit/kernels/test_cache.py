@@ -1,4 +1,4 @@
-"""The cache's formats, by loops over single elements, and attention that reads them."""
+"""The cache formats against loops over single elements, and attention that reads them."""
 
 import math
 
@@ -12,12 +12,12 @@ from exl2flow.kernels.torch_cache import decode, encode, hadamard
 
 HEADS, DIM = 2, 64
 ROTATED = (Element.ROTATED_8, Element.ROTATED_4)
-# a step is 1/8 or 1/128 of the largest of 32 rotated elements, of which the last is cut off
+# a step is 1/8 or 1/128 of the largest of 32 rotated elements, and the last is truncated
 MOST_ERROR = {"fp16": 0.0, "fp8": 0.25, "q8": 0.02, "q6": 0.3, "q4": 0.3}
 
 
 def held(element: Element, x: torch.Tensor) -> torch.Tensor:
-    """Return fp16 rows as they read after they were stored."""
+    """Return fp16 rows as they read back from the cache."""
     data, scales = encode(element, x)
     rows = CacheRows(element=element, width=x.shape[1], data=data, scales=scales)
     return decode(rows, torch.arange(len(x)))
@@ -34,7 +34,7 @@ def walsh(values: list[float]) -> list[float]:
 
 
 def stored_by_law(values: list[float], bits: int) -> tuple[list[int], list[float]]:
-    """Return codes and scales of 64 elements, as `docs/concepts/cache.md` says."""
+    """Return codes and scales of 64 elements, as `docs/concepts/cache.md` defines."""
     turned = [0.0] * 64
     turned[0::2], turned[1::2] = walsh(values[0::2]), walsh(values[1::2])
     center, codes, scales = 2 ** (bits - 1), [], []
@@ -63,7 +63,7 @@ def test_rotated_elements_are_stored_by_the_law(element: Element) -> None:
             else:
                 packed = stored[32 * unit : 32 * unit + 32]
                 found = [code for byte in packed for code in (byte & 15, byte >> 4)]
-            # sums in another order move a value across the edge between two codes now and then
+            # sums in another order occasionally move a value across the edge between two codes
             assert sum(a != b for a, b in zip(found, codes, strict=True)) <= 1
             assert max(abs(a - b) for a, b in zip(found, codes, strict=True)) <= 1
 
@@ -112,7 +112,7 @@ def test_every_width_comes_back(name: str, width: int) -> None:
 def test_rotation_spreads_an_outlier() -> None:
     x = torch.randn(64, 64).half() * 0.1
     x[:, 5] = 8.0
-    plain = (x.float() / 8 * 8).round().clamp(-8, 7)  # what 4 bits without rotation leave
+    plain = (x.float() / 8 * 8).round().clamp(-8, 7)  # the result of 4 bits without rotation
     rotated = (held(Element.ROTATED_4, x) - x).float()
     assert rotated.square().mean() < 0.5 * (plain - x.float()).square().mean()
 
@@ -133,7 +133,7 @@ def test_bytes_are_those_of_the_format(name: str, bits: float) -> None:
 
 
 def paged(name: str, lengths: list[int], pages: int) -> tuple[LayerStore, torch.Tensor, list]:
-    """Return a store whose sequences lie in pages in no order, their tables, and what they hold."""
+    """Return a store whose sequences use shuffled pages, their tables, and their contents."""
     store = LayerStore.empty(
         CACHE_FORMATS[name], pages=len(lengths) * pages, kv_heads=HEADS, head_dim=DIM, device="cpu"
     )

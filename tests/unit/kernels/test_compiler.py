@@ -1,4 +1,4 @@
-"""What a launch hands to the driver, without one: the call is kept instead of made."""
+"""The arguments a launch passes to the driver, without one: the call is recorded, not made."""
 
 import ctypes
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from exl2flow.kernels import compiler
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
-    """Return how launches are made from now on, and where each finds its arguments."""
+    """Record launches from now on: their configuration, and the addresses of their arguments."""
     found: list[tuple[Any, list[int]]] = []
 
     def kept(how: Any, kernel: ctypes.c_void_p, pointers: Any, extra: None) -> int:

@@ -1,4 +1,4 @@
-"""How attention to a cache is launched."""
+"""Launches of attention to a cache."""
 
 import pytest
 

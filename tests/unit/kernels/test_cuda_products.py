@@ -1,4 +1,4 @@
-"""What a GPU is told of products: launches are kept instead of made."""
+"""The launches of products on a GPU, recorded instead of made."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from exl2flow.kernels.torch_ops import TORCH_OPS
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.void, dict[str, Any]]]:
-    """Return what launches are given from now on: the argument, and how."""
+    """Record launches from now on: their argument and configuration."""
     found: list[tuple[np.void, dict[str, Any]]] = []
 
     def kept(file: str, name: str, grid: tuple[int, ...], argument: np.void, **how: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for the devices of the field, without one at hand."""
+"""Every CUDA source compiles for the supported devices, without any present."""
 
 from concurrent.futures import ThreadPoolExecutor
 

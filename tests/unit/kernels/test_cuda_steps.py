@@ -1,4 +1,4 @@
-"""Which kernels a GPU is given between products: launches are kept instead of made."""
+"""The kernels a GPU runs between products: launches are recorded instead of made."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from exl2flow.kernels import CACHE_FORMATS, LayerStore, cuda_cache, cuda_steps
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return names, grids and threads of launches from now on."""
+    """Record the names, grids and threads of launches from now on."""
     found: list[tuple[str, tuple[int, ...], int]] = []
 
     def kept(file: str, name: str, grid: tuple[int, ...], *arguments: Any, **how: Any) -> None:

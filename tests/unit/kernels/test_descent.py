@@ -9,7 +9,7 @@ ROWS, BLOCK = 16, 32
 
 
 def positive(*shape: int, rank: int | None = None) -> torch.Tensor:
-    """Return symmetric positive definite matrices fp32 (..., k, k) of mean diagonal about 1."""
+    """Return symmetric positive definite matrices fp32 (..., k, k) with mean diagonal about 1."""
     k = shape[-1]
     noise = torch.randn(*shape, rank or 2 * k)
     return noise @ noise.mT / noise.shape[-1] + 0.1 * torch.eye(k)
@@ -44,7 +44,7 @@ def values(codes: torch.Tensor, scales: torch.Tensor, half_range: torch.Tensor) 
 
 
 def rounded_rows(rows: torch.Tensor, upper: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """Return each row as it was when it was rounded, by the errors of those above."""
+    """Return each row as it was when rounded, given the errors of the rows above."""
     w = rows.clone()
     for r in range(len(w)):
         w[r + 1 :] -= torch.outer(upper[r, r + 1 :], errors[r])
@@ -204,7 +204,7 @@ def test_descent_in_a_strong_metric_lowers_the_objective_with_every_sweep(bits: 
 def test_codes_keep_to_their_ranges_and_zero_scales_keep_their_codes() -> None:
     hessian, output = positive(ROWS), positive(1, BLOCK)
     half = torch.full((BLOCK,), 2.0)
-    scales = torch.full((BLOCK,), 0.1)  # all want to be far out
+    scales = torch.full((BLOCK,), 0.1)  # the best codes of all are out of range
     scales[5] = 0
     steps = torch.randint(-2, 2, (ROWS, BLOCK)).float()
     before = steps.clone()

@@ -1,4 +1,4 @@
-"""The interface, and which implementation serves a device."""
+"""The interface, and the implementation chosen for a device."""
 
 import inspect
 import sys

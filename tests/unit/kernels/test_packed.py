@@ -1,4 +1,4 @@
-"""The layout in which matrices lie on a card, and the torch twins of what reads it."""
+"""The layout of matrices on a GPU, and the torch twins of the kernels that read it."""
 
 from dataclasses import replace
 
@@ -121,7 +121,7 @@ def test_decoded_columns_are_those_of_the_file() -> None:
 
 
 def plain(matrix: PackedMatrix) -> torch.Tensor:
-    """Return the matrix fp32 (k, columns) of in-features in their own order."""
+    """Return the matrix fp32 (k, columns) with in-features in their own order."""
     return OPS.decode_packed(matrix).float()
 
 

@@ -1,4 +1,4 @@
-"""How products are divided among CTAs and warps: `product_walks` walks plans as a GPU does."""
+"""The division of products among CTAs and warps: `product_walks` walks plans like a GPU."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The search for every column's scale code, against a naive loop over all that it tries."""
+"""The search for every column's scale code, against a naive loop over all candidates."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_search_is_the_naive_loop(bits: int, size: float) -> None:
         costs = naive_search(x[j], bits, weights)
         total, columns = costs[float(maxima[j])]  # a KeyError: a maximum that is not tried
         least = min(cost for cost, _ in costs.values())
-        # fp32 sums of 32 terms: what is worse in the sixth digit may win
+        # fp32 sums of 32 terms: a candidate worse in the sixth digit may win
         assert total <= least * (1 + 1e-5)
         for n, (cost, _) in enumerate(columns):
             own = decoder_scale(int(codes[j, n]), np.float16(maxima[j].item()))

@@ -1,4 +1,4 @@
-"""Work beside other work, as far as a CPU shows it."""
+"""Concurrent work, as far as a CPU can test it."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The precision of products is a switch of the process; blocks of several threads share it."""
+"""The precision of products is a process-wide switch, shared by blocks of several threads."""
 
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def is_on() -> bool:
 
 @pytest.fixture(params=[False, True], ids=["off before", "on before"], autouse=True)
 def before(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """What the switch is set to outside of all blocks."""
+    """The state of the switch outside all blocks."""
     kept = is_on()
     torch.backends.cuda.matmul.allow_tf32 = request.param
     yield request.param

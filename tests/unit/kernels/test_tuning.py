@@ -1,4 +1,4 @@
-"""Which plan of a launch is taken: candidates that fit, the fastest of them, and the file."""
+"""The choice of a launch's plan: candidates that fit, the fastest of them, and the file."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_written_only_means_that_nothing_is_kept(
 
 
 def keep(file: Path, writer: int) -> Parts | None:
-    """Choose keys of its own, and one that all choose, as a process does: with its own handles."""
+    """Choose its own keys and one shared key, like a process: with its own handles."""
     tuning = Tuning(file)
     for key in range(KEYS):
         tuning.choice(f"{writer} {key}", 1, lambda key=key: (key + 1,))

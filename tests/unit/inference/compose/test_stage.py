@@ -1,4 +1,4 @@
-"""Rows that the source writes itself."""
+"""Rows that the source model writes itself."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_the_seed_changes_what_is_written(model: LoadedModel) -> None:
 
 
 def test_a_row_follows_the_models_own_distribution(model: LoadedModel) -> None:
-    """Each token is the one its draw picks from a pass over the whole row without a cache."""
+    """Each token equals its draw from a pass over the whole row without a cache."""
     row, tokens = 1, 24
     ids = written(model, range(row, row + 1), tokens)
     source = random.Random(f"0/{row}")
@@ -162,7 +162,7 @@ def test_logits_that_are_not_finite_are_refused(source: Path, tmp_path: Path) ->
     tensors["lm_head.weight"][5, 5] = torch.nan
     save_file(tensors, folder / "model.safetensors")
 
-    with pytest.raises(InferenceError, match=r"not finite.*another calibration than `self`"):
+    with pytest.raises(InferenceError, match=r"not finite.*a calibration other than `self`"):
         written(load_model(folder, device="cpu"), range(2), tokens=8)
 
 
@@ -187,7 +187,7 @@ def config_in(source: Path, folder: Path, text: str = "self") -> ConversionConfi
 
 @pytest.fixture
 def pipeline(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    """About to write five rows of 64 tokens, two at a time."""
+    """A pipeline that will write five rows of 64 tokens, two at a time."""
     monkeypatch.setattr(composition, "ROWS_AT_ONCE", 2)
     return Pipeline(config_in(source, tmp_path), (COMPOSE,), device="cpu")
 

@@ -1,4 +1,4 @@
-"""The verdict and its limits, and what the stage leaves."""
+"""The verdict and its limits, and the stage's output."""
 
 import json
 import math
@@ -120,7 +120,7 @@ def test_failed_report_raises_with_its_folder(tmp_path: Path) -> None:
     report = {"failures": ["perplexity is not finite"], "warnings": ["small"]}
     write_json(tmp_path / REPORT_FILE, report)
 
-    with pytest.raises(ValidationFailed, match=rf"not finite; the report lies in `{tmp_path}`"):
+    with pytest.raises(ValidationFailed, match=rf"not finite; the report is in `{tmp_path}`"):
         check_verdict(tmp_path)
 
 
