@@ -132,8 +132,8 @@ class Forecast:
         if config.tune.steps and not self.refines:
             needs["tune"] = self._tune(packed)
         output = packed + HALF * sum(map(prod, plain_tensors(self.spec).values()))
-        on_gpu = self._on_gpu(HELPERS * DECODING * self.largest)
-        return needs | {"compile": Need(output_bytes=output, **on_gpu)}
+        decoded = self._on_gpu(HELPERS * DECODING * self.largest)
+        return needs | {"compile": Need(output_bytes=output, **decoded)}
 
     def _sensitivity(self) -> Need:
         options, tokens, kept = self.config.sensitivity, self.rows.row_tokens, sum(self.factors)
