@@ -30,7 +30,7 @@ class Fit:
             (f"cache {needs.cache_format}", f"{megabytes(needs.cache)}, {needs.context:,} tokens"),
             ("laid out", f"{megabytes(needs.layout)} more than in the files, at most"),
             ("work", f"{megabytes(needs.work)}, activations and one layer's cache as fp16"),
-            ("device", f"{megabytes(needs.device)}, CUDA itself and what splinters"),
+            ("device", f"{megabytes(needs.device)}, CUDA itself and fragmentation"),
             ("sum", f"{megabytes(self.weights + needs.total)} of {megabytes(self.memory)}"),
         ]
 

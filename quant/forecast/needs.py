@@ -63,13 +63,14 @@ class Need:
     """What a stage needs at most, in bytes.
 
     memory_bytes: main memory beyond the process itself; kept_bytes: disk that stays occupied;
-    passing_bytes: disk that is freed when the stage ends; pinned_bytes: hidden states that wait in
-    main memory because the GPU has no room for them.
+    passing_bytes: disk that is freed when the stage ends; output_bytes: disk of `--out`;
+    pinned_bytes: hidden states that wait in main memory because the GPU has no room for them.
     """
 
     memory_bytes: int = 0
     kept_bytes: int = 0
     passing_bytes: int = 0
+    output_bytes: int = 0
     gpu_memory_bytes: int = 0
     pinned_bytes: int = 0
 
@@ -131,7 +132,9 @@ class Forecast:
         needs["refine" if self.refines else "quantize"] = self._quantize(packed)
         if config.tune.steps and not self.refines:
             needs["tune"] = self._tune(packed)
-        return needs | {"compile": Need(**self._on_gpu(HELPERS * DECODING * self.largest))}
+        output = packed + HALF * sum(map(prod, plain_tensors(self.spec).values()))
+        decoded = self._on_gpu(HELPERS * DECODING * self.largest)
+        return needs | {"compile": Need(output_bytes=output, **decoded)}
 
     def _sensitivity(self) -> Need:
         options, tokens, kept = self.config.sensitivity, self.rows.row_tokens, sum(self.factors)

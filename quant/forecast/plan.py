@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Self
 
 from exl2flow.core import words
 from exl2flow.core.config import ConversionConfig
@@ -20,43 +19,25 @@ MOST_NAMES = 8  # of files or tensors that are listed
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
-    """What the unfinished stages still need; output_bytes: still to be written to `--out`."""
+def what_is_left(
+    config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need]
+) -> tuple[dict[str, Need], tuple[str, ...]]:
+    """Return what the unfinished stages still need, and the names of the finished ones.
 
-    needs: Mapping[str, Need]
-    output_bytes: int
-    finished: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        config: ConversionConfig,
-        stages: Sequence[Stage],
-        needs: Mapping[str, Need],
-        output_bytes: int,
-    ) -> Self:
-        """Subtract what earlier runs left; digest the source only if one of them has done so."""
-        try:
-            remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
-        except (StoreError, TypeError):
-            remembered = []
-        source = f"{config.source.expanduser().resolve()}/"
-        if any(str(path).startswith(source) for path in remembered):
-            pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
-            return cls.after(pipeline, needs, output_bytes)
+    The source is digested only if an earlier run has done so. Without stages all are left.
+    """
+    try:
+        remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
+    except (StoreError, TypeError):
+        remembered = []
+    source = f"{config.source.expanduser().resolve()}/"
+    if not any(str(path).startswith(source) for path in remembered):
         names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
-        left = {name: need for name, need in needs.items() if name in names}
-        return cls(needs=left, output_bytes=output_bytes if "compile" in names else 0)
-
-    @classmethod
-    def after(cls, pipeline: Pipeline, needs: Mapping[str, Need], output_bytes: int) -> Self:
-        """Subtract what the valid files in the pipeline's own folders already take."""
-        finished = tuple(name for name in pipeline.stages if pipeline.is_complete(name))
-        found = {n: _valid_bytes(pipeline, n) for n in pipeline.stages if n not in finished}
-        left = {name: _less(needs[name], size) for name, size in found.items() if name in needs}
-        output = max(0, output_bytes - found["compile"]) if "compile" in found else 0
-        return cls(needs=left, output_bytes=output, finished=finished)
+        return {name: need for name, need in needs.items() if name in names}, ()
+    pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
+    finished = tuple(name for name in pipeline.stages if pipeline.is_complete(name))
+    names = [name for name in needs if name in pipeline.stages and name not in finished]
+    return {name: _less(needs[name], _valid_bytes(pipeline, name)) for name in names}, finished
 
 
 def _valid_bytes(pipeline: Pipeline, name: str) -> int:
@@ -75,14 +56,16 @@ def _less(need: Need, found: int) -> Need:
     """Subtract bytes that are already on disk, first from those that stay."""
     kept = max(0, need.kept_bytes - found)
     passing = max(0, need.kept_bytes + need.passing_bytes - found) - kept
-    return replace(need, kept_bytes=kept, passing_bytes=passing)
+    output = max(0, need.output_bytes - found)
+    return replace(need, kept_bytes=kept, passing_bytes=passing, output_bytes=output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What a conversion does and needs as a whole, and what is left of it; sizes in bytes.
 
-    carried, left_out: files of the source; unused: tensors that no part of the model reads.
+    left: what the unfinished stages still need; carried, left_out: files of the source; unused:
+    tensors that no part of the model reads.
     """
 
     model: str
@@ -97,7 +80,8 @@ class Plan:
     work_bytes: int
     memory_bytes: int
     needs: Mapping[str, Need]
-    left: Left
+    left: Mapping[str, Need]
+    finished: tuple[str, ...]
     card: Card | None
     work_dir: str
     out: str
@@ -144,8 +128,8 @@ class Plan:
             ]
             total = f"{self.card.memory / 1e9:.1f} GB of the {self.card.name}"
             rows.append(("GPU memory", f"{', '.join(on_card)} of {total}"))
-        if self.left.finished:
-            rows.append(("finished", ", ".join(self.left.finished)))
+        if self.finished:
+            rows.append(("finished", ", ".join(self.finished)))
         return rows
 
 

@@ -26,7 +26,13 @@ from exl2flow.model.source_tensors import check_storable, check_tensors, has_all
 from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
-from exl2flow.quant.forecast.plan import BASE_MEMORY, Left, Plan, calibration_in_words, megabytes
+from exl2flow.quant.forecast.plan import (
+    BASE_MEMORY,
+    Plan,
+    calibration_in_words,
+    megabytes,
+    what_is_left,
+)
 from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
 from exl2flow.quant.walk.working_memory import working_bytes
 
@@ -112,6 +118,7 @@ def _plan(
     reach = Reach.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = Forecast(config, spec, card).needs(packed)
+    left, finished = what_is_left(config, stages, needs)
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -121,11 +128,12 @@ def _plan(
         calibration=calibration_in_words(config, spec),
         target=config.target,
         reachable_bpw=reach.bpw,
-        output_bytes=reach.plain + packed,
+        output_bytes=needs["compile"].output_bytes,
         work_bytes=work_bytes(needs.values()),
         memory_bytes=BASE_MEMORY + memory_bytes(needs.values()),
         needs=needs,
-        left=Left.of(config, stages, needs, reach.plain + packed),
+        left=left,
+        finished=finished,
         card=card,
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),
@@ -143,9 +151,9 @@ def check_disk(plans: Sequence[Plan]) -> None:
     """
     work: dict[Hashable, Need] = {}
     for plan in plans:
-        for name, stage_need in plan.left.needs.items():
+        for name, stage_need in plan.left.items():
             work[name if name in SHARED else (plan.out, name)] = stage_need
-    sizes = [(plan.out, plan.left.output_bytes) for plan in plans]
+    sizes = [(plan.out, sum(n.output_bytes for n in plan.left.values())) for plan in plans]
     disks: dict[int, list[tuple[Path, int]]] = {}
     for folder, size in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
         existing = _existing(Path(folder))
@@ -161,7 +169,7 @@ def check_disk(plans: Sequence[Plan]) -> None:
 
 def _check_memory(plan: Plan, spec: ModelSpec) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
-    needs, card = plan.left.needs, plan.card
+    needs, card = plan.left, plan.card
     main = {name: BASE_MEMORY + n.memory_bytes for name, n in needs.items() if n.memory_bytes}
     memories = [("memory", available_memory(), main)]
     if card is not None:

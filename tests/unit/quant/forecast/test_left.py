@@ -19,7 +19,7 @@ from exl2flow.core.stage import Pipeline
 from exl2flow.flows.local import run_locally
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import Need
-from exl2flow.quant.forecast.plan import Left, Plan
+from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import SHARED, check_disk, preflight
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
@@ -58,9 +58,9 @@ def config_of(folder: Path, **values: object) -> ConversionConfig:
 
 def disk_left(plan: Plan) -> int:
     """Return the disk space that a plan still needs: the least that `check_disk` accepts."""
-    kept = sum(need.kept_bytes for need in plan.left.needs.values())
-    passing = [need.passing_bytes for need in plan.left.needs.values()]
-    return plan.left.output_bytes + kept + max(passing, default=0)
+    kept = sum(need.kept_bytes + need.output_bytes for need in plan.left.values())
+    passing = [need.passing_bytes for need in plan.left.values()]
+    return kept + max(passing, default=0)
 
 
 def test_with_only_validation_left_a_full_disk_does_not_stop_the_conversion(
@@ -86,7 +86,7 @@ def test_after_quantizing_only_the_output_needs_disk(
 
     plan = preflight(config, STAGES)
 
-    assert plan.left.finished[-1] == "quantize"
+    assert plan.finished[-1] == "quantize"
     assert dict(plan.rows())["finished"].endswith("allocate, quantize")
     assert disk_left(plan) == plan.output_bytes < plan.work_bytes
     set_free(plan.output_bytes)
@@ -122,14 +122,14 @@ def test_valid_files_of_a_partial_stage_are_subtracted(
 
     plan = preflight(config, STAGES)
 
-    whole, left = plan.needs["quantize"], plan.left.needs["quantize"]
+    whole, left = plan.needs["quantize"], plan.left["quantize"]
     total = whole.kept_bytes + whole.passing_bytes
     assert states
     # of the saved states one file holds what a resume begins with
     assert left.kept_bytes + left.passing_bytes in (total - size, total - size + states[0])
     assert left.memory_bytes == whole.memory_bytes
     next(path for path in files if path.parent != folder).write_bytes(b"damaged")
-    damaged = preflight(config, STAGES).left.needs["quantize"]
+    damaged = preflight(config, STAGES).left["quantize"]
     assert damaged.kept_bytes + damaged.passing_bytes > left.kept_bytes + left.passing_bytes
 
 
@@ -137,11 +137,12 @@ def test_files_of_another_device_are_not_subtracted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     pipeline = interrupted_while_quantizing(config)
     plan = preflight(config, STAGES)
-    pipeline.device = "cuda"
+    manifest = pipeline.path("quantize") / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"'))
 
-    left = Left.after(pipeline, plan.needs, plan.output_bytes)
+    elsewhere = preflight(config, STAGES)
 
-    assert left.needs["quantize"] == plan.needs["quantize"] != plan.left.needs["quantize"]
+    assert elsewhere.left["quantize"] == plan.needs["quantize"] != plan.left["quantize"]
 
 
 def test_valid_files_in_the_output_are_subtracted(tmp_path: Path) -> None:
@@ -156,8 +157,9 @@ def test_valid_files_in_the_output_are_subtracted(tmp_path: Path) -> None:
     for path in config.out.glob("*.safetensors"):
         path.unlink()
 
-    assert plan.left.output_bytes == 0
-    assert preflight(config, STAGES).left.output_bytes > 0.5 * plan.output_bytes
+    assert plan.left["compile"].output_bytes == 0
+    left = preflight(config, STAGES).left["compile"]
+    assert left.output_bytes > 0.5 * plan.output_bytes
 
 
 def test_memory_has_to_suffice_for_unfinished_stages_only(
@@ -167,7 +169,7 @@ def test_memory_has_to_suffice_for_unfinished_stages_only(
     whole = preflight(config, STAGES)
     run_until(config, "measure")
     plan = preflight(config, STAGES)
-    least = max(need.memory_bytes for need in plan.left.needs.values())
+    least = max(need.memory_bytes for need in plan.left.values())
     assert least < max(need.memory_bytes for need in whole.needs.values())
     free = whole.memory_bytes - 1
     monkeypatch.setattr(preflight_module, "available_memory", lambda: free)
@@ -183,8 +185,7 @@ def test_measuring_needs_no_output(tmp_path: Path) -> None:
 
     plan = preflight(config, MEASURE_STAGES)
 
-    assert set(plan.left.needs) == {"tokenize", "sensitivity", "measure"}
-    assert plan.left.output_bytes == 0
+    assert set(plan.left) == {"tokenize", "sensitivity", "measure"}
     assert disk_left(preflight(config, STAGES)) > disk_left(plan)
 
 
@@ -198,8 +199,7 @@ def test_a_source_that_was_never_digested_is_not_read_for_a_plan(tmp_path: Path)
     plan = preflight(config, STAGES)
 
     assert snapshot(tmp_path) == before
-    assert plan.left.needs == plan.needs
-    assert plan.left.output_bytes == plan.output_bytes
+    assert plan.left == plan.needs
     assert "finished" not in dict(plan.rows())
 
 
@@ -210,9 +210,9 @@ def test_a_sweep_shares_what_does_not_depend_on_the_target(
     needs = {
         "measure": Need(kept_bytes=100, passing_bytes=7),
         "quantize": Need(kept_bytes=10, passing_bytes=1000),
+        "compile": Need(output_bytes=20),
     }
-    left = Left(needs=needs, output_bytes=20)
-    plan = replace(preflight(config), left=left)
+    plan = replace(preflight(config), left=needs)
     plans = [replace(plan, out=str(tmp_path / name)) for name in ("3bpw", "4bpw", "5bpw")]
 
     set_free(100 + 3 * (10 + 20) + 1000)
