@@ -14,7 +14,7 @@ from typing import overload
 import torch
 
 from exl2flow.core.memory import available_memory, free_memory
-from exl2flow.kernels import Threads, resolve_device
+from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
     Decoder,
     Embedding,
@@ -110,6 +110,8 @@ def load_model(
     check_layers(spec, tensors)
     packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
     sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
+    if packed:
+        get_ops(place).prepare()
     with Threads(THREADS[place.type], place) as threads:
         tokenizer = threads.begin(partial(Tokenizer.load, folder))
         decoder = _decoder(threads, sublayers, streamed=streamed, progress=progress)

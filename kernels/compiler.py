@@ -89,6 +89,12 @@ def function(file: str, name: str) -> cupy.RawKernel:
     return module(file, name if "<" in name else None).get_function(name)
 
 
+def build(file: str, name: str, device: int) -> None:
+    """Build a function for a device unless that is done; launches then find it."""
+    with cupy.cuda.Device(device):
+        _ = function(file, name).kernel
+
+
 def launch(
     file: str,
     name: str,

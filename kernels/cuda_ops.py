@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.background import own_stream
+from exl2flow.core.background import helpers, own_stream
 from exl2flow.kernels import cuda_cache, cuda_packed, cuda_products, cuda_steps
-from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, launch
+from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, build, launch
 from exl2flow.kernels.cuda_packed import panel_table
 from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
@@ -240,6 +240,10 @@ class CudaOps(TorchOps):
         grid = (_tiles(n), len(table))
         launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
         return matrix
+
+    def prepare(self) -> None:
+        """See `Ops.prepare`."""
+        helpers().submit(build, "product.cu", "product<1, false>", torch.cuda.current_device())
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: launches are recorded, because Python is slower than the device.

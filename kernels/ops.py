@@ -282,6 +282,10 @@ class Ops(CacheOps, Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Start to build the largest kernel for generation, which takes seconds, in a thread."""
+        ...
+
 
 _switching = threading.Lock()
 _blocks: dict[object, bool] = {}  # active `tensor_cores` blocks, after the setting before them

@@ -287,6 +287,9 @@ class TorchOps:
         for _ in range(times):
             work()
 
+    def prepare(self) -> None:
+        """See `Ops.prepare`: nothing is built here."""
+
 
 TORCH_OPS: Ops = TorchOps()
 

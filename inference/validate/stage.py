@@ -33,6 +33,7 @@ from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
 from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.inference.text import text_rows
+from exl2flow.kernels import get_ops
 from exl2flow.model import Tokenizer, resolve
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,8 @@ def validate(run: StageRun) -> None:
         row_tokens=min(options.row_tokens, resolve(config.source).max_positions),
     )
     calibration = _calibration_rows(run.inputs["tokenize"])
+    if options.sample_tokens:
+        get_ops(run.device).prepare()
     score, cross_check = _scores(run, held_out, calibration)
     run.stop_if_asked()
     sample = generate_sample(out, options, run.device) if options.sample_tokens else ""

@@ -81,7 +81,7 @@ def _within_bound(
     b = np.array([_row(o, f, width, o[f[0]]) for o, f in zip(bits, fronts, strict=True)])
     c = np.array([_row(o, f, width, math.inf) for o, f in zip(cost, fronts, strict=True)])
     slots = np.arange(len(fronts))
-    low, high = 0.0, float(np.ptp(c[np.isfinite(c)])) + 1e-300  # one bit is worth less than all
+    low, high = 0.0, float(np.ptp(c[np.isfinite(c)])) + 1e-300  # a bit is worth less
     for _ in range(PRICES):
         price = (low + high) / 2
         fits = b[slots, (c + price * b).argmin(axis=1)].sum() <= budget

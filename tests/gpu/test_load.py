@@ -10,6 +10,7 @@ from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.inference import load_model
+from exl2flow.kernels import get_ops
 from exl2flow.model import PackedLinear, QuantizedMatrix, TensorFiles, weights
 from exl2flow.model.exl2 import tensor_names
 from exl2flow.model.linear import moved
@@ -130,3 +131,12 @@ def test_a_plain_model_is_loaded(tmp_path: Path) -> None:
         for name, linear in there.linears.items():
             assert torch.equal(linear.weight.cpu(), here.linears[name].weight.half())
     assert torch.equal(on_card.embedding.weight.cpu(), on_cpu.embedding.weight.half())
+
+
+def test_a_kernel_that_is_being_built_is_launched_once_it_is_there(folder: Path) -> None:
+    get_ops(DEVICE).prepare()
+
+    model = load_model(folder, device=DEVICE)
+
+    with torch.inference_mode():
+        assert model.decoder.forward(IDS[:, :1].to(DEVICE)).isfinite().all()
