@@ -6,7 +6,6 @@ of a pool, and those of a cluster, whether it is started here or runs already.
 
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -140,9 +139,10 @@ def _demands(config: SweepConfig) -> AbstractContextManager[None]:
 
 
 def _end_with_the_flow() -> None:
-    """Have a process of a pool end when the flow's is killed; it would wait for work for ever."""
+    """End this process of a pool when the flow's is killed; it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    os.setpgrp()  # Ctrl-C on a terminal reaches the flow only, which passes it on once
 
     def watch() -> None:
         parent.join()
@@ -185,10 +185,10 @@ class Messenger:
         self._file = file
 
     def pass_on(self) -> None:
-        """Ask workers to stop; threads know, and Ctrl-C on a terminal has reached processes, too.
+        """Ask workers to stop; threads share the flow's request.
 
         Raises:
-            Interrupted: the workers do not listen; they are ended with their cluster.
+            Interrupted: the workers of a cluster do not listen; they end with it.
         """
         signum = self.stop.signum
         if signum is None or self._file.exists():
@@ -196,7 +196,7 @@ class Messenger:
         self._file.write_text(str(signum))
         if self._runner in ("dask", "ray"):
             raise Interrupted("stopped; everything finished is saved", signum=signum)
-        if self._runner == "processes" and signum == signal.SIGTERM:
+        if self._runner == "processes":
             owners = Slots.of_host("cuda").owners() | Slots.of_host("cpu").owners()
             for child in multiprocessing.active_children():
                 if child.pid in owners:  # others find the file before they begin
