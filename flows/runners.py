@@ -1,7 +1,7 @@
-"""Who makes the bitrates of a sweep: one of Prefect's task runners, by one option.
+"""Runs the bitrates of a sweep on one of Prefect's task runners, chosen by one option.
 
-Every process that is not that of the flow takes a free device of its host, see `core.slots`: those
-of a pool, and those of a cluster, whether it is started here or runs already.
+Every process other than the flow's, in a pool or in a cluster, takes a free device of its host; see
+`core.slots`.
 """
 
 import multiprocessing
@@ -29,25 +29,25 @@ from exl2flow.kernels import resolve_device
 from exl2flow.tasks.sweep import Share, make_bitrate
 
 ATTEMPTS = 3  # of a bitrate whose process died
-POLL_SECONDS = 0.2  # between looks for a signal
+POLL_SECONDS = 0.2  # between checks for a signal
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 AnyRunner = TaskRunner[Any]  # of any kind of future
 
 
 class ProcessDied(Exception):
-    """The process that made a bitrate ended without a word."""
+    """The process that made a bitrate ended without reporting an error."""
 
 
 def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
-    """Make all bitrates, several at a time if asked, and return those that failed, with why.
+    """Make all bitrates, several at a time if configured; return the errors of failed ones.
 
-    A bitrate whose process died is made again, from where it had come to; at last by itself, as a
+    A bitrate whose process died is resumed in another attempt, in the last one by itself, because a
     pool loses all its processes when one dies.
 
     Raises:
         ConfigError: no cluster answers.
-        Interrupted: a signal came, and the runner's workers cannot be asked to stop.
+        Interrupted: a signal arrived, and the workers of this runner cannot be asked to stop.
     """
     outcomes: dict[str, BaseException | None] = {}
     remaining = config.conversions()
@@ -63,7 +63,7 @@ def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]
 def _settings_exported() -> Iterator[None]:
     """Let processes and threads that start inside the block find the server of this run.
 
-    They do not inherit settings that hold in a context only; without them Prefect starts servers.
+    They do not inherit settings from a context; without these settings Prefect starts servers.
     """
     ours = QUIET | get_current_settings().to_environment_variables(exclude_unset=True)
     added = ours.keys() - os.environ.keys()
@@ -78,7 +78,7 @@ def _settings_exported() -> Iterator[None]:
 
 
 def _runner(config: SweepConfig, workers: int) -> AnyRunner:
-    """Return the runner; clusters that it starts listen to the loopback interface only."""
+    """Return the runner; clusters that it starts listen on the loopback interface only."""
     match config.runner:
         case "threads":
             return ThreadPoolTaskRunner(max_workers=workers)
@@ -129,7 +129,7 @@ def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
 
 
 def _demands(config: SweepConfig) -> AbstractContextManager[None]:
-    """Have Ray give every bitrate a GPU of its own."""
+    """Have Ray assign a GPU to every bitrate."""
     if config.runner != "ray" or resolve_device(config.device).type == "cpu":
         return nullcontext()
     from prefect_ray.context import remote_options
@@ -199,7 +199,7 @@ class Messenger:
         if self._runner == "processes":
             owners = Slots.of_host("cuda").owners() | Slots.of_host("cpu").owners()
             for child in multiprocessing.active_children():
-                if child.pid in owners:  # others find the file before they begin
+                if child.pid in owners:  # others see the file before they begin
                     with suppress(ProcessLookupError):
                         os.kill(child.pid, signum)
 
@@ -225,7 +225,7 @@ def _outcome(future: PrefectFuture[Any], messenger: Messenger) -> BaseException 
 
 
 def _lost(future: PrefectFuture[Any]) -> ProcessDied | None:
-    """Tell whether a Dask cluster gave a task up: to Prefect's future that is one under way."""
+    """Return an error if a Dask cluster gave up a task; Prefect's future shows it as pending."""
     wrapped = getattr(future, "wrapped_future", None)
     if getattr(wrapped, "status", "pending") not in ("error", "cancelled", "lost"):
         return None

@@ -21,11 +21,13 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events.actions import RunDeployment
 from prefect.events.schemas.automations import Automation
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect_runs import run_state
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.server.provision import core
+from exl2flow.flows.server.services import Home
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on
@@ -112,13 +114,25 @@ class LastingServer:
         found: dict[str, Any] = json.loads(self.call("status", "--json").stdout)
         return found
 
+    @property
+    def auth(self) -> str:
+        """User and password, as clients name them."""
+        return str(json.loads((self.home / "server.json").read_bytes())["auth"])
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Have Prefect in this process use the server."""
+        settings = {PREFECT_API_URL: self.api_url, PREFECT_API_AUTH_STRING: self.auth}
+        with temporary_settings(settings):
+            yield
+
     def client(self) -> SyncPrefectClient:
-        return SyncPrefectClient(api=self.api_url)
+        return SyncPrefectClient(api=self.api_url, auth_string=self.auth)
 
     def pid(self, service: str) -> int:
-        """Return the process id of a service."""
-        content = json.loads((self.home / "services.json").read_bytes())
-        return int(content[service]["pid"])
+        """Return the process id of a service, 0 while it does not run."""
+        found = Home(self.home).processes().get(service)
+        return found.pid if found else 0
 
     def flow_processes(self, service: str) -> list[int]:
         """Return the process ids of the flows that a worker runs."""

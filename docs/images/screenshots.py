@@ -14,7 +14,6 @@ from pathlib import Path
 from uuid import UUID
 
 from browser import Browser, browser, program
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_runs import artifacts, run_state
 from servers import FINAL, LastingServer, wait_for
 
@@ -36,7 +35,7 @@ def running_server(folder: Path) -> Iterator[LastingServer]:
     server = LastingServer(home=folder / "home", folder=folder)
     try:
         server.up()
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
+        with server.used():
             yield server
     finally:
         server.call("down")

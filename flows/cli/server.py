@@ -1,14 +1,11 @@
-"""`exl2flow server`: a Prefect server that stays, its workers, what it holds."""
+"""`exl2flow server`: a lasting Prefect server with its workers."""
 
-import ctypes
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import emit_json, say, show
@@ -16,10 +13,7 @@ from exl2flow.flows.cli.failures import FAILURE
 from exl2flow.flows.cli.tables import plan_table
 from exl2flow.flows.server.services import DATABASE_VARIABLE, HOME, Home, ServerSettings
 
-if TYPE_CHECKING:
-    from exl2flow.flows.server.lasting import Status
-
-app = typer.Typer(no_args_is_help=True, help="Start, end or look at a Prefect server with workers.")
+app = typer.Typer(no_args_is_help=True, help="Start, end or check a Prefect server with workers.")
 HomeOption = Annotated[
     Path,
     typer.Option(
@@ -72,7 +66,7 @@ def up(
     ] = None,
     folder: FolderOption = None,
 ) -> None:
-    """Start a Prefect server and a worker per GPU in the background; mend what is missing.
+    """Start a Prefect server and a worker per GPU in the background; create what is missing.
 
     Options that are not given are those of the last time.
     """
@@ -91,7 +85,9 @@ def up(
     lasting.up(place, settings, say=_whisper)
     say(
         f"the server is up: {settings.url}\n"
+        f"  {place.command('password')}   (what the browser asks for)\n"
         f"  export PREFECT_API_URL={settings.api_url}\n"
+        f"  export PREFECT_API_AUTH_STRING=$({place.command('password')})\n"
         "  prefect deployment run convert/convert   (or in the browser: Deployments)\n"
         f"  {place.command('status')}\n"
         f"  {place.command('down')}"
@@ -116,8 +112,11 @@ def _settings(before: ServerSettings | None, given: dict[str, Any]) -> ServerSet
     try:
         return ServerSettings.model_validate({**defaults, **chosen})
     except ValidationError as error:
-        problems = [f"`--{item['loc'][0]}`: {item['msg']}" for item in error.errors()]
-        raise ConfigError("; ".join(problems)) from error
+        problems = [
+            f"`--{item['loc'][0]}`: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors(include_input=False)
+        ]
+        raise ConfigError("; ".join(problems)) from None  # which has the database's password
 
 
 def _gpus(text: str) -> tuple[str, ...]:
@@ -125,35 +124,20 @@ def _gpus(text: str) -> tuple[str, ...]:
 
 
 def _checked(gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPUs; numbers that this machine lacks would have runs on the CPU, in silence.
+    """Return the GPUs; runs on a number that does not exist would silently use the CPU.
 
     Raises:
-        ConfigError: there are GPUs, but not these, or one is none of CUDA's names.
+        ConfigError: there are GPUs, but not these.
     """
-    there = _num_gpus()
-    lacking = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= there]
-    strange = [gpu for gpu in gpus if not (gpu.isdecimal() or gpu.startswith(("GPU-", "MIG-")))]
-    if strange or (there and lacking):
+    there = _all_gpus()
+    lacking = [g for g in gpus if g not in there and not g.startswith(("GPU-", "MIG-"))]
+    if lacking and there:
         raise ConfigError(
-            f"`--gpus`: there is no GPU `{(strange + lacking)[0]}`; take numbers from 0 to "
-            f"{max(there, 1) - 1}, or none"
+            f"`--gpus`: there is no GPU `{lacking[0]}`; take some of {', '.join(there)}, or none"
         )
     if lacking:
-        say(
-            f"no GPU is found here: worker of {', '.join(lacking)} will use the CPU", style="yellow"
-        )
+        say(f"no GPU found: the workers of {', '.join(lacking)} will use the CPU", style="yellow")
     return gpus
-
-
-def _num_gpus() -> int:
-    """Return how many GPUs NVIDIA's driver knows; torch would tell as well, but loads for long."""
-    count = ctypes.c_uint()
-    try:
-        driver = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    failed = driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    return 0 if failed else count.value
 
 
 def _all_gpus() -> tuple[str, ...]:
@@ -181,17 +165,28 @@ def apply(
     ],
     folder: FolderOption = None,
 ) -> None:
-    """Give a server that is run otherwise our work pool, deployments and automations."""
-    from exl2flow.flows.server.provision import Provision
+    """Create our work pool, deployments and automations on a server that is run otherwise.
 
+    Its password is read from PREFECT_API_AUTH_STRING.
+    """
     place = (folder or Path.cwd()).absolute()
     _check_folder(place)
     if not api.startswith(("http://", "https://")):
         raise ConfigError(f"`--api`: `{api}` is no address such as http://127.0.0.1:4200/api")
-    provision = Provision(api, place)
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    from exl2flow.flows.server.provision import Provision
+
+    provision = Provision(api, place, auth=PREFECT_API_AUTH_STRING.value())
     provision.wait(say=_whisper)
     provision.apply()
     say(f"applied to {api}")
+
+
+@app.command("password")
+def password(*, home: HomeOption = HOME) -> None:
+    """Print the password of the server, for the browser and PREFECT_API_AUTH_STRING."""
+    print(Home(home).started().auth)
 
 
 @app.command("down")
@@ -212,58 +207,26 @@ def status(
         bool, typer.Option("--json", help="Print one JSON object on stdout.")
     ] = False,
 ) -> None:
-    """Show processes, deployments and the last runs; exit code 0 if all is well, else 1."""
+    """Show the processes and what is missing; exit code 0 if all is well, else 1."""
     from exl2flow.flows.server import lasting
 
     place = Home(home)
     found = lasting.status(place)
     if as_json:
-        emit_json(found.to_json())
+        emit_json(found)
     else:
-        _print(found, place)
-    if found.problems:
+        _print(found)
+        if not found["healthy"]:
+            say(f"`{place.command('up')}` creates and starts what is missing")
+    if not found["healthy"]:
         raise typer.Exit(FAILURE)
 
 
-def _print(found: "Status", home: Home) -> None:
-    settings = found.settings
-    summary = [
-        ("server", settings.url),
-        ("database", settings.shown_database),
-        ("relative paths", str(settings.folder)),
-    ]
-    show(plan_table(summary))
-    table = _table("process", "state", "pid", "ended before", "log")
-    for name, process in found.processes.items():
-        state = "running" if process["running"] else "[red]not running[/red]"
-        row = (process["pid"] or "", process["exits"], process["log"])
-        table.add_row(name, state, *map(str, row))
-    show(table)
-    if found.deployments:
-        table = _table("deployment", "schedule")
-        for deployment in found.deployments:
-            table.add_row(str(deployment["name"]), _schedules(deployment["schedules"]))
-        show(table)
-    if found.runs:
-        table = _table("last runs", "state", "starts", "expected")
-        for run in found.runs:
-            table.add_row(*(str(run[key]) for key in ("name", "state", "starts", "expected")))
-        show(table)
-    for problem in found.problems:
+def _print(found: dict[str, Any]) -> None:
+    rows = [("server", found["url"]), ("database", found["database"])]
+    rows.append(("relative paths", found["folder"]))
+    for name, process in found["processes"].items():
+        rows.append((name, f"process {process['pid'] or '–'}, log {process['log']}"))
+    show(plan_table(rows))
+    for problem in found["problems"]:
         say(f"problem: {problem}", style="red")
-    if found.problems:
-        say(f"`{home.command('up')}` mends what is missing")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _schedules(schedules: Any) -> str:
-    return ", ".join(
-        f"{schedule['schedule']} ({'active' if schedule['active'] else 'inactive'})"
-        for schedule in schedules
-    )

@@ -1,7 +1,7 @@
 """The process of the temporary Prefect server; `temporary.py` starts it.
 
 Its standard input is a pipe from the process that started it. A byte asks it to finish; the end of
-the pipe means that the other process is gone, however that happened, and ends this one at once.
+the pipe means that the other process has ended, and ends this one at once.
 """
 
 import os
@@ -23,9 +23,9 @@ def _follow_parent(server: uvicorn.Server) -> None:
 
 
 def main() -> None:
-    """Serve Prefect's API and UI on a listening socket that was inherited.
+    """Serve Prefect's API and UI on an inherited listening socket.
 
-    Where all cores are at work, a thread that waits for this process keeps all others waiting.
+    If all cores are busy, a thread that waits for this process holds up all the others.
     """
     os.nice(NICENESS)
     config = uvicorn.Config(
@@ -37,7 +37,7 @@ def main() -> None:
     server = uvicorn.Server(config)
     threading.Thread(target=_follow_parent, args=(server,), daemon=True).start()
     server.run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
-    os._exit(0)  # all is stored; taking the interpreter down lasts 2 s and waits for the thread
+    os._exit(0)  # everything is stored; a normal exit takes 2 s and waits for the thread
 
 
 if __name__ == "__main__":

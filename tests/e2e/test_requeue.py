@@ -10,14 +10,15 @@ from conversions import small_config
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Submitting
 from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.flows.server.provision import REQUEUED, RETRIES
 from exl2flow.flows.server.services import POOL
+
+REQUEUED = "Requeued"
+RETRIES = 3
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[LastingServer]:
     server = LastingServer(home=tmp_path / "home", folder=tmp_path)
     try:
         server.up()
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
+        with server.used():
             yield server
     finally:
         server.call("down")

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from postgres import PASSWORD, cluster, programs
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from servers import LastingServer, long_conversion, manifest_of, wait_for_cursor
+from servers import LastingServer, free_port, long_conversion, manifest_of, wait_for_cursor
 
 from exl2flow.flows.server import lasting
 from exl2flow.flows.server.services import Home
@@ -39,6 +38,19 @@ def test_server_that_dies_is_told_with_the_end_of_its_log(server: LastingServer)
     assert server.processes() == []
 
 
+def test_database_that_does_not_answer_is_reported_without_its_password(
+    server: LastingServer,
+) -> None:
+    database = f"postgresql+asyncpg://me:secret@127.0.0.1:{free_port()}/x"
+
+    done = server.call("up", "--port", str(server.port), "--gpus", "none", "--database", database)
+
+    assert done.returncode == 1
+    assert "ConnectionRefusedError" in done.stderr
+    assert "secret" not in done.stderr
+    assert server.processes() == []
+
+
 def test_home_without_a_server_is_told(server: LastingServer) -> None:
     assert "no server was started in" in server.call("status").stderr
     assert "nothing ran" in server.call("down").stderr
@@ -50,7 +62,7 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
     if found is None:
         pytest.skip("PostgreSQL is not installed, and cannot be")
     config = long_conversion(server.folder)
-    with cluster(found) as url, temporary_settings({PREFECT_API_URL: server.api_url}):
+    with cluster(found) as url:
         try:
             server.up("--database", url)
             run = server.submit("convert/convert", config.model_dump(mode="json"))
@@ -59,7 +71,8 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
             assert manifest_of(config, "measure")["status"] == "partial"
             server.up()
 
-            assert server.wait(run) == "Completed"
+            with server.used():
+                assert server.wait(run) == "Completed"
             status = server.status()
         finally:
             server.call("down")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from servers import LastingServer, wait_for
 
-from exl2flow.flows.server.services import Home
+from exl2flow.flows.server.services import Home, is_alive
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def test_server_is_one_whoever_starts_it_and_whoever_is_killed(server: LastingSe
     try:
         with ThreadPoolExecutor() as pool:
             both = list(pool.map(lambda words: server.call(*words), (options, options)))
-        begun = Home(server.home).alive()
+        begun = Home(server.home).processes()
         os.kill(begun["supervisor"].pid, signal.SIGKILL)
-        wait_for(lambda: not begun["supervisor"].is_alive())
+        wait_for(lambda: not is_alive(begun["supervisor"]))
         other = server.call("up", "--gpus", "7")
         again = server.call("up")
-        adopted = Home(server.home).alive()
+        adopted = Home(server.home).processes()
         status = server.status()
     finally:
         server.call("down")

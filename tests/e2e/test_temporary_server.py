@@ -1,5 +1,6 @@
 """A conversion by command that starts and ends a Prefect server of its own."""
 
+import http.client
 import os
 import sqlite3
 import subprocess
@@ -9,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 from servers import MigratedDatabase
 from tiny import make_tiny
 
@@ -34,7 +36,7 @@ def convert(source: Path, out: Path, env: Mapping[str, str]) -> subprocess.Compl
 
 
 def servers(env: Mapping[str, str]) -> list[str]:
-    """Return the processes of temporary servers with this home."""
+    """Return the ids of the temporary servers with this home."""
     home = f"PREFECT_HOME={env['PREFECT_HOME']}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -74,13 +76,33 @@ def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path
     assert servers(env) == []
 
 
-def test_server_that_was_used_ends_well(
+def test_server_refuses_other_web_pages_and_ends_well(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", env["PREFECT_HOME"])
     server = TemporaryServer()
     server.wait()
+    wanted = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type,prefect-csrf-token",
+    }
+
+    assert status(server, "OPTIONS", Origin="https://example.test", **wanted) == 400
+    assert status(server, "OPTIONS", Origin=server.url, **wanted) == 200
+    assert status(server, "POST", Origin="https://example.test") == 403  # sent unasked
+    with SyncPrefectClient(api=f"{server.url}/api") as client:
+        assert client.create_flow_from_name("seen") is not None
 
     server.stop()
 
     assert server._process.returncode == 0
+
+
+def status(server: TemporaryServer, method: str, **headers: str) -> int:
+    """Return the status of a request for the API, as a browser sends it."""
+    connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"))
+    try:
+        connection.request(method, "/api/flows/", "{}" if method == "POST" else None, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()

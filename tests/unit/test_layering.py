@@ -36,6 +36,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
     "prefect_ray": ("flows/runners.py",),
+    "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/parquet.py", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),

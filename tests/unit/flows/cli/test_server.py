@@ -80,18 +80,6 @@ def test_url_of_a_database_that_prefect_cannot_use_is_refused(url: str, tmp_path
     assert "secret" not in said
 
 
-def test_database_that_does_not_answer_is_told_without_the_password(
-    free: int, tmp_path: Path
-) -> None:
-    url = f"postgresql+asyncpg://me:secret@127.0.0.1:{free}/x"
-
-    options = ("--home", tmp_path / "home", "--gpus", "none", "--database", url)
-    said = refusal("server", "up", *options, code=1)
-
-    assert said.startswith(f"error: the database does not answer at `127.0.0.1:{free}` (")
-    assert "secret" not in said
-
-
 def test_commands_that_are_printed_name_a_home_that_is_not_the_usual_one(tmp_path: Path) -> None:
     home = Home(tmp_path / "a home")
 
@@ -105,19 +93,20 @@ def test_commands_that_are_printed_name_a_home_that_is_not_the_usual_one(tmp_pat
     )
 
 
-def test_gpu_that_is_not_there_is_refused_or_told(
+def test_gpu_that_does_not_exist_is_refused_or_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "_num_gpus", lambda: 2)
-    assert server._checked(("0", "1", "GPU-8682b4be")) == ("0", "1", "GPU-8682b4be")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    for gpus in (("0", "3", "GPU-8682b4be"), ("3",)):
+        assert server._checked(gpus) == gpus
     for gpus in (("0", "2"), ("-1",), ("cuda",)):
-        with pytest.raises(server.ConfigError, match=f"there is no GPU `{gpus[-1]}`"):
+        with pytest.raises(server.ConfigError, match=f"there is no GPU `{gpus[-1]}`; take some"):
             server._checked(gpus)
     assert capsys.readouterr().err == ""
 
-    monkeypatch.setattr(server, "_num_gpus", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert server._checked(("5",)) == ("5",)
-    assert "worker of 5 will use the CPU" in capsys.readouterr().err
+    assert "the workers of 5 will use the CPU" in capsys.readouterr().err
 
 
 def receiver(port: int) -> subprocess.Popen[str]:
