@@ -89,6 +89,8 @@ def main() -> None:
             running_server(folder) as server,
             browser(chromium, server.api_url.removesuffix("/api")) as opened,
         ):
+            password = f"localStorage.setItem('prefect-password', btoa('{server.auth}'))"
+            opened.page.add_init_script(password)  # as the login page does
             photograph(server, Camera(opened))
 
 

@@ -164,8 +164,8 @@ class Home:
             environment = process.info["environ"] or {}
             if environment.get(HOME_VARIABLE) == str(self.path):
                 is_service = any(MODULES in word for word in process.info["cmdline"] or ())
-                name = environment[NAME_VARIABLE] if is_service else f"process {process.pid}"
-                found[name] = process
+                name = environment.get(NAME_VARIABLE) if is_service else None
+                found[name or f"process {process.pid}"] = process
         return found
 
     def start(self, settings: ServerSettings, service: str) -> psutil.Popen:

@@ -158,11 +158,11 @@ def refusal(client: SyncPrefectClient) -> str | None:
         return f"no Prefect API answers at `{client.api_url}` ({error}); start that server"
     try:
         client.hello()
-    except PrefectHTTPStatusError as error:
+    except PrefectHTTPStatusError as refused:
         return (
             f"the Prefect API at `{client.api_url}` refuses the password "
-            f"(HTTP {error.response.status_code}); set PREFECT_API_AUTH_STRING, which "
-            "`exl2flow server password` prints"
+            f"(HTTP {refused.response.status_code}); set PREFECT_API_AUTH_STRING "
+            "to what `exl2flow server password` prints"
         )
     return None
 
