@@ -64,6 +64,7 @@ def _settings_exported() -> Iterator[None]:
     """Let processes and threads that start inside the block find the server of this run.
 
     They do not inherit settings from a context; without these settings Prefect starts servers.
+    Upstream: https://github.com/PrefectHQ/prefect/issues/12966
     """
     ours = QUIET | get_current_settings().to_environment_variables(exclude_unset=True)
     added = ours.keys() - os.environ.keys()
@@ -102,6 +103,7 @@ def _dask(config: SweepConfig, workers: int) -> AnyRunner:
 
 
 def _ray(config: SweepConfig, workers: int) -> AnyRunner:
+    """Return Ray's runner; no public argument says where a cluster listens (ray issue 1677)."""
     from prefect_ray import RayTaskRunner
 
     own = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}

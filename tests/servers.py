@@ -1,4 +1,4 @@
-"""A lasting server in a folder of its own, with what tests do to it."""
+"""A lasting server in its own folder, and helpers for tests that use it."""
 
 import json
 import os
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 300.0
 API_PAUSE_SECONDS = 0.5
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # Prefect's services look around every 5 to 60 s: nothing but waiting for tests.
+    # Prefect's services poll every 5 to 60 s; tests would only wait.
     "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.5",
     "PREFECT_WORKER_QUERY_SECONDS": "1",
@@ -43,13 +43,13 @@ ENVIRONMENT = {
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody uses now."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], object], *, pause: float = 0.1) -> None:
-    """Return when the condition holds; pause: seconds between looks, more where they cost more."""
+    """Return when the condition holds; pause: seconds between checks, longer if they are costly."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -58,12 +58,12 @@ def wait_for(condition: Callable[[], object], *, pause: float = 0.1) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MigratedDatabase:
-    """A copy of the first server's SQLite file, which creating takes longest of its start."""
+    """A copy of the first server's SQLite file; creating it is the slowest part of a start."""
 
     path: Path
 
     def give(self, prefect_home: Path) -> None:
-        """Let a server that has yet to start find the database, if there is one."""
+        """Copy the database, if there is one, to a server that has not started yet."""
         if self.path.exists():
             prefect_home.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.path, prefect_home / self.path.name)
@@ -80,7 +80,7 @@ class MigratedDatabase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastingServer:
-    """folder: where relative paths of runs start; env: what server and workers find besides."""
+    """folder: where relative paths of runs start; env: more environment of server and workers."""
 
     home: Path
     folder: Path
@@ -92,7 +92,7 @@ class LastingServer:
         return f"http://127.0.0.1:{self.port}/api"
 
     def call(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `exl2flow server …` for this home, to its end; no token is passed on."""
+        """Run `exl2flow server …` for this home, to its end, without the user's Hub token."""
         own = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
         return subprocess.run(
             [*PROGRAM, "server", *words, "--home", str(self.home)],
@@ -103,7 +103,7 @@ class LastingServer:
         )
 
     def up(self, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Bring the server up with one worker."""
+        """Start the server with one worker."""
         options = ("--port", str(self.port), "--gpus", "none", *options)
         done = self.call("up", *options, **env)
         assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ class LastingServer:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have Prefect in this process use the server."""
+        """Make Prefect in this process use the server."""
         settings = {PREFECT_API_URL: self.api_url, PREFECT_API_AUTH_STRING: self.auth}
         with temporary_settings(settings):
             yield
@@ -145,7 +145,7 @@ class LastingServer:
             os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """Return the processes that have to do with this home."""
+        """Return the processes that mention this home."""
         own = str(self.home).encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -169,7 +169,7 @@ class LastingServer:
     def schedule(
         self, deployment: str, schedule: IntervalSchedule, config: dict[str, Any]
     ) -> Iterator[None]:
-        """Switch the only schedule of a deployment on, with other times and parameters."""
+        """Switch on the only schedule of a deployment, with other times and parameters."""
         with self.client() as client:
             found = client.read_deployment_by_name(deployment)
             [before] = found.schedules
@@ -226,5 +226,5 @@ def manifest_of(config: ConversionConfig, stage: str) -> dict[str, Any]:
 
 
 def wait_for_cursor(config: ConversionConfig, stage: str, cursor: int) -> None:
-    """Return when a stage has come that far."""
+    """Return when a stage has reached the cursor."""
     wait_for(lambda: manifest_of(config, stage).get("cursor", 0) >= cursor)

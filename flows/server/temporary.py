@@ -3,7 +3,7 @@
 Prefect can start a temporary server itself, but stops it before the last events are stored and
 leaves a traceback. This one finishes first, listens on the loopback interface only,
 contacts nobody, and refuses requests from other web pages. `EventsWorker.drain_all` has no public
-equivalent.
+equivalent; upstream: https://github.com/PrefectHQ/prefect/issues/15999
 """
 
 import http.client

@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[LastingServer]:
 
 
 def wait_for_begin(server: LastingServer, seconds: float) -> None:
-    """Have runs go back to the queue that do not begin within this time."""
+    """Send runs back to the queue if they do not begin within this time."""
     with server.client() as client:
         [automation] = [a for a in client.read_automations() if "back to the queue" in a.name]
         trigger = automation.trigger
@@ -66,7 +66,7 @@ def test_runs_that_did_not_begin_go_back_to_the_queue_a_few_times(server: Lastin
 
     pause_pool(server, paused=True)
     never = submit(server, "never")
-    wait_for_begin(server, 10)  # the least that Prefect allows
+    wait_for_begin(server, 10)  # the shortest time that Prefect allows
     for _ in range(RETRIES + 1):
         with server.client() as client:
             client.set_flow_run_state(never, Submitting())  # as a worker does that is killed then

@@ -1,4 +1,4 @@
-"""A lasting server with a real worker: what starts runs, what survives kills, down and up."""
+"""A lasting server with a real worker: access, starts of runs, kills, down and up."""
 
 import base64
 import http.client
@@ -101,7 +101,7 @@ def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -
 
 
 def make_old(client: SyncPrefectClient, automation: Automation) -> None:
-    """Have a rule be that of an older version, and switched off."""
+    """Replace a rule by one of an older version that is switched off."""
     then = core(automation)
     assert isinstance(then.trigger, EventTrigger)
     then.trigger.match = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.none"})

@@ -16,7 +16,7 @@ def server(tmp_path: Path) -> LastingServer:
     return LastingServer(home=tmp_path / "home", folder=tmp_path)
 
 
-def test_taken_port_is_told(server: LastingServer) -> None:
+def test_taken_port_is_reported(server: LastingServer) -> None:
     with socket.create_server(("127.0.0.1", server.port)):
         done = server.call("up", "--port", str(server.port), "--gpus", "none")
 
@@ -26,7 +26,7 @@ def test_taken_port_is_told(server: LastingServer) -> None:
     assert server.processes() == []
 
 
-def test_server_that_dies_is_told_with_the_end_of_its_log(server: LastingServer) -> None:
+def test_server_that_dies_is_reported_with_the_end_of_its_log(server: LastingServer) -> None:
     missing = server.folder / "missing" / "home.db"
     database = f"sqlite+aiosqlite:///{missing}?mode=ro"
 
@@ -51,7 +51,7 @@ def test_database_that_does_not_answer_is_reported_without_its_password(
     assert server.processes() == []
 
 
-def test_home_without_a_server_is_told(server: LastingServer) -> None:
+def test_home_without_a_server_is_reported(server: LastingServer) -> None:
     assert "no server was started in" in server.call("status").stderr
     assert "nothing ran" in server.call("down").stderr
 

@@ -1,4 +1,4 @@
-"""What can go wrong around a lasting server: two commands at once, lost supervisors, strangers."""
+"""Faults around a lasting server: two commands at once, a killed supervisor, a taken port."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stranger(server: LastingServer) -> Iterator[HTTPServer]:
-    """Another program at the server's port, which answers as if it were well."""
+    """Another program at the server's port that answers like a healthy server."""
     with HTTPServer(("127.0.0.1", server.port), Healthy) as found:
         thread = threading.Thread(target=found.serve_forever)
         thread.start()

@@ -86,5 +86,5 @@ def test_each_gpu_has_one_run_at_a_time_and_its_processes_use_that_gpu_only(
             ((found.start_time, found.end_time) for found in map(client.read_flow_run, runs)),
             key=lambda times: str(times[0]),
         )
-    assert second[0] < first[1]  # type: ignore[operator]  # they have run
+    assert second[0] < first[1]  # type: ignore[operator]  # both have run
     assert third[0] >= min(first[1], second[1])  # type: ignore[operator, type-var]

@@ -51,6 +51,7 @@ def servers(env: Mapping[str, str]) -> list[str]:
 def test_run_and_its_events_are_stored_before_the_server_ends(
     env: Mapping[str, str], tmp_path: Path
 ) -> None:
+    """The events are sent by `EventsWorker.drain_all`, log lines by `APILogWorker.drain_all`."""
     done = convert(make_tiny("llama", tmp_path / "source"), tmp_path / "out", env)
 
     assert done.returncode == 0, done.stderr
@@ -62,8 +63,10 @@ def test_run_and_its_events_are_stored_before_the_server_ends(
         (ends,) = database.execute(
             "select count(*) from events where event = 'prefect.flow-run.Completed'"
         ).fetchone()
+        (lines,) = database.execute("select count(*) from log").fetchone()
     assert states == [("COMPLETED",)]
     assert ends == 1
+    assert lines > 0
 
 
 def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path: Path) -> None:
