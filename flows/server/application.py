@@ -1,4 +1,7 @@
-"""The application of our servers: Prefect's own, with SQLite transactions that wait.
+"""The application of our servers: Prefect's own, with two changes.
+
+Browsers let every web page open a WebSocket, whatever the CORS settings, and Prefect's carry events
+and log lines: those of other pages are refused.
 
 Prefect begins most transactions as readers. SQLite refuses a reader that writes after another
 transaction has written (`database is locked`), whatever the timeout; after four refusals Prefect
@@ -9,11 +12,17 @@ writer waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/1893
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import set_database_config
-from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
+)
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class PatientSqlite(AioSqliteConfiguration):
@@ -28,6 +37,23 @@ class PatientSqlite(AioSqliteConfiguration):
             yield transaction
 
 
+class OwnPages:
+    """Middleware that refuses WebSockets of web pages that CORS would refuse."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.origins = PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(",")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection; one that does not come from a browser has no origin."""
+        headers = Headers(scope=scope) if scope["type"] == "websocket" else {}
+        origin = headers.get("origin")
+        if origin is None or origin in self.origins or urlsplit(origin).netloc == headers.get("host"):
+            await self.app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
 def create_app() -> Any:
     """Return the ASGI application; called once in a process that serves it."""
     url = PREFECT_API_DATABASE_CONNECTION_URL.value()
@@ -35,4 +61,6 @@ def create_app() -> Any:
         set_database_config(PatientSqlite(connection_url=url))
     from prefect.server.api import server
 
-    return server.create_app()
+    app = server.create_app()
+    app.add_middleware(OwnPages)
+    return app

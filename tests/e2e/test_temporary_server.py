@@ -13,6 +13,9 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from servers import MigratedDatabase
 from tiny import make_tiny
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from exl2flow.flows.server.temporary import TemporaryServer
 
@@ -93,6 +96,11 @@ def test_server_refuses_other_web_pages_and_ends_well(
     assert status(server, "OPTIONS", Origin="https://example.test", **wanted) == 400
     assert status(server, "OPTIONS", Origin=server.url, **wanted) == 200
     assert status(server, "POST", Origin="https://example.test") == 403  # sent unasked
+    socket = f"ws://{server.url[7:]}/api/events/in"
+    connect(socket).close()
+    connect(socket, origin=Origin(server.url)).close()
+    with pytest.raises(InvalidStatus, match="HTTP 403"):
+        connect(socket, origin=Origin("https://example.test"))
     with SyncPrefectClient(api=f"{server.url}/api") as client:
         assert client.create_flow_from_name("seen") is not None
 

@@ -49,6 +49,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("tasks/",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),
+    "starlette": ("flows/server/application.py",),
     "yaml": ("flows/server/provision.py",),
     "sqlalchemy": ("flows/server/",),
 }
