@@ -47,8 +47,8 @@ class OwnPages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; one that does not come from a browser has no origin."""
         headers = Headers(scope=scope) if scope["type"] == "websocket" else {}
-        origin = headers.get("origin")
-        if origin is None or origin in self.origins or urlsplit(origin).netloc == headers.get("host"):
+        origin, host = headers.get("origin"), headers.get("host")
+        if origin is None or origin in self.origins or urlsplit(origin).netloc == host:
             await self.app(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
