@@ -26,7 +26,7 @@ from prefect_runs import run_state
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.flows.server.provision import core
+from exl2flow.flows.server.lasting import core
 from exl2flow.flows.server.services import Home
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
@@ -109,10 +109,9 @@ class LastingServer:
         assert done.returncode == 0, done.stderr
         return done
 
-    def status(self) -> dict[str, Any]:
-        """Return what `status --json` prints."""
-        found: dict[str, Any] = json.loads(self.call("status", "--json").stdout)
-        return found
+    def is_healthy(self) -> bool:
+        """Return whether `status` finds nothing missing."""
+        return self.call("status").returncode == 0
 
     @property
     def auth(self) -> str:

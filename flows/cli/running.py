@@ -20,12 +20,12 @@ ONLY_PUBLISHING = "all is converted, but not published; the same command does on
 def flow_server(*, wanted: bool) -> Iterator["Api | None"]:
     """Give the Prefect server for flows; a temporary one starts while the caller imports and plans.
 
-    The console log of flows would repeat the progress that commands show.
+    The console log of flows would repeat the progress and the errors that commands show.
     """
     if not wanted:
         yield None
         return
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     from exl2flow.flows.server.temporary import api
 
     with api() as server:

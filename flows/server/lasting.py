@@ -1,10 +1,36 @@
-"""Starts a lasting Prefect server with its workers, ends it, and checks it."""
+"""Starts a lasting Prefect server; gives it its work pool, deployments and automations.
 
-from collections.abc import Callable
+Deployments and automations are files in Prefect's own form, `prefect.yaml` (a link to the root of
+the repository) and `automations.yaml`. What a user changed on the server is kept.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+from uuid import UUID
+
+import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.events.schemas.automations import Automation, AutomationCore
+from prefect.exceptions import ObjectAlreadyExists
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    get_current_settings,
+    temporary_settings,
+)
+from prefect.workers import ProcessWorker
 
 from exl2flow.core.errors import ServerFailed
-from exl2flow.flows.server.provision import Provision
 from exl2flow.flows.server.services import (
     POOL,
     SERVER,
@@ -12,18 +38,14 @@ from exl2flow.flows.server.services import (
     Home,
     ServerSettings,
     answers,
-    is_alive,
     listen,
     wait_until,
 )
+from exl2flow.flows.server.temporary import refusal
 
 START_SECONDS = 180.0  # the first start creates the database
-
-
-def provision(home: Home, settings: ServerSettings) -> Provision:
-    """Return what applies and checks the deployments of a lasting server."""
-    mark = home.path / "deployed"
-    return Provision(settings.api_url, settings.folder, auth=settings.auth, mark=mark)
+DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
+RULES = Path(__file__).with_name("automations.yaml")
 
 
 def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> None:
@@ -33,92 +55,177 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
         ServerFailed: it runs with other settings, the port is taken, or the server ends.
     """
     with home.busy(say):
-        running = home.processes()
-        if running:
-            _refuse_other_settings(home, settings)
-        if not running.keys() & {SERVER, SUPERVISOR}:
+        if SUPERVISOR not in home.processes():
+            home.end_all()  # what a killed supervisor left behind
             listen(settings.host, settings.port).close()
-        home.save_settings(settings)
-        if SUPERVISOR in running:
-            wait_until(lambda: answers(settings), START_SECONDS)
+            home.save_settings(settings)
+            say(f"starting the server in the background; its logs are in `{home.logs}`")
+            home.start(settings, SUPERVISOR)
+        elif (running := home.settings()).model_copy(update={"auth": settings.auth}) != settings:
+            raise ServerFailed(
+                f"the server of `{home.path}` runs with other options; end it with "
+                f"`{home.command('down')}` first, or repeat the options that it was started with"
+            )
         else:
-            say(f"starting the server in the background; its logs are in `{home.path / 'logs'}`")
-            _start(home, settings)
+            settings = running  # of two that start at once, the other has made the password
+
+        def is_decided() -> bool:
+            return answers(settings.url) or SUPERVISOR not in home.processes()
+
+        if not (wait_until(is_decided, START_SECONDS) and answers(settings.url)):
+            raise ServerFailed(
+                f"the Prefect server ended, or did not answer within {START_SECONDS:.0f} s; the "
+                f"last lines of its log in `{home.logs}`:\n{home.log_end(SERVER)}"
+            )
         say("applying work pool, deployments and automations")
-        provision(home, settings).apply()
+        with _client_of(settings):
+            apply(settings.folder)
         workers = settings.workers.keys()
         if not wait_until(lambda: home.processes().keys() >= workers, START_SECONDS):
-            log = home.reason(next(iter(workers)))
-            raise ServerFailed(f"a worker does not keep running; the end of its log:\n{log}")
+            end = home.log_end(next(iter(workers)))
+            raise ServerFailed(f"a worker does not keep running; the end of its log:\n{end}")
 
 
-def _start(home: Home, settings: ServerSettings) -> None:
-    """Start the supervisor, and return when the server answers.
-
-    Raises:
-        ServerFailed: the server ended, or took too long; the message has the end of its log.
-    """
-    supervisor = home.start(settings, SUPERVISOR)
-    answered = wait_until(lambda: not is_alive(supervisor) or answers(settings), START_SECONDS)
-    if answered and is_alive(supervisor):
-        return
-    home.end_all()
-    what = "ended" if answered else f"does not answer after {START_SECONDS:.0f} s"
-    raise ServerFailed(
-        f"the Prefect server {what}; its log, `{home.log(SERVER)}`, says:\n{home.reason(SERVER)}"
+def _client_of(settings: ServerSettings) -> AbstractContextManager[object]:
+    """Make Prefect in this process use the server for a block."""
+    return temporary_settings(
+        {PREFECT_API_URL: settings.api_url, PREFECT_API_AUTH_STRING: settings.auth}
     )
 
 
-def _refuse_other_settings(home: Home, settings: ServerSettings) -> None:
-    running = home.settings()
-    if running is not None and running != settings:
-        fields = ServerSettings.model_fields
-        changed = [f for f in fields if getattr(running, f) != getattr(settings, f)]
+def problems(home: Home, settings: ServerSettings) -> list[str]:
+    """Return what does not run and what is missing, in words."""
+    running = home.processes()
+    expected = (SUPERVISOR, SERVER, *settings.workers)
+    found = [f"{name} does not run" for name in expected if name not in running]
+    if not answers(settings.url):
+        return [*found, f"no server answers at {settings.url}"]
+    with _client_of(settings):
+        return found + [f"missing: `{name}`" for name in missing()]
+
+
+def deployment_names() -> list[str]:
+    """Return the names of all deployments, as in `convert/nightly` the part after the slash."""
+    content: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
+    return [deployment["name"] for deployment in content["deployments"]]
+
+
+def automations() -> list[AutomationCore]:
+    """Return the rules that keep runs going; the description ends with a digest of the rule."""
+    found = []
+    for rule in yaml.safe_load(RULES.read_text(encoding="utf-8")):
+        digest = hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:8]
+        rule["description"] += f" (rule {digest})"
+        found.append(AutomationCore.model_validate(rule))
+    return found
+
+
+def missing() -> list[str]:
+    """Return the names of deployments and automations that the server in use lacks."""
+    with get_client(sync_client=True) as client:
+        there = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
+    wanted = [*deployment_names(), *(rule.name for rule in automations())]
+    return [name for name in wanted if name not in there]
+
+
+def apply(folder: Path) -> None:
+    """Create what the server in use lacks; renew what a newer version of this package changed.
+
+    Args:
+        folder: where relative paths of deployments start.
+
+    Raises:
+        ServerFailed: the server does not answer, refuses the password, or `prefect deploy` failed.
+    """
+    digest = hashlib.sha256(DEPLOYMENTS.read_bytes() + str(folder).encode()).hexdigest()[:12]
+    current = f"{version('exl2flow')}-{digest}"
+    with get_client(sync_client=True) as client:
+        if (reason := refusal(client)) is not None:
+            raise ServerFailed(f"{reason}, or correct PREFECT_API_URL")
+        _create_pool(client)
+        _renew_automations(client)
+        before, triggers = _ours(client), client.read_automations()
+        if {d.name for d in before if d.version == current}.issuperset(deployment_names()):
+            return
+        _deploy(folder)
+        _restore(client, {deployment.id: deployment for deployment in before}, current)
+        _restore_triggers(client, triggers)
+
+
+def _deploy(folder: Path) -> None:
+    words = [sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    used = get_current_settings().to_environment_variables(exclude_unset=True)
+    done = subprocess.run(
+        [*words, "--prefect-file", str(DEPLOYMENTS)],
+        cwd=folder,
+        env={**os.environ, **used, "PWD": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        lines = (done.stdout + done.stderr).strip().splitlines()
         raise ServerFailed(
-            f"the server of `{home.path}` runs with another {' and '.join(changed)}; end it with "
-            f"`{home.command('down')}` first, or repeat the options that it was started with"
+            f"`prefect deploy` failed for `{DEPLOYMENTS}`: {' '.join(lines[-3:])}; correct "
+            "the file and repeat the command"
         )
 
 
-def down(home: Home, *, say: Callable[[str], None]) -> list[str]:
-    """End workers, then the server, and return the names of the processes that ran.
+def _restore(
+    client: SyncPrefectClient, before: dict[UUID, DeploymentResponse], current: str
+) -> None:
+    """Restore the parameters and schedules that were set in the UI, and set the version."""
+    for now in _ours(client):
+        then = before.get(now.id, now)
+        kept = DeploymentUpdate(parameters=then.parameters, version=current)
+        client.update_deployment(now.id, kept)
+        schedules = {schedule.slug: schedule for schedule in then.schedules}
+        for schedule in now.schedules:
+            if schedule.slug and (was := schedules.get(schedule.slug)) is not None:
+                changes = was.model_dump(include={"active", "parameters"})
+                client.update_deployment_schedule(
+                    now.id, schedule.id, schedule=was.schedule, **changes
+                )
 
-    Raises:
-        ServerFailed: a process cannot be ended.
-    """
-    if not home.path.exists():
-        return []
-    with home.busy(say):
-        return home.end_all()
+
+def _create_pool(client: SyncPrefectClient) -> None:
+    pool = WorkPoolCreate(
+        name=POOL,
+        type="process",
+        base_job_template=ProcessWorker.get_default_base_job_template(),
+        description="one worker per GPU, one run at a time on each",
+    )
+    with suppress(ObjectAlreadyExists):
+        client.create_work_pool(pool)
 
 
-def status(home: Home) -> dict[str, Any]:
-    """Return what runs and which `problems` there are, as JSON content without passwords.
+def _renew_automations(client: SyncPrefectClient) -> None:
+    """Create missing rules; replace those of another version, but leave off what is off."""
+    there = {automation.name: automation for automation in client.read_automations()}
+    for rule in automations():
+        before = there.get(rule.name)
+        if before is None:
+            client.create_automation(rule)
+        elif before.description != rule.description:
+            rule.enabled = before.enabled
+            client.update_automation(before.id, rule)
 
-    Raises:
-        ServerFailed: no server was ever started in this home.
-    """
-    settings = home.started()
-    running = home.processes()
-    expected = [SUPERVISOR, SERVER, *settings.workers]
-    problems = [f"{name} does not run" for name in expected if name not in running]
-    if answers(settings):
-        problems += [f"missing: {lack}" for lack in provision(home, settings).missing()]
-    else:
-        problems.append(f"no server answers at {settings.url}")
-    return {
-        "healthy": not problems,
-        "problems": problems,
-        "url": settings.url,
-        "api_url": settings.api_url,
-        "database": settings.shown_database,
-        "pool": POOL,
-        "folder": str(settings.folder),
-        "processes": {
-            name: {
-                "pid": running[name].pid if name in running else None,
-                "log": str(home.log(name)),
-            }
-            for name in expected
-        },
-    }
+
+def _ours(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """Return the deployments of our pool."""
+    return [d for d in client.read_deployments(limit=200) if d.work_pool_name == POOL]
+
+
+def _restore_triggers(client: SyncPrefectClient, before: Sequence[Automation]) -> None:
+    """Restore the triggers of deployments: their parameters, and whether they are enabled."""
+    known = {automation.name: automation for automation in before}
+    for now in client.read_automations():
+        then = known.get(now.name)
+        if then is not None and then.id != now.id:  # deploying creates triggers anew
+            kept = now.model_copy(update={"enabled": then.enabled, "actions": then.actions})
+            client.update_automation(now.id, core(kept))
+
+
+def core(automation: Automation) -> AutomationCore:
+    """Return the part of an automation that can be set."""
+    shown = automation.model_dump(exclude={"id", "owner_resource"})
+    return AutomationCore.model_validate(shown)

@@ -6,48 +6,36 @@ contacts nobody, and refuses requests from other web pages. `EventsWorker.drain_
 equivalent; upstream: https://github.com/PrefectHQ/prefect/issues/15999
 """
 
-import http.client
-import logging
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.logging.configuration import ensure_logging_setup
-from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from exl2flow.core.errors import ServerFailed
-from exl2flow.flows.server.services import MODULES, health
-from exl2flow.flows.server.temporary_process import FINISH
+from exl2flow.flows.server.services import MODULES, QUIET_ENVIRONMENT, answers
 
 HOST = "127.0.0.1"
 START_SECONDS = 180.0  # the first start creates the database: about 20 s on two cores
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0  # to store what was received
-QUIET_LOGGERS = (
-    "exl2flow",
-    "prefect.flow_runs",
-    "prefect.task_runs",
-    APILogWorker.__name__,
-    EventsWorker.__name__,
-)
 # Services for deployments, pauses, cancellations and limits, which only a lasting server needs.
 IDLE_SERVICES = (
     *("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "CANCELLATION_CLEANUP"),
     *("PAUSE_EXPIRATIONS", "REPOSSESSOR", "CLEANUP_RECONCILER"),
 )
 SERVER_SETTINGS = {
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    **QUIET_ENVIRONMENT,
     # Browsers send some requests of other web pages without asking for permission first.
     "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
     **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in IDLE_SERVICES},
@@ -84,65 +72,52 @@ class TemporaryServer:
         Raises:
             ServerFailed: with the end of the server's output.
         """
-        status = health(self.url, START_SECONDS)
-        if status != http.client.OK:
+        self._answers = answers(self.url, START_SECONDS)
+        if not self._answers:
             self._log.seek(0)
             lines = self._log.read().decode(errors="replace").strip().splitlines()
             raise ServerFailed(
-                f"the temporary Prefect server did not start ({status}): "
-                f"{lines[-1] if lines else 'no output'}; "
-                "set PREFECT_API_URL to a running server, or pass --no-prefect"
+                f"the temporary Prefect server did not start: {''.join(lines[-1:]) or 'no output'}"
+                "; set PREFECT_API_URL to a running server, or pass --no-prefect"
             )
-        self._answers = True
 
     def stop(self) -> None:
         """End the server; one that was used stores what it received first."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        with suppress(OSError, subprocess.TimeoutExpired):  # it may have ended already
+        with self._log, self._process:  # which closes the pipe and waits for the process
             if self._answers:
-                stdin.write(FINISH)
-                stdin.flush()
-                self._process.wait(timeout=STOP_SECONDS)
-        with suppress(OSError):
-            stdin.close()
-        self._process.wait()
-        self._log.close()
+                self._process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=STOP_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
 class Api:
-    """The API that a flow reports to; call `wait` before the flow starts."""
+    """The API that a flow reports to; call `wait` before the flow starts.
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._server: TemporaryServer | None = None
-        self.url = PREFECT_API_URL.value()
-        if self.url is None:
-            self._server = TemporaryServer()
-            stack.callback(self._server.stop)
-            self.url = f"{self._server.url}/api"
+    url: as in PREFECT_API_URL; server: the temporary one that was started, if any.
+    """
+
+    url: str
+    server: TemporaryServer | None = None
 
     @property
     def is_temporary(self) -> bool:
         """Return whether the server was started here."""
-        return self._server is not None
+        return self.server is not None
 
     @property
     def ui_url(self) -> str:
         """Address for a browser."""
-        return str(self.url).removesuffix("/api")
+        return self.url.removesuffix("/api")
 
     def wait(self) -> None:
-        """Return when the API answers, and make Prefect use it until the block ends.
+        """Return when the API answers.
 
         Raises:
             ServerFailed: the configured API cannot be used, or no temporary one could start.
         """
-        self._stack.enter_context(_quiet_console())
-        if self._server is not None:
-            self._server.wait()
-            self._stack.enter_context(temporary_settings({PREFECT_API_URL: self.url}))
-            self._stack.callback(flush)
+        if self.server is not None:
+            self.server.wait()
             return
         with get_client(sync_client=True) as client:
             reason = refusal(client)
@@ -169,34 +144,19 @@ def refusal(client: SyncPrefectClient) -> str | None:
 
 @contextmanager
 def api() -> Iterator[Api]:
-    """Provide a Prefect API for the block: the configured one, or a temporary server.
+    """Make Prefect use an API for the block: the configured one, or a temporary server.
 
-    The server starts in the background; call `wait` on the result before running a flow. From then
-    on, log lines of runs go to the API only; the caller shows progress and errors.
+    The server starts in the background; call `wait` on the result before running a flow.
     """
-    with ExitStack() as stack:
-        yield Api(stack)
-
-
-@contextmanager
-def _quiet_console() -> Iterator[None]:
-    ensure_logging_setup()
-    handlers = [h for h in logging.getLogger().handlers if isinstance(h, PrefectConsoleHandler)]
-    for handler in handlers:
-        handler.addFilter(_concerns_the_console)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_concerns_the_console)
-
-
-def _concerns_the_console(record: logging.LogRecord) -> bool:
-    """Accept warnings, but none from a run (its errors have tracebacks) or from flushing."""
-    return record.levelno >= logging.WARNING and not record.name.startswith(QUIET_LOGGERS)
-
-
-def flush() -> None:
-    """Send the log lines and events that Prefect still queues."""
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=FLUSH_SECONDS)
+    if (configured := PREFECT_API_URL.value()) is not None:
+        yield Api(configured)
+        return
+    server = TemporaryServer()
+    url = f"{server.url}/api"
+    with temporary_settings({PREFECT_API_URL: url}):
+        try:
+            yield Api(url, server)
+        finally:
+            for worker in (APILogWorker, EventsWorker):  # what Prefect still queues
+                worker.drain_all(timeout=FLUSH_SECONDS)
+            server.stop()

@@ -20,11 +20,6 @@ async def submit_others(worker: ProcessWorker, flow_run_response: list[Any]) -> 
     return await _submit(worker, others)
 
 
-def main() -> None:
-    """Run `prefect` with the arguments of this process, which include `--limit`."""
-    ProcessWorker._submit_scheduled_flow_runs = submit_others  # type: ignore[assignment]
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    ProcessWorker._submit_scheduled_flow_runs = submit_others  # type: ignore[assignment]
+    app()  # with the arguments of this process, which include `--limit`

@@ -33,11 +33,10 @@ from websockets.sync.client import connect
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.local import run_locally
-from exl2flow.flows.server import lasting
-from exl2flow.flows.server.provision import core
-from exl2flow.flows.server.services import Home
+from exl2flow.flows.server.lasting import core
 
 CREATE = "/deployments/filter"
+SERVICES = {"supervisor", "server", "worker"}
 
 
 def ask(server: LastingServer, method: str, path: str, **headers: str) -> tuple[int, str]:
@@ -75,9 +74,10 @@ def test_only_who_has_the_password_may_ask_the_api_and_no_other_web_page(
         pass
     assert (server.home / "server.json").stat().st_mode & 0o777 == 0o600
     assert server.call("password").stdout == f"{server.auth}\n"
-    assert server.auth not in str(server.status())
-    words = [*PROGRAM, "server", "apply", "--api", server.api_url]
-    env = {**os.environ, "PREFECT_API_AUTH_STRING": "me:wrong"}
+    assert server.auth not in str(server.call("status"))
+    words = [*PROGRAM, "server", "apply"]
+    given = {"PREFECT_API_URL": server.api_url, "PREFECT_API_AUTH_STRING": "me:wrong"}
+    env = {**os.environ, **given}
     refused = subprocess.run(words, env=env, cwd=server.folder, capture_output=True, text=True)
     assert refused.returncode == 1
     assert "refuses the password (HTTP 401); set PREFECT_API_AUTH_STRING" in refused.stderr
@@ -134,9 +134,9 @@ def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
         client.update_automation(old.id, current)
 
     assert broken.returncode == 1
-    assert "missing: deployment `validate`" in broken.stderr
-    assert f"missing: automation `{automation.name}`" in broken.stderr
-    assert server.status()["healthy"]
+    assert "missing: `validate`" in broken.stderr
+    assert f"missing: `{automation.name}`" in broken.stderr
+    assert server.is_healthy()
     assert schedule.active
     assert schedule.schedule == yearly
     assert schedule.parameters == {"config": config}
@@ -149,9 +149,10 @@ def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer, tmp_pa
     run = server.submit("convert/convert", parameters(config))
     wait_for_cursor(config, "measure", 2)
     try:
-        ended = lasting.down(Home(server.home), say=print)
+        done = server.call("down")
 
-        assert set(ended) == {"supervisor", "server", "worker"}
+        assert done.returncode == 0, done.stderr
+        assert set(done.stderr.strip().removeprefix("ended: ").split(", ")) == SERVICES
         assert server.processes() == []
         assert killed_in_the_middle(config, "measure")
         assert server.call("status").returncode == 1

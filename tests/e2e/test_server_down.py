@@ -7,8 +7,7 @@ import pytest
 from postgres import PASSWORD, cluster, programs
 from servers import LastingServer, free_port, long_conversion, manifest_of, wait_for_cursor
 
-from exl2flow.flows.server import lasting
-from exl2flow.flows.server.services import Home
+from exl2flow.flows.server.services import DATABASE_VARIABLE
 
 
 @pytest.fixture
@@ -30,7 +29,8 @@ def test_server_that_dies_is_reported_with_the_end_of_its_log(server: LastingSer
     missing = server.folder / "missing" / "home.db"
     database = f"sqlite+aiosqlite:///{missing}?mode=ro"
 
-    done = server.call("up", "--port", str(server.port), "--gpus", "none", "--database", database)
+    options = ("--port", str(server.port), "--gpus", "none")
+    done = server.call("up", *options, **{DATABASE_VARIABLE: database})
 
     assert done.returncode == 1
     assert "the Prefect server ended" in done.stderr
@@ -43,7 +43,8 @@ def test_database_that_does_not_answer_is_reported_without_its_password(
 ) -> None:
     database = f"postgresql+asyncpg://me:secret@127.0.0.1:{free_port()}/x"
 
-    done = server.call("up", "--port", str(server.port), "--gpus", "none", "--database", database)
+    options = ("--port", str(server.port), "--gpus", "none")
+    done = server.call("up", *options, **{DATABASE_VARIABLE: database})
 
     assert done.returncode == 1
     assert "ConnectionRefusedError" in done.stderr
@@ -64,20 +65,19 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
     config = long_conversion(server.folder)
     with cluster(found) as url:
         try:
-            server.up("--database", url)
+            server.up(**{DATABASE_VARIABLE: url})
             run = server.submit("convert/convert", config.model_dump(mode="json"))
             wait_for_cursor(config, "measure", 2)
-            lasting.down(Home(server.home), say=print)
+            server.call("down")
             assert manifest_of(config, "measure")["status"] == "partial"
             server.up()
 
             with server.used():
                 assert server.wait(run) == "Completed"
-            status = server.status()
+            status = server.call("status")
         finally:
             server.call("down")
 
-    assert status["healthy"]
-    assert status["database"].startswith("postgresql+asyncpg://127.0.0.1:")
+    assert status.returncode == 0, status.stderr
     assert PASSWORD not in str(status)
     assert not (server.home / "prefect" / "prefect.db").exists()

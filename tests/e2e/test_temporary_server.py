@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def test_server_refuses_other_web_pages_and_ends_well(
 
     server.stop()
 
-    assert server._process.returncode == 0
+    assert server._process.returncode == -signal.SIGTERM
 
 
 def status(server: TemporaryServer, method: str, **headers: str) -> int:

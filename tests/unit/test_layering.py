@@ -50,7 +50,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),
     "starlette": ("flows/server/application.py",),
-    "yaml": ("flows/server/provision.py",),
+    "yaml": ("flows/server/lasting.py",),
     "sqlalchemy": ("flows/server/",),
 }
 LAZY_IMPORTS = ("flows/", "kernels/backend.py")  # may import inside functions

@@ -20,7 +20,6 @@ from exl2flow.flows.server.services import (
     ServerSettings,
     command,
     environment,
-    is_alive,
 )
 
 
@@ -55,27 +54,11 @@ def test_second_command_waits_until_the_first_has_finished(home: Home) -> None:
     assert said == ["waiting for another `exl2flow server up` or `down`"]
 
 
-def test_second_command_gives_up_in_the_end(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "BUSY_SECONDS", 0.0)
-
-    with home.busy(print), pytest.raises(ServerFailed, match="has been at work in"):
-        home.busy(print).__enter__()
-
-
-def test_home_of_another_user_is_refused(home: Home) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a folder away")
-    os.chown(home.path, 12345, -1)
-
-    with pytest.raises(ServerFailed, match="belongs to the user with number 12345"):
-        home.busy(print).__enter__()
-
-
 def test_home_that_cannot_exist_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     home = Home(tmp_path / "file" / "home")
 
-    with pytest.raises(ServerFailed, match="Not a directory"):
+    with pytest.raises(ServerFailed, match="damaged or not yours"):
         home.settings()
     with pytest.raises(ServerFailed, match="Not a directory"):
         home.busy(print).__enter__()
@@ -122,14 +105,13 @@ def test_processes_are_found_by_their_environment(
     older.kill()
     run.kill()
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
-    assert not is_alive(found[f"process {run.pid}"])
     assert home.processes().keys() == {"worker"}
 
 
 def test_processes_that_ignore_sigterm_are_killed(
     home: Home, sleeper: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "WORKER_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(services, "STOP_SECONDS", 0.2)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input()"
     ignoring = sleeper("worker-gpu0", f"{MODULES}worker", stubborn)
     server = sleeper("server", f"{MODULES}application")
@@ -179,20 +161,46 @@ def test_services_share_the_password_and_pages_of_others_are_refused(
     assert chosen == "https://mine.test"
 
 
-def test_reason_is_the_last_exception_of_a_log_or_else_its_end(home: Home) -> None:
-    file = home.log("server")
-    assert home.reason("server") == "(nothing)"
-    file.write_text("first\nerror: second\n")
-    assert home.reason("server") == "first\nerror: second"
-    file.write_text(
-        "ValueError: earlier\n    raise\nasyncpg.exceptions.InvalidPasswordError: no such user\n"
-        "(Background on this error)\n\nERROR | uvicorn.error - Application startup failed.\n"
-    )
-    assert home.reason("server") == "asyncpg.exceptions.InvalidPasswordError: no such user"
+def test_end_of_a_log_is_its_last_lines(home: Home) -> None:
+    assert home.log_end("server") == "(nothing)"
+    (home.logs / "server.log").write_text("\n".join(map(str, range(100))))
+    assert home.log_end("server").splitlines() == [str(line) for line in range(85, 100)]
 
 
-def test_database_is_shown_without_its_password(home: Home) -> None:
-    for password in ("secret", "sec#ret", "sec/ret"):
-        url = f"postgresql+asyncpg://me:{password}@host:5432/name?ssl=require"
-        shown = ServerSettings(folder=home.path, database=url).shown_database
-        assert shown == "postgresql+asyncpg://host:5432/name"
+@pytest.fixture
+def started(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The services that a supervisor starts; each of them ends at once."""
+    names: list[str] = []
+
+    def start(home: Home, settings: ServerSettings, name: str) -> subprocess.Popen[bytes]:
+        names.append(name)
+        process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(Home, "start", start)
+    monkeypatch.setattr(services, "LOOK_SECONDS", 0.0)
+    home.save_settings(ServerSettings(folder=home.path, port=1))
+    return names
+
+
+def test_server_that_ends_before_it_answers_ends_the_supervisor(
+    home: Home, started: list[str]
+) -> None:
+    services.supervise(home)
+
+    assert started == ["server"]
+
+
+@pytest.mark.parametrize(("pause", "starts"), [(10.0, 1), (0.0, 3)])
+def test_services_that_keep_ending_are_restarted_after_a_pause(
+    home: Home, started: list[str], monkeypatch: pytest.MonkeyPatch, pause: float, starts: int
+) -> None:
+    looks = iter((True, True, True))  # the server has answered, and the next look ends the test
+    monkeypatch.setattr(services, "answers", lambda url: next(looks))
+    monkeypatch.setattr(services, "PAUSE_SECONDS", pause)
+
+    with pytest.raises(StopIteration):
+        services.supervise(home)
+
+    assert started == ["server", "worker"] * starts

@@ -7,8 +7,8 @@ import yaml
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 
-from exl2flow.flows.server import provision
-from exl2flow.flows.server.provision import RULES, automations
+from exl2flow.flows.server import lasting
+from exl2flow.flows.server.lasting import RULES, automations
 from exl2flow.flows.server.services import HEARTBEAT_SECONDS
 
 PREFIX = "prefect.flow-run."
@@ -56,7 +56,7 @@ def test_description_tells_a_changed_rule_from_that_of_another_version(
     content[0]["trigger"]["within"] = 120
     changed = tmp_path / "automations.yaml"
     changed.write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(provision, "RULES", changed)
+    monkeypatch.setattr(lasting, "RULES", changed)
 
     now = [rule.description for rule in automations()]
 
