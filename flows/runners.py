@@ -1,12 +1,11 @@
-"""Who makes the bitrates of a sweep: one of Prefect's task runners, by one option.
+"""Runs the bitrates of a sweep on one of Prefect's task runners, chosen by one option.
 
-Every process that is not that of the flow takes a free device of its host, see `core.slots`: those
-of a pool, and those of a cluster, whether it is started here or runs already.
+Every process other than the flow's, in a pool or in a cluster, takes a free device of its host; see
+`core.slots`.
 """
 
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -31,25 +30,25 @@ from exl2flow.kernels import resolve_device
 from exl2flow.tasks.sweep import Share, make_bitrate
 
 ATTEMPTS = 3  # of a bitrate whose process died
-POLL_SECONDS = 0.2  # between looks for a signal
+POLL_SECONDS = 0.2  # between checks for a signal
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 AnyRunner = TaskRunner[Any]  # of any kind of future
 
 
 class ProcessDied(Exception):
-    """The process that made a bitrate ended without a word."""
+    """The process that made a bitrate ended without reporting an error."""
 
 
 def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
-    """Make all bitrates, several at a time if asked, and return those that failed, with why.
+    """Make all bitrates, several at a time if configured; return the errors of failed ones.
 
-    A bitrate whose process died is made again, from where it had come to; at last by itself, as a
+    A bitrate whose process died is resumed in another attempt, in the last one by itself, because a
     pool loses all its processes when one dies.
 
     Raises:
         ConfigError: no cluster answers.
-        Interrupted: a signal came, and the runner's workers cannot be asked to stop.
+        Interrupted: a signal arrived, and the workers of this runner cannot be asked to stop.
     """
     outcomes: dict[str, BaseException | None] = {}
     remaining = config.conversions()
@@ -65,7 +64,8 @@ def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]
 def _settings_exported() -> Iterator[None]:
     """Let processes and threads that start inside the block find the server of this run.
 
-    They do not inherit settings that hold in a context only; without them Prefect starts servers.
+    They do not inherit settings from a context; without these settings Prefect starts servers.
+    Upstream: https://github.com/PrefectHQ/prefect/issues/12966
     """
     ours = QUIET | get_current_settings().to_environment_variables(exclude_unset=True)
     added = ours.keys() - os.environ.keys()
@@ -80,7 +80,7 @@ def _settings_exported() -> Iterator[None]:
 
 
 def _runner(config: SweepConfig, workers: int) -> AnyRunner:
-    """Return the runner; clusters that it starts listen to the loopback interface only."""
+    """Return the runner; clusters that it starts listen on the loopback interface only."""
     match config.runner:
         case "threads":
             return ThreadPoolTaskRunner(max_workers=workers)
@@ -104,6 +104,7 @@ def _dask(config: SweepConfig, workers: int) -> AnyRunner:
 
 
 def _ray(config: SweepConfig, workers: int) -> AnyRunner:
+    """Return Ray's runner; no public argument says where a cluster listens (ray issue 1677)."""
     from prefect_ray import RayTaskRunner
 
     own = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
@@ -131,7 +132,7 @@ def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
 
 
 def _demands(config: SweepConfig) -> AbstractContextManager[None]:
-    """Have Ray give every bitrate a GPU of its own."""
+    """Have Ray assign a GPU to every bitrate."""
     if config.runner != "ray" or resolve_device(config.device).type == "cpu":
         return nullcontext()
     from prefect_ray.context import remote_options
@@ -141,9 +142,10 @@ def _demands(config: SweepConfig) -> AbstractContextManager[None]:
 
 
 def _end_with_the_flow() -> None:
-    """Have a process of a pool end when the flow's is killed; it would wait for work for ever."""
+    """End this process of a pool when the flow's is killed; it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    os.setpgrp()  # Ctrl-C on a terminal reaches the flow only, which passes it on once
 
     def watch() -> None:
         parent.join()
@@ -186,10 +188,10 @@ class Messenger:
         self._file = file
 
     def pass_on(self) -> None:
-        """Ask workers to stop; threads know, and Ctrl-C on a terminal has reached processes, too.
+        """Ask workers to stop; threads share the flow's request.
 
         Raises:
-            Interrupted: the workers do not listen; they are ended with their cluster.
+            Interrupted: the workers of a cluster do not listen; they end with it.
         """
         signum = self.stop.signum
         if signum is None or self._file.exists():
@@ -197,10 +199,10 @@ class Messenger:
         write_text(self._file, str(signum))
         if self._runner in ("dask", "ray"):
             raise Interrupted("stopped; everything finished is saved", signum=signum)
-        if self._runner == "processes" and signum == signal.SIGTERM:
+        if self._runner == "processes":
             owners = Slots.of_host("cuda").owners() | Slots.of_host("cpu").owners()
             for child in multiprocessing.active_children():
-                if child.pid in owners:  # others find the file before they begin
+                if child.pid in owners:  # others see the file before they begin
                     with suppress(ProcessLookupError):
                         os.kill(child.pid, signum)
 
@@ -226,7 +228,7 @@ def _outcome(future: PrefectFuture[Any], messenger: Messenger) -> BaseException 
 
 
 def _lost(future: PrefectFuture[Any]) -> ProcessDied | None:
-    """Tell whether a Dask cluster gave a task up: to Prefect's future that is one under way."""
+    """Return an error if a Dask cluster gave up a task; Prefect's future shows it as pending."""
     wrapped = getattr(future, "wrapped_future", None)
     if getattr(wrapped, "status", "pending") not in ("error", "cancelled", "lost"):
         return None

@@ -32,14 +32,14 @@ class _Ref(BaseModel):
 
 
 class _Message(BaseModel):
-    """What of the Hub's message counts; it has more fields."""
+    """The fields of the Hub's message that are used here; it has more."""
 
     event: _Event
     repo: _Repo
     updatedRefs: tuple[_Ref, ...] = ()
 
     def revision(self) -> Revision | None:
-        """Return the new head of a model's main branch, None if the message is about another."""
+        """Return the new head of a model's main branch, None for any other message."""
         is_push = self.event.action == "update" and self.event.scope.startswith("repo.content")
         heads = [ref.newSha for ref in self.updatedRefs if ref.ref == MAIN and ref.newSha]
         if not (is_push and self.repo.type == "model" and heads):
@@ -48,7 +48,7 @@ class _Message(BaseModel):
 
 
 def receiver(secret: str) -> FastAPI:
-    """Return the application, which answers `POST /` and asks for this secret."""
+    """Return the application, which answers `POST /` and requires this secret."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.post("/")
@@ -56,7 +56,7 @@ def receiver(secret: str) -> FastAPI:
         request: Request, x_webhook_secret: Annotated[str, Header()] = ""
     ) -> dict[str, str]:
         if not hmac.compare_digest(x_webhook_secret.encode(), secret.encode()):
-            raise HTTPException(UNAUTHORIZED, "X-Webhook-Secret is not the one agreed on")
+            raise HTTPException(UNAUTHORIZED, "X-Webhook-Secret is wrong")
         try:
             message = _Message.model_validate_json(await request.body())
         except ValidationError as error:
@@ -64,7 +64,9 @@ def receiver(secret: str) -> FastAPI:
             raise HTTPException(BAD_REQUEST, f"not a message of the Hub: {fields}") from error
         revision = message.revision()
         if revision is None:
-            raise HTTPException(BAD_REQUEST, "only pushes to the main branch of models count")
+            raise HTTPException(
+                BAD_REQUEST, "only pushes to the main branch of a model are accepted"
+            )
         await run_in_threadpool(announce, [revision])
         return {"repo_id": revision.repo_id, "revision": revision.revision}
 
@@ -72,5 +74,5 @@ def receiver(secret: str) -> FastAPI:
 
 
 def serve(listener: socket.socket, secret: str) -> None:
-    """Receive until the process is asked to end."""
+    """Receive until a signal ends the process."""
     uvicorn.Server(uvicorn.Config(receiver(secret), log_level="info")).run([listener])

@@ -1,4 +1,4 @@
-"""A lasting server in a folder of its own, with what tests do to it."""
+"""A lasting server in its own folder, and helpers for tests that use it."""
 
 import json
 import os
@@ -21,11 +21,13 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events.actions import RunDeployment
 from prefect.events.schemas.automations import Automation
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect_runs import run_state
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
-from exl2flow.flows.server.provision import core
+from exl2flow.flows.server.lasting import core
+from exl2flow.flows.server.services import Home
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on
@@ -33,7 +35,7 @@ PATIENCE_SECONDS = 300.0
 API_PAUSE_SECONDS = 0.5
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # Prefect's services look around every 5 to 60 s: nothing but waiting for tests.
+    # Prefect's services poll every 5 to 60 s; tests would only wait.
     "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.5",
     "PREFECT_WORKER_QUERY_SECONDS": "1",
@@ -41,13 +43,13 @@ ENVIRONMENT = {
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody uses now."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], object], *, pause: float = 0.1) -> None:
-    """Return when the condition holds; pause: seconds between looks, more where they cost more."""
+    """Return when the condition holds; pause: seconds between checks, longer if they are costly."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -56,12 +58,12 @@ def wait_for(condition: Callable[[], object], *, pause: float = 0.1) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MigratedDatabase:
-    """A copy of the first server's SQLite file, which creating takes longest of its start."""
+    """A copy of the first server's SQLite file; creating it is the slowest part of a start."""
 
     path: Path
 
     def give(self, prefect_home: Path) -> None:
-        """Let a server that has yet to start find the database, if there is one."""
+        """Copy the database, if there is one, to a server that has not started yet."""
         if self.path.exists():
             prefect_home.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.path, prefect_home / self.path.name)
@@ -78,7 +80,7 @@ class MigratedDatabase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastingServer:
-    """folder: where relative paths of runs start; env: what server and workers find besides."""
+    """folder: where relative paths of runs start; env: more environment of server and workers."""
 
     home: Path
     folder: Path
@@ -90,7 +92,7 @@ class LastingServer:
         return f"http://127.0.0.1:{self.port}/api"
 
     def call(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `exl2flow server …` for this home, to its end; no token is passed on."""
+        """Run `exl2flow server …` for this home, to its end, without the user's Hub token."""
         own = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
         return subprocess.run(
             [*PROGRAM, "server", *words, "--home", str(self.home)],
@@ -101,24 +103,35 @@ class LastingServer:
         )
 
     def up(self, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Bring the server up with one worker."""
+        """Start the server with one worker."""
         options = ("--port", str(self.port), "--gpus", "none", *options)
         done = self.call("up", *options, **env)
         assert done.returncode == 0, done.stderr
         return done
 
-    def status(self) -> dict[str, Any]:
-        """Return what `status --json` prints."""
-        found: dict[str, Any] = json.loads(self.call("status", "--json").stdout)
-        return found
+    def is_healthy(self) -> bool:
+        """Return whether `status` finds nothing missing."""
+        return self.call("status").returncode == 0
+
+    @property
+    def auth(self) -> str:
+        """User and password, as clients name them."""
+        return str(json.loads((self.home / "server.json").read_bytes())["auth"])
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Make Prefect in this process use the server."""
+        settings = {PREFECT_API_URL: self.api_url, PREFECT_API_AUTH_STRING: self.auth}
+        with temporary_settings(settings):
+            yield
 
     def client(self) -> SyncPrefectClient:
-        return SyncPrefectClient(api=self.api_url)
+        return SyncPrefectClient(api=self.api_url, auth_string=self.auth)
 
     def pid(self, service: str) -> int:
-        """Return the process id of a service."""
-        content = json.loads((self.home / "services.json").read_bytes())
-        return int(content[service]["pid"])
+        """Return the process id of a service, 0 while it does not run."""
+        found = Home(self.home).processes().get(service)
+        return found.pid if found else 0
 
     def flow_processes(self, service: str) -> list[int]:
         """Return the process ids of the flows that a worker runs."""
@@ -131,7 +144,7 @@ class LastingServer:
             os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """Return the processes that have to do with this home."""
+        """Return the processes that mention this home."""
         own = str(self.home).encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -155,7 +168,7 @@ class LastingServer:
     def schedule(
         self, deployment: str, schedule: IntervalSchedule, config: dict[str, Any]
     ) -> Iterator[None]:
-        """Switch the only schedule of a deployment on, with other times and parameters."""
+        """Switch on the only schedule of a deployment, with other times and parameters."""
         with self.client() as client:
             found = client.read_deployment_by_name(deployment)
             [before] = found.schedules
@@ -212,5 +225,5 @@ def manifest_of(config: ConversionConfig, stage: str) -> dict[str, Any]:
 
 
 def wait_for_cursor(config: ConversionConfig, stage: str, cursor: int) -> None:
-    """Return when a stage has come that far."""
+    """Return when a stage has reached the cursor."""
     wait_for(lambda: manifest_of(config, stage).get("cursor", 0) >= cursor)

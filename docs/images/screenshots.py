@@ -14,7 +14,6 @@ from pathlib import Path
 from uuid import UUID
 
 from browser import Browser, browser, program
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_runs import artifacts, run_state
 from servers import FINAL, LastingServer, wait_for
 
@@ -36,7 +35,7 @@ def running_server(folder: Path) -> Iterator[LastingServer]:
     server = LastingServer(home=folder / "home", folder=folder)
     try:
         server.up()
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
+        with server.used():
             yield server
     finally:
         server.call("down")
@@ -90,6 +89,8 @@ def main() -> None:
             running_server(folder) as server,
             browser(chromium, server.api_url.removesuffix("/api")) as opened,
         ):
+            password = f"localStorage.setItem('prefect-password', btoa('{server.auth}'))"
+            opened.page.add_init_script(password)  # as the login page does
             photograph(server, Camera(opened))
 
 

@@ -30,7 +30,7 @@ def flow_server(*, wanted: bool) -> Iterator["Api | None"]:
     if not wanted:
         yield None
         return
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     from exl2flow.flows.server.temporary import api
 
     with api() as server:

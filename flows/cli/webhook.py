@@ -23,13 +23,13 @@ def webhook(
 ) -> None:
     """Receive webhooks of the Hugging Face Hub, and emit an event for each new revision.
 
-    The secret that was given to the Hub is read from EXL2FLOW_WEBHOOK_SECRET, the address of the
-    Prefect server from PREFECT_API_URL.
+    The environment has the secret that you gave to the Hub, EXL2FLOW_WEBHOOK_SECRET, and address
+    and password of the Prefect server, PREFECT_API_URL and PREFECT_API_AUTH_STRING.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if not secret:
         raise ConfigError(
-            f"{SECRET_VARIABLE} is not set; set it to the secret that the webhook has on the Hub"
+            f"{SECRET_VARIABLE} is not set; set it to the secret of the webhook on the Hub"
         )
     if not os.environ.get("PREFECT_API_URL"):
         raise ConfigError(
@@ -40,5 +40,5 @@ def webhook(
 
     with listen(host, port) as listener:
         say(f"receiving on http://{host}:{port}/")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the program's own speaks of finished work
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ours prints a message about finished work
         serve(listener, secret)

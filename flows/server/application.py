@@ -1,25 +1,28 @@
-"""The application of our servers: Prefect's own, whose SQLite is waited for and which rests more.
+"""The application of our servers: Prefect's own, with two changes.
 
-Prefect begins most transactions as readers. One that writes after somebody else has written is
-refused at once (`database is locked`), whatever the timeout; after four such refusals an event is
-dropped, and with it what an automation should have done. One that begins as a writer waits.
+Browsers let every web page open a WebSocket, whatever the CORS settings, and Prefect's carry events
+and log lines: those of other pages are refused.
 
-Prefect's worker for work of its own looks for some twice in a quarter of a second; what is regular
-in that work is due every 5 s or less often. An idle server took 1.8 % of a core for it.
+Prefect begins most transactions as readers. SQLite refuses a reader that writes after another
+transaction has written (`database is locked`), whatever the timeout; after four refusals Prefect
+drops an event, and with it what an automation should have done. A transaction that begins as a
+writer waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
 """
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from datetime import timedelta
-from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import set_database_config
-from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
+)
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
-
-LOOK_AGAIN = timedelta(seconds=2)
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class PatientSqlite(AioSqliteConfiguration):
@@ -34,15 +37,30 @@ class PatientSqlite(AioSqliteConfiguration):
             yield transaction
 
 
+class OwnPages:
+    """Middleware that refuses WebSockets of web pages that CORS would refuse."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.origins = PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(",")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection; one that does not come from a browser has no origin."""
+        headers = Headers(scope=scope) if scope["type"] == "websocket" else {}
+        origin, host = headers.get("origin"), headers.get("host")
+        if origin is None or origin in self.origins or urlsplit(origin).netloc == host:
+            await self.app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
 def create_app() -> Any:
     """Return the ASGI application; called once in a process that serves it."""
     url = PREFECT_API_DATABASE_CONNECTION_URL.value()
     if url is not None and url.startswith("sqlite"):
         set_database_config(PatientSqlite(connection_url=url))
-    from prefect.server.api import background_workers, server
+    from prefect.server.api import server
 
-    worker = background_workers.Worker  # type: ignore[attr-defined]  # it is imported there
-    background_workers.Worker = partial(  # type: ignore[assignment,attr-defined]
-        worker, minimum_check_interval=LOOK_AGAIN, scheduling_resolution=LOOK_AGAIN
-    )
-    return server.create_app()
+    app = server.create_app()
+    app.add_middleware(OwnPages)
+    return app

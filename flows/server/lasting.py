@@ -1,261 +1,231 @@
-"""A lasting Prefect server with workers: brought up, brought down, looked at."""
+"""Starts a lasting Prefect server; gives it its work pool, deployments and automations.
 
-import socket
+Deployments and automations are files in Prefect's own form, `prefect.yaml` (a link to the root of
+the repository) and `automations.yaml`. What a user changed on the server is kept.
+"""
+
+import hashlib
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import UUID
 
-from prefect.client.schemas.sorting import FlowRunSort
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
+import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.events.schemas.automations import Automation, AutomationCore
+from prefect.exceptions import ObjectAlreadyExists
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    get_current_settings,
+    temporary_settings,
+)
+from prefect.workers import ProcessWorker
 
-from exl2flow.core.errors import ConfigError, ServerFailed
-from exl2flow.flows.server.provision import Provision, ours
+from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server.services import (
-    DATABASE_VARIABLE,
     POOL,
     SERVER,
     SUPERVISOR,
     Home,
-    Process,
     ServerSettings,
     answers,
-    end,
     listen,
     wait_until,
 )
+from exl2flow.flows.server.temporary import refusal
 
 START_SECONDS = 180.0  # the first start creates the database
-DATABASE_SECONDS = 10.0
-POSTGRESQL_PORT = 5432
-DATABASES = {  # driver → form of its URL
-    "postgresql+asyncpg": "postgresql+asyncpg://user:password@host:5432/name",
-    "sqlite+aiosqlite": "sqlite+aiosqlite:////path/of/file.db",
-}
-STOP_SECONDS = 90.0  # workers get 30 s to end their runs, the server 10 s
-LAST_RUNS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """What there is; `problems` is empty when all is well."""
-
-    settings: ServerSettings
-    problems: tuple[str, ...]
-    processes: dict[str, dict[str, object]]
-    deployments: tuple[dict[str, object], ...] = ()
-    runs: tuple[dict[str, object], ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as JSON content."""
-        return {
-            "healthy": not self.problems,
-            "problems": list(self.problems),
-            "url": self.settings.url,
-            "api_url": self.settings.api_url,
-            "database": self.settings.shown_database,
-            "pool": POOL,
-            "folder": str(self.settings.folder),
-            "processes": self.processes,
-            "deployments": list(self.deployments),
-            "runs": list(self.runs),
-        }
+DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
+RULES = Path(__file__).with_name("automations.yaml")
 
 
 def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> None:
-    """Start what does not run, create what is missing, and return when all of it is there.
+    """Start what does not run, create what is missing, and return when everything is ready.
 
     Raises:
         ServerFailed: it runs with other settings, the port is taken, or the server ends.
     """
     with home.busy(say):
-        alive = home.alive()
-        if alive:
-            _refuse_other_settings(home, settings)
-        if not alive.keys() & {SERVER, SUPERVISOR}:
+        if SUPERVISOR not in home.processes():
+            home.end_all()  # what a killed supervisor left behind
             listen(settings.host, settings.port).close()
-            if settings.database is not None:
-                check_database(settings.database)
-        home.save_settings(settings)
-        if SUPERVISOR in alive:
-            wait_until(lambda: answers(settings), START_SECONDS)
-        else:
-            say(f"starting the server in the background; its logs lie in `{home.path / 'logs'}`")
-            _start_supervisor(home, alive)
-            _wait_for_server(home, settings)
-        say("applying work pool, deployments and automations")
-        Provision(settings.api_url, settings.folder).apply(home.path / "deployed")
-        if not wait_until(lambda: home.alive().keys() >= settings.workers.keys(), START_SECONDS):
+            home.save_settings(settings)
+            say(f"starting the server in the background; its logs are in `{home.logs}`")
+            home.start(settings, SUPERVISOR)
+        elif (running := home.settings()).model_copy(update={"auth": settings.auth}) != settings:
             raise ServerFailed(
-                f"a worker does not stay; the end of its log:\n"
-                f"{home.last_lines(next(iter(settings.workers)))}"
+                f"the server of `{home.path}` runs with other options; end it with "
+                f"`{home.command('down')}` first, or repeat the options that it was started with"
             )
+        else:
+            settings = running  # of two that start at once, the other has made the password
+
+        def is_decided() -> bool:
+            return answers(settings.url) or SUPERVISOR not in home.processes()
+
+        if not (wait_until(is_decided, START_SECONDS) and answers(settings.url)):
+            raise ServerFailed(
+                f"the Prefect server ended, or did not answer within {START_SECONDS:.0f} s; the "
+                f"last lines of its log in `{home.logs}`:\n{home.log_end(SERVER)}"
+            )
+        say("applying work pool, deployments and automations")
+        with _client_of(settings):
+            apply(settings.folder)
+        workers = settings.workers.keys()
+        if not wait_until(lambda: home.processes().keys() >= workers, START_SECONDS):
+            end = home.log_end(next(iter(workers)))
+            raise ServerFailed(f"a worker does not keep running; the end of its log:\n{end}")
 
 
-def down(home: Home, *, say: Callable[[str], None]) -> list[str]:
-    """End workers, then the server, and return the names of the processes that ran.
-
-    Raises:
-        ServerFailed: a process cannot be ended.
-    """
-    if not home.path.exists():
-        return []
-    with home.busy(say):
-        return _end_all(home)
-
-
-def _end_all(home: Home) -> list[str]:
-    running = home.alive()
-    if SUPERVISOR in running:
-        end([running[SUPERVISOR]], STOP_SECONDS)
-    home.end_services()  # which a killed supervisor could not do
-    left = [str(process.pid) for process in running.values() if process.is_alive()]
-    if left:
-        raise ServerFailed(f"processes {', '.join(left)} do not end; look at them with `ps`")
-    return list(running)
-
-
-def status(home: Home) -> Status:
-    """Look at processes, server and what it holds.
-
-    Raises:
-        ServerFailed: no server was ever started in this home.
-    """
-    settings = home.settings()
-    if settings is None:
-        raise ServerFailed(
-            f"no server was started in `{home.path}`; `{home.command('up')}` starts one"
-        )
-    processes = home.processes()
-    expected = [SUPERVISOR, SERVER, *settings.workers]
-    shown: dict[str, dict[str, object]] = {}
-    for name in expected:
-        process = processes.get(name)
-        alive = process is not None and process.is_alive()
-        pid, exits = (process.pid, process.exits) if process else (None, 0)
-        shown[name] = {"running": alive, "pid": pid, "exits": exits, "log": str(home.log(name))}
-    problems = [f"{name} does not run" for name in expected if not shown[name]["running"]]
-    if not answers(settings):
-        problems.append(f"no server answers at {settings.url}")
-        return Status(settings=settings, problems=tuple(problems), processes=shown)
-    provision = Provision(settings.api_url, settings.folder)
-    problems += [f"missing: {lack}" for lack in provision.missing()]
-    return Status(
-        settings=settings,
-        problems=tuple(problems),
-        processes=shown,
-        deployments=_deployments(provision),
-        runs=_runs(provision),
+def _client_of(settings: ServerSettings) -> AbstractContextManager[object]:
+    """Make Prefect in this process use the server for a block."""
+    return temporary_settings(
+        {PREFECT_API_URL: settings.api_url, PREFECT_API_AUTH_STRING: settings.auth}
     )
 
 
-def _deployments(provision: Provision) -> tuple[dict[str, object], ...]:
-    with provision.client() as client:
-        return tuple(
-            {
-                "name": found.name,
-                "schedules": [
-                    {"slug": s.slug, "active": s.active, "schedule": _when(s.schedule)}
-                    for s in found.schedules
-                ],
-            }
-            for found in sorted(ours(client), key=lambda d: d.name)
-        )
+def problems(home: Home, settings: ServerSettings) -> list[str]:
+    """Return what does not run and what is missing, in words."""
+    running = home.processes()
+    expected = (SUPERVISOR, SERVER, *settings.workers)
+    found = [f"{name} does not run" for name in expected if name not in running]
+    if not answers(settings.url):
+        return [*found, f"no server answers at {settings.url}"]
+    with _client_of(settings):
+        return found + [f"missing: `{name}`" for name in missing()]
 
 
-def _when(schedule: object) -> str:
-    for name in ("cron", "interval", "rrule"):
-        if (value := getattr(schedule, name, None)) is not None:
-            return f"{name} {value}"
-    return str(schedule)
+def deployment_names() -> list[str]:
+    """Return the names of all deployments, as in `convert/nightly` the part after the slash."""
+    content: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
+    return [deployment["name"] for deployment in content["deployments"]]
 
 
-def _runs(provision: Provision) -> tuple[dict[str, object], ...]:
-    with provision.client() as client:
-        found = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LAST_RUNS)
-    return tuple(
-        {
-            "name": run.name,
-            "state": run.state_name,
-            "starts": run.run_count,
-            "expected": run.expected_start_time.isoformat() if run.expected_start_time else None,
-            "id": str(run.id),
-        }
-        for run in found
-    )
+def automations() -> list[AutomationCore]:
+    """Return the rules that keep runs going; the description ends with a digest of the rule."""
+    found = []
+    for rule in yaml.safe_load(RULES.read_text(encoding="utf-8")):
+        digest = hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:8]
+        rule["description"] += f" (rule {digest})"
+        found.append(AutomationCore.model_validate(rule))
+    return found
 
 
-def _refuse_other_settings(home: Home, settings: ServerSettings) -> None:
-    running = home.settings()
-    if running is not None and running != settings:
-        fields = ServerSettings.model_fields
-        changed = [f for f in fields if getattr(running, f) != getattr(settings, f)]
-        raise ServerFailed(
-            f"the server of `{home.path}` runs with another {' and '.join(changed)}; end it with "
-            f"`{home.command('down')}` first, or repeat the options that it was started with"
-        )
+def missing() -> list[str]:
+    """Return the names of deployments and automations that the server in use lacks."""
+    with get_client(sync_client=True) as client:
+        there = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
+    wanted = [*deployment_names(), *(rule.name for rule in automations())]
+    return [name for name in wanted if name not in there]
 
 
-def check_database(url: str) -> None:
-    """Refuse a database that the server could not use.
+def apply(folder: Path) -> None:
+    """Create what the server in use lacks; renew what a newer version of this package changed.
+
+    Args:
+        folder: where relative paths of deployments start.
 
     Raises:
-        ConfigError: it is of another kind, or the URL is none.
-        ServerFailed: nothing listens where it should be.
+        ServerFailed: the server does not answer, refuses the password, or `prefect deploy` failed.
     """
-    try:
-        parts = make_url(url)
-    except (ArgumentError, ValueError):  # which may have the password in their messages
-        kind = ""
-    else:
-        kind = parts.drivername
-    if kind not in DATABASES:
-        forms = " or ".join(f"`{form}`" for form in DATABASES.values())
-        raise ConfigError(f"`--database` (or {DATABASE_VARIABLE}) must be like {forms}")
-    if parts.host is None:  # SQLite, or a socket of this machine
-        return
-    place = (parts.host, parts.port or POSTGRESQL_PORT)
-    try:
-        socket.create_connection(place, DATABASE_SECONDS).close()
-    except OSError as error:
+    digest = hashlib.sha256(DEPLOYMENTS.read_bytes() + str(folder).encode()).hexdigest()[:12]
+    current = f"{version('exl2flow')}-{digest}"
+    with get_client(sync_client=True) as client:
+        if (reason := refusal(client)) is not None:
+            raise ServerFailed(f"{reason}, or correct PREFECT_API_URL")
+        _create_pool(client)
+        _renew_automations(client)
+        before, triggers = _ours(client), client.read_automations()
+        if {d.name for d in before if d.version == current}.issuperset(deployment_names()):
+            return
+        _deploy(folder)
+        _restore(client, {deployment.id: deployment for deployment in before}, current)
+        _restore_triggers(client, triggers)
+
+
+def _deploy(folder: Path) -> None:
+    words = [sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    used = get_current_settings().to_environment_variables(exclude_unset=True)
+    done = subprocess.run(
+        [*words, "--prefect-file", str(DEPLOYMENTS)],
+        cwd=folder,
+        env={**os.environ, **used, "PWD": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        lines = (done.stdout + done.stderr).strip().splitlines()
         raise ServerFailed(
-            f"the database does not answer at `{place[0]}:{place[1]}` ({error}); start it, or mend "
-            f"`--database` (or {DATABASE_VARIABLE})"
-        ) from error
-
-
-def _start_supervisor(home: Home, alive: Mapping[str, Process]) -> None:
-    home.save_processes(alive)  # the count of exits begins anew
-    with home.log(SUPERVISOR).open("ab") as log:
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "exl2flow.flows.server.supervisor", str(home.path)],
-            cwd=home.path,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            f"`prefect deploy` failed for `{DEPLOYMENTS}`: {' '.join(lines[-3:])}; correct "
+            "the file and repeat the command"
         )
 
 
-def _wait_for_server(home: Home, settings: ServerSettings) -> None:
-    """Return when the server that was started answers.
+def _restore(
+    client: SyncPrefectClient, before: dict[UUID, DeploymentResponse], current: str
+) -> None:
+    """Restore the parameters and schedules that were set in the UI, and set the version."""
+    for now in _ours(client):
+        then = before.get(now.id, now)
+        kept = DeploymentUpdate(parameters=then.parameters, version=current)
+        client.update_deployment(now.id, kept)
+        schedules = {schedule.slug: schedule for schedule in then.schedules}
+        for schedule in now.schedules:
+            if schedule.slug and (was := schedules.get(schedule.slug)) is not None:
+                changes = was.model_dump(include={"active", "parameters"})
+                client.update_deployment_schedule(
+                    now.id, schedule.id, schedule=was.schedule, **changes
+                )
 
-    Raises:
-        ServerFailed: it ended, or took too long; the message has the end of its log.
-    """
-    before = home.processes().get(SERVER)
-    exits = before.exits if before else 0
 
-    def ended() -> bool:
-        server = home.processes().get(SERVER)
-        return server is not None and (server.exits > exits or not server.is_alive())
-
-    came = wait_until(lambda: ended() or answers(settings), START_SECONDS)
-    if came and not ended():  # another program could answer at that port
-        return
-    _end_all(home)
-    what = "ended" if came else f"does not answer after {START_SECONDS:.0f} s"
-    raise ServerFailed(
-        f"the Prefect server {what}; its log, `{home.log(SERVER)}`, says:\n{home.reason(SERVER)}"
+def _create_pool(client: SyncPrefectClient) -> None:
+    pool = WorkPoolCreate(
+        name=POOL,
+        type="process",
+        base_job_template=ProcessWorker.get_default_base_job_template(),
+        description="one worker per GPU, one run at a time on each",
     )
+    with suppress(ObjectAlreadyExists):
+        client.create_work_pool(pool)
+
+
+def _renew_automations(client: SyncPrefectClient) -> None:
+    """Create missing rules; replace those of another version, but leave off what is off."""
+    there = {automation.name: automation for automation in client.read_automations()}
+    for rule in automations():
+        before = there.get(rule.name)
+        if before is None:
+            client.create_automation(rule)
+        elif before.description != rule.description:
+            rule.enabled = before.enabled
+            client.update_automation(before.id, rule)
+
+
+def _ours(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """Return the deployments of our pool."""
+    return [d for d in client.read_deployments(limit=200) if d.work_pool_name == POOL]
+
+
+def _restore_triggers(client: SyncPrefectClient, before: Sequence[Automation]) -> None:
+    """Restore the triggers of deployments: their parameters, and whether they are enabled."""
+    known = {automation.name: automation for automation in before}
+    for now in client.read_automations():
+        then = known.get(now.name)
+        if then is not None and then.id != now.id:  # deploying creates triggers anew
+            kept = now.model_copy(update={"enabled": then.enabled, "actions": then.actions})
+            client.update_automation(now.id, core(kept))
+
+
+def core(automation: Automation) -> AutomationCore:
+    """Return the part of an automation that can be set."""
+    shown = automation.model_dump(exclude={"id", "owner_resource"})
+    return AutomationCore.model_validate(shown)

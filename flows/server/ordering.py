@@ -1,8 +1,10 @@
-"""Which events triggers wait for; the server's setting `causal_ordering` names this module.
+"""Order of events for triggers; the server's setting `causal_ordering` names this module.
 
-Prefect holds an event back, for up to 15 minutes, until the one that it follows has been seen. What
-was seen is forgotten when a server ends. The crash of a run that began before a restart would then
-be noticed too late; here events that an earlier server received are not waited for.
+`prefect.server.events.ordering.memory` holds an event back for up to 15 minutes until it has seen
+the event that this one follows, and forgets what it has seen when the server ends. The crash of a
+run that began before a restart would be noticed that late. Here an event does not wait for one that
+an earlier server stored. Upstream has the same fault for Redis:
+https://github.com/PrefectHQ/prefect/issues/20954
 """
 
 from uuid import UUID
@@ -17,13 +19,13 @@ BEGUN = DateTime.now("UTC")
 
 
 class CausalOrdering(memory.CausalOrdering):
-    """Prefect's own ordering, but for what came before this server."""
+    """Prefect's own ordering, except for events from before this server."""
 
     async def wait_for_leader(self, event: ReceivedEvent) -> None:
         """Return when the event may be processed.
 
         Raises:
-            EventArrivedEarly: the event that it follows will come yet.
+            EventArrivedEarly: the event that it follows is yet to come.
         """
         leader = event.follows
         if leader is None or await self.event_has_been_seen(leader) or await _came_before(leader):
@@ -32,7 +34,7 @@ class CausalOrdering(memory.CausalOrdering):
 
 
 async def _came_before(event: UUID) -> bool:
-    """Tell whether an earlier server stored the event."""
+    """Return whether an earlier server stored the event."""
     db = provide_database_interface()
     query = sa.select(db.Event.id).where(db.Event.id == event, db.Event.received < BEGUN)
     async with db.session_context() as session:

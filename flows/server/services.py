@@ -1,55 +1,61 @@
-"""The processes of a lasting server: who they are, what they are started with, what they left.
+"""The processes of a lasting server: how they are started, found and ended.
 
-All lies in one folder, the home:
+Everything lies in one folder, the home:
 
-    server.json    what `exl2flow server up` was asked for; readable by its owner only
-    services.json  the processes, as the supervisor last saw them
-    lock           held by the supervisor while it runs
-    busy           held by `up` and `down` while they are at work
-    logs/          one file per process
-    prefect/       Prefect's own home: database, results, leases
+    server.json  options and password of `exl2flow server up`; only its owner can read it
+    busy         locked by `up` and `down` while they work
+    logs/        one file per process
+    prefect/     Prefect's own home: database, results, leases
+
+A process belongs to a home if its environment says so; runs inherit that from their worker. This
+module is also the program of the supervisor; it does not load Prefect. If the supervisor is killed,
+its services go on until the next `up` replaces them.
 """
 
 import fcntl
-import http.client
-import json
 import os
-import re
+import secrets
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
 
+import psutil
 from pydantic import Field, ValidationError
 
 from exl2flow.core.config import Options
 from exl2flow.core.errors import ServerFailed
 
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+DATABASE_PATTERN = r"^(postgresql\+asyncpg|sqlite\+aiosqlite)://"
 HOME = Path("~/.exl2flow")
 POOL = "exl2flow"
 SERVER, SUPERVISOR = "server", "supervisor"
-HEARTBEAT_SECONDS = 30  # the least that Prefect allows
+HEARTBEAT_SECONDS = 30  # the shortest interval that Prefect allows
 LOG_LINES = 15
-EXCEPTION = re.compile(r"[\w.]+[eE]rror: .+")  # the last line of a traceback
-HEALTH_TIMEOUT_SECONDS = 5.0
-WORKER_STOP_SECONDS = 30.0
-RUN_STOP_SECONDS = 10.0
-SERVER_STOP_SECONDS = 10.0
-BUSY_SECONDS = 600.0  # that another `up` or `down` may take
-HOME_VARIABLE = "EXL2FLOW_SERVICE_OF"  # services have it in their environment, and so have runs
-QUIET = {"DO_NOT_TRACK": "1"}
-SERVER_ENVIRONMENT = {
-    **QUIET,
+LARGEST_LOG = 20 * 2**20  # bytes; a larger one is set aside when its process starts
+STOP_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+PAUSE_SECONDS = 10.0  # at least, between two starts of a service
+HOME_VARIABLE, NAME_VARIABLE = "EXL2FLOW_SERVICE_OF", "EXL2FLOW_SERVICE"
+MODULES = "exl2flow.flows.server."
+QUIET_ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-    "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "exl2flow.flows.server.ordering",
+}
+SERVER_ENVIRONMENT = {
+    **QUIET_ENVIRONMENT,
+    "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": f"{MODULES}ordering",
     # Leases in memory would be held for ever after the server was killed.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage"
     ".filesystem",
@@ -57,13 +63,20 @@ SERVER_ENVIRONMENT = {
 
 
 class ServerSettings(Options):
-    """What a lasting server is started with."""
+    """Options of a lasting server, and its password."""
 
     host: str = Field("127.0.0.1", description="interface to listen on")
     port: int = Field(4200, ge=1, le=65535, description="port of API and UI")
-    database: str | None = Field(None, description="SQLAlchemy URL; empty: SQLite in the home")
+    database: str | None = Field(
+        None, pattern=DATABASE_PATTERN, description="SQLAlchemy URL; empty: SQLite in the home"
+    )
     gpus: tuple[str, ...] = Field((), description="one worker each; empty: one worker without")
     folder: Path = Field(description="where relative paths of deployments start")
+    auth: str = Field(
+        default_factory=lambda: f"exl2flow:{secrets.token_urlsafe(24)}",
+        description="user:password of the API",
+        repr=False,
+    )
 
     @property
     def url(self) -> str:
@@ -81,68 +94,130 @@ class ServerSettings(Options):
         """Service name → CUDA_VISIBLE_DEVICES of each worker."""
         return {f"worker-gpu{gpu}": gpu for gpu in self.gpus} or {"worker": None}
 
-    @property
-    def shown_database(self) -> str:
-        """The database without its password."""
-        if self.database is None:
-            return "SQLite"
-        kind, _, rest = self.database.partition("://")
-        return f"{kind}://{rest.rpartition('@')[2].partition('?')[0]}"
 
+class Home:
+    """The folder of a lasting server, and its processes."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process by its id and its start, as ids are used again; `exits` counts what preceded it."""
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.file = self.path / "server.json"
+        self.logs = self.path / "logs"
 
-    pid: int
-    begun: int
-    exits: int = 0
+    def command(self, verb: str) -> str:
+        """Return the command line for this home."""
+        own = () if self.path == HOME.expanduser() else ("--home", str(self.path))
+        return shlex.join(("exl2flow", "server", verb, *own))
 
-    @classmethod
-    def of(cls, pid: int, *, exits: int = 0) -> "Process":
-        """Describe a running process."""
-        return cls(pid=pid, begun=_begun(pid) or 0, exits=exits)
+    def settings(self) -> ServerSettings:
+        """Return what the server was last started with.
 
-    def is_alive(self) -> bool:
-        """Tell whether it still runs."""
-        return _begun(self.pid) == self.begun
+        Raises:
+            ServerFailed: it never was, or the file cannot be used.
+        """
+        try:
+            return ServerSettings.model_validate_json(self.file.read_bytes())
+        except FileNotFoundError:
+            raise ServerFailed(
+                f"no server was started in `{self.path}`; `{self.command('up')}` starts one"
+            ) from None
+        except (OSError, ValidationError) as error:
+            raise ServerFailed(
+                f"`{self.file}` is damaged or not yours; delete it, or use another `--home`"
+            ) from error
 
-    def send(self, signum: int) -> None:
-        """Send a signal, if it still runs."""
-        if self.is_alive():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
+    def save_settings(self, settings: ServerSettings) -> None:
+        """Keep the settings; they hold the password, perhaps that of the database as well."""
+        draft = self.path / ".server.json"
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=0o600, exist_ok=False)
+        draft.write_text(settings.model_dump_json(indent=4))
+        draft.replace(self.file)
 
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return service name → process; runs are named after their process."""
+        found = {}
+        for process in psutil.process_iter(["environ", "cmdline"]):
+            environment = process.info["environ"] or {}  # a zombie has none
+            if environment.get(HOME_VARIABLE) == str(self.path):
+                is_service = any(MODULES in word for word in process.info["cmdline"] or ())
+                name = environment.get(NAME_VARIABLE) if is_service else None
+                found[name or f"process {process.pid}"] = process
+        return found
 
-def end(processes: Sequence[Process], seconds: float) -> None:
-    """End processes together: by SIGTERM, by SIGKILL those that are left after that time."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            process.send(signum)
-        wait_until(lambda: not any(process.is_alive() for process in processes), seconds)
+    def start(self, settings: ServerSettings, service: str) -> subprocess.Popen[bytes]:
+        """Start a service that survives the process that calls this."""
+        file = self.logs / f"{service}.log"
+        if file.exists() and file.stat().st_size > LARGEST_LOG:
+            file.replace(file.with_suffix(".old.log"))
+        with file.open("ab") as log:
+            return subprocess.Popen(
+                command(self, settings, service),
+                cwd=self.path,
+                env=environment(self, settings, service),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
+    def end_all(self) -> list[str]:
+        """End workers, runs that a killed worker left behind, then the server; return the names.
 
-def _begun(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot, None if it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        Raises:
+            ServerFailed: a process cannot be ended.
+        """
+        found = self.processes()
+        for pattern in (SUPERVISOR, "worker*", "process *", "*"):
+            self._end(pattern)
+        return [name for name in found if not name.startswith("process")]
 
+    def _end(self, pattern: str) -> None:
+        """End processes together: by SIGTERM, then by SIGKILL."""
 
-def _with_environment(entry: bytes) -> list[Process]:
-    """Return the user's processes that have this entry in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if entry in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(Process.of(int(folder.name)))
-    return found
+        def left() -> list[psutil.Process]:
+            return [process for name, process in self.processes().items() if fnmatch(name, pattern)]
+
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            for process in left():
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signum)
+            if wait_until(lambda: not left(), STOP_SECONDS):
+                return
+        pids = ", ".join(str(process.pid) for process in left())
+        raise ServerFailed(f"cannot end the processes {pids}; look at them with `ps`")
+
+    def log_end(self, service: str) -> str:
+        """Return the last lines of a service's log."""
+        file = self.logs / f"{service}.log"
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(nothing)"]
+        return "\n".join(lines[-LOG_LINES:])
+
+    @contextmanager
+    def busy(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Create the home and lock it for the block; the kernel unlocks it when a process ends.
+
+        Raises:
+            ServerFailed: the home cannot be used.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.logs.mkdir(exist_ok=True)
+            with (self.path / "busy").open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    say("waiting for another `exl2flow server up` or `down`")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            raise ServerFailed(
+                f"cannot use `{error.filename or self.path}` ({error.strerror}); fix that, or "
+                "use another `--home`"
+            ) from error
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return True when the condition holds, False when it does not within that time."""
+    """Return True when the condition holds, False if it does not within that time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -151,209 +226,87 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-class Home:
-    """The folder of a lasting server."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.expanduser().absolute()
-
-    def command(self, verb: str) -> str:
-        """Return the command line that does something with this home."""
-        own = () if self.path == HOME.expanduser() else ("--home", str(self.path))
-        return shlex.join(("exl2flow", "server", verb, *own))
-
-    def settings(self) -> ServerSettings | None:
-        """Return what the server was last started with, if it ever was.
-
-        Raises:
-            ServerFailed: the file is damaged.
-        """
-        file = self.path / "server.json"
-        try:
-            return ServerSettings.model_validate_json(file.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise ServerFailed(f"`{file}` is damaged ({error}); delete it") from error
-        except OSError as error:
-            raise ServerFailed(f"cannot read `{file}` ({error.strerror}); use `--home`") from error
-
-    def save_settings(self, settings: ServerSettings) -> None:
-        """Keep what the server is started with; the database's URL may hold a password."""
-        self._write("server.json", settings.model_dump(mode="json"))
-
-    def processes(self) -> dict[str, Process]:
-        """Return service name → process, those that ended included."""
-        try:
-            content = json.loads((self.path / "services.json").read_bytes())
-            return {name: Process(**fields) for name, fields in content.items()}
-        except (OSError, ValueError, TypeError, AttributeError):  # damaged: as if none had run
-            return {}
-
-    def alive(self) -> dict[str, Process]:
-        """Return service name → process of those that run."""
-        return {name: process for name, process in self.processes().items() if process.is_alive()}
-
-    def save_processes(self, processes: Mapping[str, Process]) -> None:
-        """Keep the processes."""
-        content = {name: asdict(process) for name, process in processes.items()}
-        self._write("services.json", content)
-
-    def _write(self, name: str, content: object) -> None:
-        draft = self.path / f".{name}.{os.getpid()}"
-        try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                json.dump(content, file, indent=4)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.path / name)
-        finally:
-            draft.unlink(missing_ok=True)
-
-    def log(self, service: str) -> Path:
-        """Return the log file of a service."""
-        return self.path / "logs" / f"{service}.log"
-
-    def last_lines(self, service: str) -> str:
-        """Return the end of a service's log."""
-        try:
-            lines = self.log(service).read_text(errors="replace").strip().splitlines()
-        except FileNotFoundError:
-            lines = []
-        return "\n".join(lines[-LOG_LINES:]) or "(nothing)"
-
-    def reason(self, service: str) -> str:
-        """Return the last exception in the end of a service's log, all of the end without one."""
-        lines = self.last_lines(service)
-        found = [line for line in lines.splitlines() if EXCEPTION.fullmatch(line)]
-        return found[-1] if found else lines
-
-    def end_services(self) -> None:
-        """End workers, runs that a killed worker left behind, and the server at last."""
-        processes = self.processes()
-        apart = {p.pid for name, p in processes.items() if name in (SERVER, SUPERVISOR)}
-        end([p for p in processes.values() if p.pid not in apart], WORKER_STOP_SECONDS)
-        mark = f"{HOME_VARIABLE}={self.path}".encode()
-        marked = [process for process in _with_environment(mark) if process.pid not in apart]
-        end(marked, RUN_STOP_SECONDS)
-        end([p for name, p in processes.items() if name == SERVER], SERVER_STOP_SECONDS)
-
-    @contextmanager
-    def lock(self) -> Iterator[bool]:
-        """Hold the home as its supervisor, if nobody else does."""
-        handle = _lock_file(self.path / "lock")
-        try:
-            yield _is_locked(handle)
-        finally:
-            os.close(handle)
-
-    @contextmanager
-    def busy(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Make the home, and change it alone; wait for another one that does.
-
-        Raises:
-            ServerFailed: the home cannot be used, or the other one takes too long.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if (owner := self.path.stat().st_uid) != os.getuid():
-                raise ServerFailed(
-                    f"`{self.path}` belongs to the user with number {owner}; use another `--home`"
-                )
-            (self.path / "logs").mkdir(exist_ok=True)
-            with ExitStack() as stack:
-                self._wait_for_others(stack, say)
-                yield
-        except OSError as error:
-            raise ServerFailed(
-                f"cannot use `{error.filename or self.path}` ({error.strerror}); mend that, or "
-                "use another `--home`"
-            ) from error
-
-    def _wait_for_others(self, stack: ExitStack, say: Callable[[str], None]) -> None:
-        """Have nobody else at work in the home until the stack is closed."""
-        handle = _lock_file(self.path / "busy")
-        stack.callback(os.close, handle)
-        if _is_locked(handle):
-            return
-        say("waiting for another `exl2flow server up` or `down`")
-        if not wait_until(lambda: _is_locked(handle), BUSY_SECONDS):
-            raise ServerFailed(
-                f"another `exl2flow server up` or `down` is at work in `{self.path}` for "
-                f"{BUSY_SECONDS:.0f} s; end it first"
-            )
-
-
-def _lock_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _is_locked(handle: int) -> bool:
-    """Lock a file unless somebody else has; the kernel unlocks it when the process ends."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def command(settings: ServerSettings, service: str) -> list[str]:
+def command(home: Home, settings: ServerSettings, service: str) -> list[str]:
     """Return the command line of a service."""
     python = [sys.executable, "-P", "-m"]
+    if service == SUPERVISOR:
+        return [*python, f"{MODULES}services", str(home.path)]
     if service == SERVER:
-        app = "exl2flow.flows.server.application:create_app"
-        place = ["--host", settings.host, "--port", str(settings.port)]
-        return [*python, "uvicorn", "--factory", app, *place, "--log-level", "warning"]
+        place = ["--host", settings.host, "--port", str(settings.port), "--log-level", "warning"]
+        return [*python, "uvicorn", "--factory", f"{MODULES}application:create_app", *place]
     name = f"{os.uname().nodename}-{service}"
     limits = ["--pool", POOL, "--type", "process", "--limit", "1", "--name", name]
-    return [*python, "exl2flow.flows.server.worker", "worker", "start", *limits]
+    return [*python, f"{MODULES}worker", "worker", "start", *limits]
 
 
 def environment(home: Home, settings: ServerSettings, service: str) -> dict[str, str]:
-    """Return the environment of a service; settings of the user's shell are kept."""
-    common = {
+    """Return the environment of a service; it keeps that of the user's shell."""
+    own = {
         HOME_VARIABLE: str(home.path),
+        NAME_VARIABLE: service,
         "PREFECT_HOME": str(home.path / "prefect"),
         "PREFECT_API_URL": settings.api_url,
+        "PREFECT_API_AUTH_STRING": settings.auth,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "DO_NOT_TRACK": "1",
     }
-    if service == SERVER:
-        own = dict(SERVER_ENVIRONMENT)
-        if settings.database is not None:
-            own[DATABASE_VARIABLE] = settings.database
-        return {"PREFECT_UI_API_URL": settings.api_url, **os.environ, **common, **own}
-    gpu = settings.workers[service]
-    device = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-    return {**os.environ, **common, **QUIET, **device}
+    if (gpu := settings.workers.get(service)) is not None:
+        own["CUDA_VISIBLE_DEVICES"] = gpu
+    if service != SERVER:
+        return {**os.environ, **own}
+    own |= {**SERVER_ENVIRONMENT, "PREFECT_SERVER_API_AUTH_STRING": settings.auth}
+    if settings.database is not None:
+        own[DATABASE_VARIABLE] = settings.database
+    origins = f"{settings.url},http://localhost:{settings.port}"
+    return {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins, **os.environ, **own}
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens.
 
     Raises:
-        ServerFailed: another program has the port, or the host is none of this machine.
+        ServerFailed: another program has the port, or this machine has no such interface.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]  # Python repeats the address behind it
+        reason = str(error.strerror).partition(" (")[0]  # Python repeats the address after it
         raise ServerFailed(
             f"cannot listen on `{host}:{port}` ({reason}); choose another `--port`, or end "
             "the program that uses it"
         ) from error
 
 
-def answers(settings: ServerSettings) -> bool:
-    """Tell whether the server answers."""
-    parts = urlsplit(settings.url)
-    connection = http.client.HTTPConnection(
-        str(parts.hostname), parts.port, timeout=HEALTH_TIMEOUT_SECONDS
-    )
-    try:
-        connection.request("GET", "/api/health")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+def answers(url: str, seconds: float = 5.0) -> bool:
+    """Return whether a Prefect server answers within that time; no proxy is used."""
+    with (
+        suppress(OSError, HTTPException),
+        build_opener(ProxyHandler({})).open(f"{url}/api/health", timeout=seconds) as answer,
+    ):
+        return bool(answer.status == HTTPStatus.OK)
+    return False
+
+
+def supervise(home: Home) -> None:
+    """Start all services, and restart them; return only if the server ends before it answered."""
+    settings = home.settings()
+    services: dict[str, subprocess.Popen[bytes]] = {}
+    started: dict[str, float] = {}
+    has_answered = False
+    while True:
+        does_answer = answers(settings.url)
+        has_answered = has_answered or does_answer
+        for name in (SERVER, *settings.workers) if does_answer else (SERVER,):
+            if name in services and services[name].poll() is None:
+                continue
+            if name == SERVER and name in services and not has_answered:
+                return
+            if time.monotonic() - started.get(name, -PAUSE_SECONDS) >= PAUSE_SECONDS:
+                started[name] = time.monotonic()
+                services[name] = home.start(settings, name)
+        time.sleep(LOOK_SECONDS)
+
+
+if __name__ == "__main__":
+    supervise(Home(Path(sys.argv[1])))

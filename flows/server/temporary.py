@@ -1,59 +1,49 @@
 """The Prefect API that a flow reports to: the configured one, or a temporary server of our own.
 
 Prefect can start a temporary server itself, but stops it before the last events are stored and
-leaves a traceback; this one is told to finish first, listens to the loopback interface only and
-calls nobody.
+leaves a traceback. This one finishes first, listens on the loopback interface only,
+contacts nobody, and refuses requests from other web pages. `EventsWorker.drain_all` has no public
+equivalent; upstream: https://github.com/PrefectHQ/prefect/issues/15999
 """
 
-import http.client
-import logging
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.worker import EventsWorker
-from prefect.logging.configuration import ensure_logging_setup
-from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from exl2flow.core.errors import ServerFailed
-from exl2flow.flows.server.temporary_process import FINISH
+from exl2flow.flows.server.services import MODULES, QUIET_ENVIRONMENT, answers
 
 HOST = "127.0.0.1"
 START_SECONDS = 180.0  # the first start creates the database: about 20 s on two cores
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0  # to store what was received
-QUIET_LOGGERS = (
-    "exl2flow",
-    "prefect.flow_runs",
-    "prefect.task_runs",
-    APILogWorker.__name__,
-    EventsWorker.__name__,
+# Services for deployments, pauses, cancellations and limits, which only a lasting server needs.
+IDLE_SERVICES = (
+    *("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "CANCELLATION_CLEANUP"),
+    *("PAUSE_EXPIRATIONS", "REPOSSESSOR", "CLEANUP_RECONCILER"),
 )
 SERVER_SETTINGS = {
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-    # What serves deployments, pauses, cancellations and limits is left to a server that stays.
-    "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_CLEANUP_RECONCILER_ENABLED": "false",
+    **QUIET_ENVIRONMENT,
+    # Browsers send some requests of other web pages without asking for permission first.
+    "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+    **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in IDLE_SERVICES},
 }
 
 
 class TemporaryServer:
-    """A Prefect server in a child process, with a session of its own so that Ctrl-C misses it."""
+    """A Prefect server in a child process, in its own session so that Ctrl-C does not reach it."""
 
     def __init__(self) -> None:
         """Start the process; `wait` returns once it answers."""
@@ -62,141 +52,111 @@ class TemporaryServer:
         with socket.create_server((HOST, 0)) as listener:
             self.url = f"http://{HOST}:{listener.getsockname()[1]}"
             handle = listener.fileno()
+            own = {
+                "PREFECT_UI_API_URL": f"{self.url}/api",
+                "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url,
+            }
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "exl2flow.flows.server.temporary_process",
-                    str(handle),
-                ],
+                [sys.executable, "-P", "-m", f"{MODULES}temporary_process", str(handle)],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=[handle],
                 start_new_session=True,
-                env={**os.environ, **SERVER_SETTINGS, "PREFECT_UI_API_URL": f"{self.url}/api"},
+                env={**os.environ, **SERVER_SETTINGS, **own},
             )
 
     def wait(self) -> None:
-        """Return when the server answers: the socket listens already, so one request suffices.
+        """Return when the server answers: the socket already listens, so one request suffices.
 
         Raises:
             ServerFailed: with the end of the server's output.
         """
-        host, port = self.url.removeprefix("http://").split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=START_SECONDS)
-        try:
-            connection.request("GET", "/api/health")
-            status: object = connection.getresponse().status
-        except (OSError, http.client.HTTPException) as error:
-            status = error
-        finally:
-            connection.close()
-        if status != http.client.OK:
+        self._answers = answers(self.url, START_SECONDS)
+        if not self._answers:
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
             raise ServerFailed(
-                f"the temporary Prefect server did not start ({status}): {self._output()}; "
-                "set PREFECT_API_URL to a running server, or pass --no-prefect"
+                f"the temporary Prefect server did not start: {''.join(lines[-1:]) or 'no output'}"
+                "; set PREFECT_API_URL to a running server, or pass --no-prefect"
             )
-        self._answers = True
-
-    def _output(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no output"
 
     def stop(self) -> None:
-        """End the server; one that was used may store what it received first."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        with suppress(OSError, subprocess.TimeoutExpired):  # it may have ended before
+        """End the server; one that was used stores what it received first."""
+        with self._log, self._process:  # which closes the pipe and waits for the process
             if self._answers:
-                stdin.write(FINISH)
-                stdin.flush()
-                self._process.wait(timeout=STOP_SECONDS)
-        with suppress(OSError):
-            stdin.close()
-        self._process.wait()
-        self._log.close()
+                self._process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=STOP_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
 class Api:
-    """Where a flow reports to; `wait` before the flow starts."""
+    """The API that a flow reports to; call `wait` before the flow starts.
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._server: TemporaryServer | None = None
-        self.url = PREFECT_API_URL.value()
-        if self.url is None:
-            self._server = TemporaryServer()
-            stack.callback(self._server.stop)
-            self.url = f"{self._server.url}/api"
+    url: as in PREFECT_API_URL; server: the temporary one that was started, if any.
+    """
+
+    url: str
+    server: TemporaryServer | None = None
 
     @property
     def is_temporary(self) -> bool:
-        """Tell whether the server was started here."""
-        return self._server is not None
+        """Return whether the server was started here."""
+        return self.server is not None
 
     @property
     def ui_url(self) -> str:
         """Address for a browser."""
-        return str(self.url).removesuffix("/api")
+        return self.url.removesuffix("/api")
 
     def wait(self) -> None:
-        """Return when the API answers, and make Prefect use it until the block ends.
+        """Return when the API answers.
 
         Raises:
-            ServerFailed: the configured API does not answer, or no temporary one could start.
+            ServerFailed: the configured API cannot be used, or no temporary one could start.
         """
-        if self._server is None:
-            self._check()
-            self._stack.enter_context(_quiet_console())
+        if self.server is not None:
+            self.server.wait()
             return
-        self._server.wait()
-        self._stack.enter_context(_quiet_console())
-        self._stack.enter_context(temporary_settings({PREFECT_API_URL: self.url}))
-        self._stack.callback(flush)
-
-    def _check(self) -> None:
         with get_client(sync_client=True) as client:
-            error = client.api_healthcheck()
-        if error is not None:
+            reason = refusal(client)
+        if reason is not None:
             raise ServerFailed(
-                f"no Prefect API answers at `{self.url}` ({error}); start that server, unset "
-                "PREFECT_API_URL to have a temporary one, or pass --no-prefect"
+                f"{reason}, unset PREFECT_API_URL for a temporary one, or pass --no-prefect"
             )
+
+
+def refusal(client: SyncPrefectClient) -> str | None:
+    """Return why an API cannot be used, and what to do; None if it can."""
+    if (error := client.api_healthcheck()) is not None:
+        return f"no Prefect API answers at `{client.api_url}` ({error}); start that server"
+    try:
+        client.hello()
+    except PrefectHTTPStatusError as refused:
+        return (
+            f"the Prefect API at `{client.api_url}` refuses the password "
+            f"(HTTP {refused.response.status_code}); set PREFECT_API_AUTH_STRING "
+            "to what `exl2flow server password` prints"
+        )
+    return None
 
 
 @contextmanager
 def api() -> Iterator[Api]:
-    """Give a Prefect API for the block: the configured one, else a temporary server.
+    """Make Prefect use an API for the block: the configured one, or a temporary server.
 
-    The server starts in the background; call `wait` on the result before running a flow. From then
-    on, log lines of runs go to the API only: whoever opens the block shows progress and errors.
+    The server starts in the background; call `wait` on the result before running a flow.
     """
-    with ExitStack() as stack:
-        yield Api(stack)
-
-
-@contextmanager
-def _quiet_console() -> Iterator[None]:
-    ensure_logging_setup()
-    handlers = [h for h in logging.getLogger().handlers if isinstance(h, PrefectConsoleHandler)]
-    for handler in handlers:
-        handler.addFilter(_concerns_the_console)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_concerns_the_console)
-
-
-def _concerns_the_console(record: logging.LogRecord) -> bool:
-    """Pass warnings, but nothing of a run (its exceptions come with tracebacks) or of flushing."""
-    return record.levelno >= logging.WARNING and not record.name.startswith(QUIET_LOGGERS)
-
-
-def flush() -> None:
-    """Send the log lines and events that Prefect still holds back."""
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=FLUSH_SECONDS)
+    if (configured := PREFECT_API_URL.value()) is not None:
+        yield Api(configured)
+        return
+    server = TemporaryServer()
+    url = f"{server.url}/api"
+    with temporary_settings({PREFECT_API_URL: url}):
+        try:
+            yield Api(url, server)
+        finally:
+            for worker in (APILogWorker, EventsWorker):  # what Prefect still queues
+                worker.drain_all(timeout=FLUSH_SECONDS)
+            server.stop()

@@ -1,7 +1,7 @@
-"""The process of the temporary Prefect server; `temporary.py` starts it.
+"""The process of the temporary Prefect server; `temporary.py` starts it and ends it by SIGTERM.
 
-Its standard input is a pipe from the process that started it. A byte asks it to finish; the end of
-the pipe means that the other process is gone, however that happened, and ends this one at once.
+Its standard input is a pipe from the process that started it; the end of the pipe means that the
+other process has ended, and ends this one at once.
 """
 
 import os
@@ -11,34 +11,21 @@ import threading
 
 import uvicorn
 
-FINISH = b"\n"
 NICENESS = 10
 
 
-def _follow_parent(server: uvicorn.Server) -> None:
-    if sys.stdin.buffer.read(len(FINISH)) == FINISH:
-        server.should_exit = True
-        sys.stdin.buffer.read()
+def _follow_parent() -> None:
+    sys.stdin.buffer.read()
     os._exit(1)
 
 
-def main() -> None:
-    """Serve Prefect's API and UI on a listening socket that was inherited.
-
-    Where all cores are at work, a thread that waits for this process keeps all others waiting.
-    """
-    os.nice(NICENESS)
+if __name__ == "__main__":
+    os.nice(NICENESS)  # if all cores are busy, a thread that waits holds up all the others
     config = uvicorn.Config(
         "exl2flow.flows.server.application:create_app",
         factory=True,
         log_level="error",
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
-    threading.Thread(target=_follow_parent, args=(server,), daemon=True).start()
-    server.run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
-    os._exit(0)  # all is stored; taking the interpreter down lasts 2 s and waits for the thread
-
-
-if __name__ == "__main__":
-    main()
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    uvicorn.Server(config).run([socket.socket(fileno=int(sys.argv[1]))])

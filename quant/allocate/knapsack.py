@@ -74,8 +74,8 @@ def _within_bound(
     """Drop the options that would cost more than a known solution, however the others are chosen.
 
     With a price per bit, the sum over slots of the least cost + price * bits, less price * budget,
-    bounds the optimum from below. An option whose excess over its slot's least is larger than the gap
-    between a solution and that bound is in no optimum.
+    bounds the optimum from below. An option whose excess over its slot's least is larger than the
+    gap between a solution and that bound is in no optimum.
     """
     width = max(map(len, fronts))
     b = np.array([_row(o, f, width, o[f[0]]) for o, f in zip(bits, fronts, strict=True)])

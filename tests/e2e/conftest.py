@@ -98,9 +98,7 @@ def server(lasting_server: LastingServer) -> Iterator[LastingServer]:
 
     All tests share it: one that ends it or changes what it holds brings it back.
     """
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: lasting_server.api_url}):
+    with lasting_server.used():
         yield lasting_server
 
 

@@ -135,7 +135,7 @@ def test_new_revision_on_the_hub_is_found_swept_and_published(
     assert f"fetch someone/tiny@{commit}" in states
     assert set(states.values()) == {"Completed"}
     assert run_name(run.id).startswith(f"tiny@{commit[:7]}")
-    assert server.status()["healthy"]
+    assert server.is_healthy()
     assert_published(hub, "org/tiny-by-event-exl2", {"3.0bpw", "6.0bpw"})
     card = hub.files("org/tiny-by-event-exl2")["README.md"].decode()
     assert 'base_model: "someone/tiny"' in card

@@ -10,14 +10,15 @@ from conversions import small_config
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Submitting
 from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.flows.server.provision import REQUEUED, RETRIES
 from exl2flow.flows.server.services import POOL
+
+REQUEUED = "Requeued"
+RETRIES = 3
 
 
 @pytest.fixture
@@ -25,14 +26,14 @@ def server(tmp_path: Path) -> Iterator[LastingServer]:
     server = LastingServer(home=tmp_path / "home", folder=tmp_path)
     try:
         server.up()
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
+        with server.used():
             yield server
     finally:
         server.call("down")
 
 
 def wait_for_begin(server: LastingServer, seconds: float) -> None:
-    """Have runs go back to the queue that do not begin within this time."""
+    """Send runs back to the queue if they do not begin within this time."""
     with server.client() as client:
         [automation] = [a for a in client.read_automations() if "back to the queue" in a.name]
         trigger = automation.trigger
@@ -65,7 +66,7 @@ def test_runs_that_did_not_begin_go_back_to_the_queue_a_few_times(server: Lastin
 
     pause_pool(server, paused=True)
     never = submit(server, "never")
-    wait_for_begin(server, 10)  # the least that Prefect allows
+    wait_for_begin(server, 10)  # the shortest time that Prefect allows
     for _ in range(RETRIES + 1):
         with server.client() as client:
             client.set_flow_run_state(never, Submitting())  # as a worker does that is killed then

@@ -63,6 +63,7 @@ def flow(config: SweepConfig, env: Environment) -> Iterator[subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as process:
         try:
             yield process
@@ -131,22 +132,28 @@ def test_two_sweeps_at_the_same_time_use_a_device_in_turn(env: Environment, tmp_
         assert weights(config.out) == expected(config, tmp_path / config.source.name)
 
 
-def test_sigterm_lets_all_processes_finish_a_sublayer_and_leaves_none(
-    env: Environment, tmp_path: Path
+@pytest.mark.parametrize(
+    ("send", "signum"),
+    [(os.kill, signal.SIGTERM), (os.kill, signal.SIGINT), (os.killpg, signal.SIGINT)],
+    ids=["SIGTERM", "SIGINT", "Ctrl-C"],
+)
+def test_a_signal_lets_all_processes_finish_a_sublayer_and_leaves_none(
+    env: Environment, tmp_path: Path, send: Callable[[int, int], None], signum: int
 ) -> None:
     config = config_of(tmp_path, "tiny", workers=2, bpw=(3, 4, 5, 6))
     with flow(config, env) as process:
         wait_for(lambda: len(quantizing(config)) == 2)
         workers = quantizing(config)
 
-        process.send_signal(signal.SIGTERM)
+        send(process.pid, signum)
         out, err = process.communicate()
 
     assert run_state(UUID(out.split()[0])) == "Cancelled", err
     assert has_ended(workers)()
     assert weights(config.out).keys() <= {"3.0bpw", "4.0bpw"}
-    begun = list(config.work_dir_root.glob("*/quantize/*/manifest.json"))
-    assert len(begun) == 2  # what had not begun did not begin
+    begun = config.work_dir_root.glob("*/quantize/*/manifest.json")
+    stopped = [json.loads(path.read_bytes())["status"] for path in begun]
+    assert stopped == ["partial"] * 2  # what had not begun did not begin
     finish(config, env)
     assert weights(config.out) == expected(config, tmp_path / "again")
 

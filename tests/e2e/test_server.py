@@ -1,8 +1,11 @@
-"""A lasting server with a real worker: what starts runs, what survives kills, down and up."""
+"""A lasting server with a real worker: access, starts of runs, kills, down and up."""
 
+import base64
+import http.client
 import json
 import os
 import signal
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,22 +13,75 @@ from uuid import UUID
 
 import pytest
 from conversions import FileIdentity, snapshot
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.events.schemas.automations import Automation, EventTrigger
+from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling, Crashed
 from prefect_runs import run_state
 from servers import (
+    PROGRAM,
     LastingServer,
     long_conversion,
     manifest_of,
     wait_for,
     wait_for_cursor,
 )
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.flows.local import run_locally
-from exl2flow.flows.server import lasting
-from exl2flow.flows.server.services import Home
+from exl2flow.flows.server.lasting import core
+
+CREATE = "/deployments/filter"
+SERVICES = {"supervisor", "server", "worker"}
+
+
+def ask(server: LastingServer, method: str, path: str, **headers: str) -> tuple[int, str]:
+    """Return status and body of a request for the API, as a browser sends it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    try:
+        connection.request(method, f"/api{path}", "{}" if method == "POST" else None, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def permission(server: LastingServer, origin: str) -> int:
+    """Return the status with which the API permits pages of this origin to create a run."""
+    wanted = {"Access-Control-Request-Method": "POST"}
+    wanted["Access-Control-Request-Headers"] = "authorization,content-type"
+    return ask(server, "OPTIONS", CREATE, Origin=origin, **wanted)[0]
+
+
+def test_only_who_has_the_password_may_ask_the_api_and_no_other_web_page(
+    server: LastingServer,
+) -> None:
+    own, other = f"http://127.0.0.1:{server.port}", "https://example.test"
+    login = {"Authorization": f"Basic {base64.b64encode(server.auth.encode()).decode()}"}
+    wrong = {"Authorization": f"Basic {base64.b64encode(b'exl2flow:wrong').decode()}"}
+
+    assert permission(server, other) == permission(server, "null") == 400
+    assert permission(server, own) == permission(server, f"http://localhost:{server.port}") == 200
+    assert ask(server, "POST", CREATE)[0] == ask(server, "POST", CREATE, **wrong)[0] == 401
+    assert ask(server, "POST", CREATE, Origin=other)[0] == 401  # sent without a permission
+    assert ask(server, "POST", CREATE, **login)[0] == 200
+    assert ask(server, "GET", "/health")[0] == 200
+    with pytest.raises(InvalidStatus, match="HTTP 403"), connect(f"ws://{own[7:]}/api/events/in"):
+        pass
+    assert (server.home / "server.json").stat().st_mode & 0o777 == 0o600
+    assert server.call("password").stdout == f"{server.auth}\n"
+    assert server.auth not in str(server.call("status"))
+    words = [*PROGRAM, "server", "apply"]
+    given = {"PREFECT_API_URL": server.api_url, "PREFECT_API_AUTH_STRING": "me:wrong"}
+    env = {**os.environ, **given}
+    refused = subprocess.run(words, env=env, cwd=server.folder, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "refuses the password (HTTP 401); set PREFECT_API_AUTH_STRING" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def parameters(config: ConversionConfig) -> dict[str, Any]:
@@ -44,6 +100,15 @@ def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -
         assert len(client.read_flow_runs()) == before
 
 
+def make_old(client: SyncPrefectClient, automation: Automation) -> None:
+    """Replace a rule by one of an older version that is switched off."""
+    then = core(automation)
+    assert isinstance(then.trigger, EventTrigger)
+    then.trigger.match = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.none"})
+    then.description, then.enabled = "of an older version", False
+    client.update_automation(automation.id, then)
+
+
 def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
     server: LastingServer,
 ) -> None:
@@ -51,6 +116,9 @@ def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
         client.delete_deployment(client.read_deployment_by_name("validate/validate").id)
         [automation] = [a for a in client.read_automations() if "without a heartbeat" in a.name]
         client.delete_automation(automation.id)
+        [old] = [a for a in client.read_automations() if "a crashed run" in a.name]
+        current = core(old)
+        make_old(client, old)
         broken = server.call("status")
         yearly = IntervalSchedule(interval=timedelta(days=365), anchor_date=datetime.now(UTC))
 
@@ -60,11 +128,15 @@ def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
 
             [schedule] = client.read_deployment_by_name("convert/convert").schedules
             [trigger] = [a for a in client.read_automations() if "revision" in a.name]
+            renewed = client.read_automation(old.id)
+        assert renewed is not None
+        assert core(renewed) == current.model_copy(update={"enabled": False})
+        client.update_automation(old.id, current)
 
     assert broken.returncode == 1
-    assert "missing: deployment `validate`" in broken.stderr
-    assert f"missing: automation `{automation.name}`" in broken.stderr
-    assert server.status()["healthy"]
+    assert "missing: `validate`" in broken.stderr
+    assert f"missing: `{automation.name}`" in broken.stderr
+    assert server.is_healthy()
     assert schedule.active
     assert schedule.schedule == yearly
     assert schedule.parameters == {"config": config}
@@ -77,9 +149,10 @@ def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer, tmp_pa
     run = server.submit("convert/convert", parameters(config))
     wait_for_cursor(config, "measure", 2)
     try:
-        ended = lasting.down(Home(server.home), say=print)
+        done = server.call("down")
 
-        assert set(ended) == {"supervisor", "server", "worker"}
+        assert done.returncode == 0, done.stderr
+        assert set(done.stderr.strip().removeprefix("ended: ").split(", ")) == SERVICES
         assert server.processes() == []
         assert killed_in_the_middle(config, "measure")
         assert server.call("status").returncode == 1
@@ -104,7 +177,7 @@ def test_server_killed_in_the_middle_comes_back_and_the_run_ends_well(
     before = server.pid("server")
 
     os.kill(before, signal.SIGKILL)
-    wait_for(lambda: server.pid("server") != before)
+    wait_for(lambda: server.pid("server") not in (0, before))
     wait_for(lambda: server.call("status").returncode == 0)
 
     assert server.wait(run) == "Completed"

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 from postgres import PASSWORD, cluster, programs
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from servers import LastingServer, long_conversion, manifest_of, wait_for_cursor
+from servers import LastingServer, free_port, long_conversion, manifest_of, wait_for_cursor
 
-from exl2flow.flows.server import lasting
-from exl2flow.flows.server.services import Home
+from exl2flow.flows.server.services import DATABASE_VARIABLE
 
 
 @pytest.fixture
@@ -17,7 +15,7 @@ def server(tmp_path: Path) -> LastingServer:
     return LastingServer(home=tmp_path / "home", folder=tmp_path)
 
 
-def test_taken_port_is_told(server: LastingServer) -> None:
+def test_taken_port_is_reported(server: LastingServer) -> None:
     with socket.create_server(("127.0.0.1", server.port)):
         done = server.call("up", "--port", str(server.port), "--gpus", "none")
 
@@ -27,11 +25,12 @@ def test_taken_port_is_told(server: LastingServer) -> None:
     assert server.processes() == []
 
 
-def test_server_that_dies_is_told_with_the_end_of_its_log(server: LastingServer) -> None:
+def test_server_that_dies_is_reported_with_the_end_of_its_log(server: LastingServer) -> None:
     missing = server.folder / "missing" / "home.db"
     database = f"sqlite+aiosqlite:///{missing}?mode=ro"
 
-    done = server.call("up", "--port", str(server.port), "--gpus", "none", "--database", database)
+    options = ("--port", str(server.port), "--gpus", "none")
+    done = server.call("up", *options, **{DATABASE_VARIABLE: database})
 
     assert done.returncode == 1
     assert "the Prefect server ended" in done.stderr
@@ -39,7 +38,21 @@ def test_server_that_dies_is_told_with_the_end_of_its_log(server: LastingServer)
     assert server.processes() == []
 
 
-def test_home_without_a_server_is_told(server: LastingServer) -> None:
+def test_database_that_does_not_answer_is_reported_without_its_password(
+    server: LastingServer,
+) -> None:
+    database = f"postgresql+asyncpg://me:secret@127.0.0.1:{free_port()}/x"
+
+    options = ("--port", str(server.port), "--gpus", "none")
+    done = server.call("up", *options, **{DATABASE_VARIABLE: database})
+
+    assert done.returncode == 1
+    assert "ConnectionRefusedError" in done.stderr
+    assert "secret" not in done.stderr
+    assert server.processes() == []
+
+
+def test_home_without_a_server_is_reported(server: LastingServer) -> None:
     assert "no server was started in" in server.call("status").stderr
     assert "nothing ran" in server.call("down").stderr
 
@@ -50,21 +63,21 @@ def test_run_on_postgresql_goes_on_after_down_and_up(server: LastingServer) -> N
     if found is None:
         pytest.skip("PostgreSQL is not installed, and cannot be")
     config = long_conversion(server.folder)
-    with cluster(found) as url, temporary_settings({PREFECT_API_URL: server.api_url}):
+    with cluster(found) as url:
         try:
-            server.up("--database", url)
+            server.up(**{DATABASE_VARIABLE: url})
             run = server.submit("convert/convert", config.model_dump(mode="json"))
             wait_for_cursor(config, "measure", 2)
-            lasting.down(Home(server.home), say=print)
+            server.call("down")
             assert manifest_of(config, "measure")["status"] == "partial"
             server.up()
 
-            assert server.wait(run) == "Completed"
-            status = server.status()
+            with server.used():
+                assert server.wait(run) == "Completed"
+            status = server.call("status")
         finally:
             server.call("down")
 
-    assert status["healthy"]
-    assert status["database"].startswith("postgresql+asyncpg://127.0.0.1:")
+    assert status.returncode == 0, status.stderr
     assert PASSWORD not in str(status)
     assert not (server.home / "prefect" / "prefect.db").exists()

@@ -1,4 +1,4 @@
-"""What can go wrong around a lasting server: two commands at once, lost supervisors, strangers."""
+"""Faults around a lasting server: two commands at once, a killed supervisor, a taken port."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stranger(server: LastingServer) -> Iterator[HTTPServer]:
-    """Another program at the server's port, which answers as if it were well."""
+    """Another program at the server's port that answers like a healthy server."""
     with HTTPServer(("127.0.0.1", server.port), Healthy) as found:
         thread = threading.Thread(target=found.serve_forever)
         thread.start()
@@ -55,13 +55,14 @@ def test_server_is_one_whoever_starts_it_and_whoever_is_killed(server: LastingSe
     try:
         with ThreadPoolExecutor() as pool:
             both = list(pool.map(lambda words: server.call(*words), (options, options)))
-        begun = Home(server.home).alive()
-        os.kill(begun["supervisor"].pid, signal.SIGKILL)
-        wait_for(lambda: not begun["supervisor"].is_alive())
+        begun = Home(server.home).processes()
         other = server.call("up", "--gpus", "7")
+        os.kill(begun["supervisor"].pid, signal.SIGKILL)
+        wait_for(lambda: "supervisor" not in Home(server.home).processes())
+        left = Home(server.home).processes()
         again = server.call("up")
-        adopted = Home(server.home).alive()
-        status = server.status()
+        replaced = Home(server.home).processes()
+        is_healthy = server.is_healthy()
     finally:
         server.call("down")
 
@@ -69,10 +70,10 @@ def test_server_is_one_whoever_starts_it_and_whoever_is_killed(server: LastingSe
     assert sum("waiting for another" in done.stderr for done in both) == 1
     assert begun.keys() == {"supervisor", "server", "worker"}
     assert other.returncode == 1
-    assert "runs with another gpus" in other.stderr
+    assert "runs with other options" in other.stderr
     assert again.returncode == 0, again.stderr
-    assert status["healthy"]
-    assert adopted["server"].pid == begun["server"].pid
-    assert adopted["worker"].pid == begun["worker"].pid
-    assert adopted["supervisor"].pid != begun["supervisor"].pid
+    assert is_healthy
+    assert left.keys() == {"server", "worker"}
+    assert replaced.keys() == begun.keys()
+    assert all(replaced[name].pid != begun[name].pid for name in begun)
     assert server.processes() == []

@@ -6,7 +6,6 @@ from uuid import UUID
 
 import pytest
 from conversions import small_config, small_options
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
@@ -22,7 +21,7 @@ def server(tmp_path: Path) -> Iterator[LastingServer]:
     server = LastingServer(home=tmp_path / "home of a server", folder=tmp_path)
     try:
         server.up("--gpus", "4,6")
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
+        with server.used():
             yield server
     finally:
         server.call("down")
@@ -87,5 +86,5 @@ def test_each_gpu_has_one_run_at_a_time_and_its_processes_use_that_gpu_only(
             ((found.start_time, found.end_time) for found in map(client.read_flow_run, runs)),
             key=lambda times: str(times[0]),
         )
-    assert second[0] < first[1]  # type: ignore[operator]  # they have run
+    assert second[0] < first[1]  # type: ignore[operator]  # both have run
     assert third[0] >= min(first[1], second[1])  # type: ignore[operator, type-var]

@@ -1,6 +1,8 @@
 """A conversion by command that starts and ends a Prefect server of its own."""
 
+import http.client
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -9,8 +11,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 from servers import MigratedDatabase
 from tiny import make_tiny
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from exl2flow.flows.server.temporary import TemporaryServer
 
@@ -34,7 +40,7 @@ def convert(source: Path, out: Path, env: Mapping[str, str]) -> subprocess.Compl
 
 
 def servers(env: Mapping[str, str]) -> list[str]:
-    """Return the processes of temporary servers with this home."""
+    """Return the ids of the temporary servers with this home."""
     home = f"PREFECT_HOME={env['PREFECT_HOME']}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -49,6 +55,7 @@ def servers(env: Mapping[str, str]) -> list[str]:
 def test_run_and_its_events_are_stored_before_the_server_ends(
     env: Mapping[str, str], tmp_path: Path
 ) -> None:
+    """The events are sent by `EventsWorker.drain_all`, log lines by `APILogWorker.drain_all`."""
     done = convert(make_tiny("llama", tmp_path / "source"), tmp_path / "out", env)
 
     assert done.returncode == 0, done.stderr
@@ -60,8 +67,10 @@ def test_run_and_its_events_are_stored_before_the_server_ends(
         (ends,) = database.execute(
             "select count(*) from events where event = 'prefect.flow-run.Completed'"
         ).fetchone()
+        (lines,) = database.execute("select count(*) from log").fetchone()
     assert states == [("COMPLETED",)]
     assert ends == 1
+    assert lines > 0
 
 
 def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path: Path) -> None:
@@ -74,13 +83,38 @@ def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path
     assert servers(env) == []
 
 
-def test_server_that_was_used_ends_well(
+def test_server_refuses_other_web_pages_and_ends_well(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", env["PREFECT_HOME"])
     server = TemporaryServer()
     server.wait()
+    wanted = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type,prefect-csrf-token",
+    }
+
+    assert status(server, "OPTIONS", Origin="https://example.test", **wanted) == 400
+    assert status(server, "OPTIONS", Origin=server.url, **wanted) == 200
+    assert status(server, "POST", Origin="https://example.test") == 403  # sent unasked
+    socket = f"ws://{server.url[7:]}/api/events/in"
+    connect(socket).close()
+    connect(socket, origin=Origin(server.url)).close()
+    with pytest.raises(InvalidStatus, match="HTTP 403"):
+        connect(socket, origin=Origin("https://example.test"))
+    with SyncPrefectClient(api=f"{server.url}/api") as client:
+        assert client.create_flow_from_name("seen") is not None
 
     server.stop()
 
-    assert server._process.returncode == 0
+    assert server._process.returncode == -signal.SIGTERM
+
+
+def status(server: TemporaryServer, method: str, **headers: str) -> int:
+    """Return the status of a request for the API, as a browser sends it."""
+    connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"))
+    try:
+        connection.request(method, "/api/flows/", "{}" if method == "POST" else None, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()

@@ -37,6 +37,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
     "prefect_ray": ("flows/runners.py",),
+    "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),
     "pydantic_core": ("flows/",),
@@ -49,7 +50,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("tasks/",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),
-    "yaml": ("flows/server/provision.py",),
+    "starlette": ("flows/server/application.py",),
+    "yaml": ("flows/server/lasting.py",),
     "sqlalchemy": ("flows/server/",),
 }
 LAZY_IMPORTS = ("flows/", "kernels/backend.py", "model/attention.py")  # may import inside functions

@@ -20,6 +20,7 @@ SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parque
 NOT_PACKAGES = {"benchmarks", "build", "demo", "demo-exl2", "dist", "docs", "tests"}
 CARRIED_BY = {
     "pydantic_core": "pydantic",
+    "starlette": "fastapi",
     "uvicorn": "prefect",
     "yaml": "pyyaml",
 }  # a dependency's own dependency

@@ -1,11 +1,15 @@
 """What is known of a sweep's runner before any work."""
 
+import inspect
+import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from tiny import make_tiny
 from typer.testing import CliRunner
 
@@ -13,6 +17,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.sweep import Runner, SweepConfig
 from exl2flow.flows.bitrates import check_runner
 from exl2flow.flows.cli.main import app
+from exl2flow.flows.runners import _ray, _settings_exported
 
 
 def config_of(runner: Runner, **values: object) -> SweepConfig:
@@ -72,3 +77,40 @@ def test_a_dry_run_refuses_a_runner_that_is_not_installed(
     assert result.exit_code == 2
     assert "pip install 'exl2flow[ray]'" in " ".join(result.stderr.split())
     assert "model" not in result.stdout  # no plan
+
+
+def test_threads_find_the_server_that_only_a_context_names() -> None:
+    """`prefect.context.refresh_global_settings_context` makes new threads see the environment."""
+    found: list[str | None] = []
+
+    def look() -> None:
+        found.append(PREFECT_API_URL.value())
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    in_a_thread()
+    settings = {PREFECT_API_URL: "http://127.0.0.1:1/api", PREFECT_API_AUTH_STRING: "me:secret"}
+    with temporary_settings(settings), _settings_exported():
+        in_a_thread()
+        assert os.environ["PREFECT_API_AUTH_STRING"] == "me:secret"
+    in_a_thread()
+
+    assert found[1] == "http://127.0.0.1:1/api"
+    assert found[2] == found[0] != found[1]
+    assert "PREFECT_API_AUTH_STRING" not in os.environ
+
+
+def test_ray_is_started_on_the_loopback_interface() -> None:
+    """`_node_ip_address` is the only argument of `ray.init` that says on which interface."""
+    ray = pytest.importorskip("ray")
+
+    runner = _ray(config_of("ray", workers=1), 1)
+
+    assert runner.init_kwargs["_node_ip_address"] == "127.0.0.1"
+    parameters = inspect.signature(ray.init).parameters
+    assert "_node_ip_address" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )

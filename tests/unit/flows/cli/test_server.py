@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli import server
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.server import provision
-from exl2flow.flows.server.services import Home
+from exl2flow.flows.server.services import DATABASE_VARIABLE, Home
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 
@@ -43,24 +44,24 @@ def test_folder_that_is_not_there_is_refused_before_a_home_is_made(tmp_path: Pat
     home, missing = tmp_path / "home", tmp_path / "missing"
 
     up = refusal("server", "up", "--home", home, "--gpus", "none", "--folder", missing)
-    apply = refusal("server", "apply", "--api", "http://127.0.0.1:1/api", "--folder", missing)
+    apply = refusal("server", "apply", "--folder", missing)
 
-    assert (
-        up == apply == f"error: `--folder`: `{missing}` is no folder; create it, or name another\n"
-    )
+    assert "does not exist" in up
+    assert "does not exist" in apply
     assert not home.exists()
 
 
-def test_api_that_does_not_answer_is_waited_for(
-    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provision, "API_SECONDS", 1.0)
+def test_api_that_is_not_set_or_does_not_answer_is_reported(free: int, tmp_path: Path) -> None:
+    with temporary_settings({PREFECT_API_URL: "4200"}):
+        assert "set PREFECT_API_URL to an address" in refusal("server", "apply")
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        assert "set PREFECT_API_URL to an address" in refusal("server", "apply")
     url = f"http://127.0.0.1:{free}/api"
 
-    said = refusal("server", "apply", "--api", url, "--folder", tmp_path, code=1)
+    with temporary_settings({PREFECT_API_URL: url}):
+        said = refusal("server", "apply", "--folder", tmp_path, code=1)
 
-    assert said.startswith(f"waiting up to 1 s for a Prefect API at `{url}`\nerror: no Prefect API")
-    assert "is no address" in refusal("server", "apply", "--api", "4200", "--folder", tmp_path)
+    assert said.startswith(f"error: no Prefect API answers at `{url}")
 
 
 @pytest.mark.parametrize(
@@ -70,25 +71,17 @@ def test_api_that_does_not_answer_is_waited_for(
         "postgresql://me:secret@127.0.0.1/x",
         "sqlite:////tmp/x.db",
         "me:secret",
-        "postgresql+asyncpg://me:secret@127.0.0.1:secret/x",
     ],
 )
-def test_url_of_a_database_that_prefect_cannot_use_is_refused(url: str, tmp_path: Path) -> None:
-    said = refusal("server", "up", "--home", tmp_path / "home", "--gpus", "none", "--database", url)
-
-    assert "must be like `postgresql+asyncpg://user:password@host:5432/name`" in said
-    assert "secret" not in said
-
-
-def test_database_that_does_not_answer_is_told_without_the_password(
-    free: int, tmp_path: Path
+def test_url_of_a_database_that_prefect_cannot_use_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"postgresql+asyncpg://me:secret@127.0.0.1:{free}/x"
+    monkeypatch.setenv(DATABASE_VARIABLE, url)
 
-    options = ("--home", tmp_path / "home", "--gpus", "none", "--database", url)
-    said = refusal("server", "up", *options, code=1)
+    said = refusal("server", "up", "--home", tmp_path / "home", "--gpus", "none")
 
-    assert said.startswith(f"error: the database does not answer at `127.0.0.1:{free}` (")
+    assert said.startswith("error: `database`: ")
+    assert "postgresql\\+asyncpg|sqlite\\+aiosqlite" in said
     assert "secret" not in said
 
 
@@ -105,19 +98,21 @@ def test_commands_that_are_printed_name_a_home_that_is_not_the_usual_one(tmp_pat
     )
 
 
-def test_gpu_that_is_not_there_is_refused_or_told(
+def test_gpu_that_does_not_exist_is_refused_or_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "_num_gpus", lambda: 2)
-    assert server._checked(("0", "1", "GPU-8682b4be")) == ("0", "1", "GPU-8682b4be")
-    for gpus in (("0", "2"), ("-1",), ("cuda",)):
-        with pytest.raises(server.ConfigError, match=f"there is no GPU `{gpus[-1]}`"):
-            server._checked(gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert server._gpus(None) == ("0", "3")
+    assert server._gpus("none") == ()
+    assert server._gpus("0, 3,GPU-8682b4be") == ("0", "3", "GPU-8682b4be")
+    for gpus, lacking in (("0,2", "2"), ("-1", "-1"), ("cuda", "cuda")):
+        with pytest.raises(ConfigError, match=f"there is no GPU `{lacking}`; take some"):
+            server._gpus(gpus)
     assert capsys.readouterr().err == ""
 
-    monkeypatch.setattr(server, "_num_gpus", lambda: 0)
-    assert server._checked(("5",)) == ("5",)
-    assert "worker of 5 will use the CPU" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert server._gpus("5") == ("5",)
+    assert "the workers of 5 will use the CPU" in capsys.readouterr().err
 
 
 def receiver(port: int) -> subprocess.Popen[str]:

@@ -1,6 +1,9 @@
-"""Transactions that read, then write, at the same time: ours wait, Prefect's are refused."""
+"""Concurrent transactions that read, then write: ours wait, those of Prefect are refused."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,15 @@ async def rows_written(config: AioSqliteConfiguration) -> int:
         await engine.dispose()
 
 
+SHOW = """
+from prefect.server.database import provide_database_interface
+from exl2flow.flows.server.application import create_app
+
+create_app()
+print(type(provide_database_interface().database_config).__name__)
+"""
+
+
 def url_of(folder: Path) -> str:
     return f"sqlite+aiosqlite:///{folder / 'server.db'}"
 
@@ -47,3 +59,12 @@ def test_writers_wait_for_each_other(tmp_path: Path) -> None:
 def test_prefect_refuses_them(tmp_path: Path) -> None:
     with pytest.raises(sa.exc.OperationalError, match="database is locked"):
         asyncio.run(rows_written(AioSqliteConfiguration(connection_url=url_of(tmp_path))))
+
+
+def test_application_uses_them(tmp_path: Path) -> None:
+    """Prefect's `set_database_config` takes effect for the application made after it."""
+    env = {**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": url_of(tmp_path)}
+
+    done = subprocess.run([sys.executable, "-c", SHOW], env=env, capture_output=True, text=True)
+
+    assert done.stdout == "PatientSqlite\n", done.stderr

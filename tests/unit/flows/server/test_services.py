@@ -1,17 +1,26 @@
-"""The home of a lasting server: who may change it, and what is left when writing fails."""
+"""The home of a lasting server: who may change it, its password, its processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server import services
-from exl2flow.flows.server.services import SUPERVISOR, Home, Process, ServerSettings
-from exl2flow.flows.server.supervisor import Supervisor
+from exl2flow.flows.server.services import (
+    HOME_VARIABLE,
+    MODULES,
+    NAME_VARIABLE,
+    Home,
+    ServerSettings,
+    command,
+    environment,
+)
 
 
 @pytest.fixture
@@ -45,82 +54,153 @@ def test_second_command_waits_until_the_first_has_finished(home: Home) -> None:
     assert said == ["waiting for another `exl2flow server up` or `down`"]
 
 
-def test_second_command_gives_up_in_the_end(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "BUSY_SECONDS", 0.0)
-
-    with home.busy(print), pytest.raises(ServerFailed, match="is at work in"):
-        home.busy(print).__enter__()
-
-
-def test_home_of_another_user_is_refused(home: Home) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a folder away")
-    os.chown(home.path, 12345, -1)
-
-    with pytest.raises(ServerFailed, match="belongs to the user with number 12345"):
-        home.busy(print).__enter__()
-
-
-def test_home_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_home_that_cannot_exist_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     home = Home(tmp_path / "file" / "home")
 
-    with pytest.raises(ServerFailed, match="Not a directory"):
+    with pytest.raises(ServerFailed, match="damaged or not yours"):
         home.settings()
     with pytest.raises(ServerFailed, match="Not a directory"):
         home.busy(print).__enter__()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"server": 3}', '{"server": {"pid": 1}}'])
-def test_damaged_list_of_processes_counts_as_none(home: Home, content: str) -> None:
-    (home.path / "services.json").write_text(content)
+@pytest.fixture
+def sleeper(home: Home) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start processes of the home that sleep, by name and module; they are killed at the end."""
+    started = []
 
-    assert home.processes() == home.alive() == {}
+    def start(name: str, module: str = "", script: str = "input()") -> subprocess.Popen[bytes]:
+        env = {**os.environ, HOME_VARIABLE: str(home.path), NAME_VARIABLE: name}
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"print(flush=True); {script}", module],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
 
-
-def test_process_that_has_the_id_of_another_is_not_it(home: Home) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        here = Process.of(process.pid)
-        earlier = Process(pid=process.pid, begun=here.begun - 1)
-        home.save_processes({"server": here, "worker": earlier})
-
-        earlier.send(9)
-
-        assert home.alive() == {"server": here}
+    yield start
+    for process in started:
         process.kill()
-    assert home.alive() == {}
+        process.communicate()
 
 
-def test_supervisor_that_cannot_write_tries_again(
-    home: Home, caplog: pytest.LogCaptureFixture
+def test_processes_are_found_by_their_environment(
+    home: Home, sleeper: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    obstacle = home.path / "services.json"
-    obstacle.mkdir()
-    supervisor = Supervisor(home, ServerSettings(folder=home.path))
+    worker = sleeper("worker", f"{MODULES}worker")
+    run = sleeper("worker")  # inherits the environment of its worker
+    found = home.processes()
 
-    supervisor._save()
-    obstacle.rmdir()
-    supervisor._save()
-
-    assert "cannot write `services.json`" in caplog.text
-    assert home.alive().keys() == {SUPERVISOR}
-    assert [path.name for path in home.path.glob(".services*")] == []
-
-
-def test_reason_is_the_last_exception_of_a_log_or_else_its_end(home: Home) -> None:
-    file = home.log("server")
-    assert home.reason("server") == "(nothing)"
-    file.write_text("first\nerror: second\n")
-    assert home.reason("server") == "first\nerror: second"
-    file.write_text(
-        "ValueError: earlier\n    raise\nasyncpg.exceptions.InvalidPasswordError: no such user\n"
-        "(Background on this error)\n\nERROR | uvicorn.error - Application startup failed.\n"
-    )
-    assert home.reason("server") == "asyncpg.exceptions.InvalidPasswordError: no such user"
+    assert {name: process.pid for name, process in found.items()} == {
+        "worker": worker.pid,
+        f"process {run.pid}": run.pid,
+    }
+    assert Home(home.path / "other").processes() == {}
+    older = sleeper("", f"{MODULES}worker")  # of a version that gave its services no name
+    assert f"process {older.pid}" in home.processes()
+    older.kill()
+    run.kill()
+    os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
+    assert home.processes().keys() == {"worker"}
 
 
-def test_database_is_shown_without_its_password(home: Home) -> None:
-    for password in ("secret", "sec#ret", "sec/ret"):
-        url = f"postgresql+asyncpg://me:{password}@host:5432/name?ssl=require"
-        shown = ServerSettings(folder=home.path, database=url).shown_database
-        assert shown == "postgresql+asyncpg://host:5432/name"
+def test_processes_that_ignore_sigterm_are_killed(
+    home: Home, sleeper: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "STOP_SECONDS", 0.2)
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input()"
+    ignoring = sleeper("worker-gpu0", f"{MODULES}worker", stubborn)
+    server = sleeper("server", f"{MODULES}application")
+    run = sleeper("worker-gpu0")
+
+    assert set(home.end_all()) == {"worker-gpu0", "server"}
+
+    codes = [process.wait(10) for process in (ignoring, server, run)]
+    assert codes[1:] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert codes[0] in (-signal.SIGTERM, -signal.SIGKILL)
+    assert home.processes() == {}
+
+
+def test_settings_hold_a_password_that_only_the_owner_can_read(home: Home) -> None:
+    first, second = (ServerSettings(folder=home.path) for _ in range(2))
+    assert len(first.auth) > 40
+    assert first.auth != second.auth
+    assert first.auth not in repr(first)
+    (home.path / "server.json").write_text("{}")  # readable by all
+    (home.path / "server.json").chmod(0o644)
+
+    home.save_settings(first)
+
+    assert home.settings() == first
+    assert (home.path / "server.json").stat().st_mode & 0o777 == 0o600
+    (home.path / "server.json").write_text(f'{{"auth": "{first.auth}"')
+    with pytest.raises(ServerFailed, match=r"`.*server.json` is damaged") as error:
+        home.settings()
+    assert first.auth not in str(error.value)
+
+
+def test_services_share_the_password_and_pages_of_others_are_refused(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ServerSettings(folder=home.path, gpus=("3",))
+    server = environment(home, settings, "server")
+    worker = environment(home, settings, "worker-gpu3")
+
+    assert server["PREFECT_SERVER_API_AUTH_STRING"] == settings.auth
+    assert worker["PREFECT_API_AUTH_STRING"] == server["PREFECT_API_AUTH_STRING"] == settings.auth
+    origins = "http://127.0.0.1:4200,http://localhost:4200"
+    assert server["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == origins
+    assert worker["CUDA_VISIBLE_DEVICES"] == "3"
+    assert not [word for word in command(home, settings, "server") if settings.auth in word]
+    monkeypatch.setenv("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", "https://mine.test")
+    chosen = environment(home, settings, "server")["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
+    assert chosen == "https://mine.test"
+
+
+def test_end_of_a_log_is_its_last_lines(home: Home) -> None:
+    assert home.log_end("server") == "(nothing)"
+    (home.logs / "server.log").write_text("\n".join(map(str, range(100))))
+    assert home.log_end("server").splitlines() == [str(line) for line in range(85, 100)]
+
+
+@pytest.fixture
+def started(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The services that a supervisor starts; each of them ends at once."""
+    names: list[str] = []
+
+    def start(home: Home, settings: ServerSettings, name: str) -> subprocess.Popen[bytes]:
+        names.append(name)
+        process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(Home, "start", start)
+    monkeypatch.setattr(services, "LOOK_SECONDS", 0.0)
+    home.save_settings(ServerSettings(folder=home.path, port=1))
+    return names
+
+
+def test_server_that_ends_before_it_answers_ends_the_supervisor(
+    home: Home, started: list[str]
+) -> None:
+    services.supervise(home)
+
+    assert started == ["server"]
+
+
+@pytest.mark.parametrize(("pause", "starts"), [(10.0, 1), (0.0, 3)])
+def test_services_that_keep_ending_are_restarted_after_a_pause(
+    home: Home, started: list[str], monkeypatch: pytest.MonkeyPatch, pause: float, starts: int
+) -> None:
+    looks = iter((True, True, True))  # the server has answered, and the next look ends the test
+    monkeypatch.setattr(services, "answers", lambda url: next(looks))
+    monkeypatch.setattr(services, "PAUSE_SECONDS", pause)
+
+    with pytest.raises(StopIteration):
+        services.supervise(home)
+
+    assert started == ["server", "worker"] * starts

@@ -16,6 +16,7 @@ from exl2flow.flows.server.services import (
     HEARTBEAT_SECONDS,
     SERVER,
     SERVER_ENVIRONMENT,
+    Home,
     ServerSettings,
     command,
 )
@@ -95,11 +96,12 @@ def test_system_units_run_as_the_user_who_converts() -> None:
 
 def test_units_of_server_and_worker_do_as_our_own_services() -> None:
     ours = ServerSettings(folder=Path(), gpus=("0",))
-    worker = command(ours, "worker-gpu0")
+    worker = command(Home(Path()), ours, "worker-gpu0")
     [server_unit] = commands(FOLDER / "exl2flow-server.service")
     [worker_unit] = commands(FOLDER / "exl2flow-worker@.service")
 
-    assert settings("exl2flow-server.service") == SERVER_ENVIRONMENT
+    origins = {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{ours.url},http://localhost:{ours.port}"}
+    assert settings("exl2flow-server.service") == SERVER_ENVIRONMENT | origins
     assert settings("exl2flow-worker@.service") == {
         "CUDA_VISIBLE_DEVICES": "%i",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
@@ -107,5 +109,5 @@ def test_units_of_server_and_worker_do_as_our_own_services() -> None:
         "DO_NOT_TRACK": "1",
     }
     assert worker_unit[1:-1] == worker[1:-1]  # but the worker's name
-    server = command(ours, SERVER)
+    server = command(Home(Path()), ours, SERVER)
     assert server_unit[1:] == server[server.index("uvicorn") + 1 :]

@@ -33,3 +33,16 @@ def test_run_that_the_worker_still_has_is_passed_over(monkeypatch: pytest.Monkey
     monkeypatch.setattr(worker, "_get_scheduled_flow_runs", due)
 
     assert anyio.run(look) == []
+
+
+def test_prefect_takes_such_a_run_again_and_ends() -> None:
+    worker = ProcessWorker(work_pool_name="none", limit=1)
+    held = uuid4()
+
+    async def look() -> None:
+        worker._limiter = anyio.CapacityLimiter(1)
+        worker._limiter.acquire_on_behalf_of_nowait(held)
+        await worker._submit_scheduled_flow_runs([entry(held)])
+
+    with pytest.raises(RuntimeError, match="already holding"):
+        anyio.run(look)

@@ -1,0 +1,64 @@
+"""The rules that keep runs going: what they wait for, and how a newer version is recognized."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger, Posture
+
+from exl2flow.flows.server import lasting
+from exl2flow.flows.server.lasting import RULES, automations
+from exl2flow.flows.server.services import HEARTBEAT_SECONDS
+
+PREFIX = "prefect.flow-run."
+TAKEN = {"Pending", "Submitting", "InfrastructurePending"}
+
+
+def trigger_after(event: str) -> EventTrigger:
+    [trigger] = [
+        automation.trigger
+        for automation in automations()
+        if isinstance(automation.trigger, EventTrigger)
+        and f"{PREFIX}{event}" in automation.trigger.after
+    ]
+    return trigger
+
+
+def test_no_rule_takes_a_state_that_a_worker_sets_for_the_begin_of_a_run() -> None:
+    trigger = trigger_after("Submitting")
+
+    assert trigger.after == {PREFIX + name for name in TAKEN}
+    assert trigger.after.isdisjoint(trigger.expect)
+    assert not any("*" in event for event in trigger.expect)
+    assert trigger.posture == Posture.Proactive
+    assert {PREFIX + name for name in ("Running", "heartbeat", "Crashed")} <= trigger.expect
+
+
+def test_run_is_lost_after_three_heartbeats() -> None:
+    assert trigger_after("heartbeat").within.total_seconds() == 3 * HEARTBEAT_SECONDS
+
+
+def test_states_that_rules_give_are_those_that_other_rules_wait_for() -> None:
+    given = [a for rule in automations() for a in rule.actions if isinstance(a, ChangeFlowRunState)]
+    assert [action.name for action in given] == ["Crashed", "Requeued", "Failed", "AwaitingRetry"]
+    for rule in automations():
+        assert isinstance(rule.trigger, EventTrigger)
+        assert rule.trigger.for_each == {"prefect.resource.id"}
+        assert "prefect.tag.exl2flow" in str(rule.trigger.match_related)
+
+
+def test_description_tells_a_changed_rule_from_that_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [rule.description for rule in automations()]
+    content = yaml.safe_load(RULES.read_text())
+    content[0]["trigger"]["within"] = 120
+    changed = tmp_path / "automations.yaml"
+    changed.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(lasting, "RULES", changed)
+
+    now = [rule.description for rule in automations()]
+
+    assert now[0] != before[0]
+    assert now[1:] == before[1:]
