@@ -3,7 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Tests on two cores: a file each at a time, one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
-FOLDERS := core kernels model quant tasks flows inference calibration_data
 
 .PHONY: demo dev test test-all test-gpu check format build clean
 
@@ -23,13 +22,7 @@ demo: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Links for the tools that read files instead of importing them.
-.links/exl2flow: Makefile
-	mkdir -p $@
-	for folder in $(FOLDERS); do ln -sfn ../../$$folder $@/$$folder; done
-	touch $@
-
-dev: .venv/.installed-dev .links/exl2flow
+dev: .venv/.installed-dev
 
 test: dev
 	$(PYTEST) -m "not slow and not gpu and not multigpu and not network" $(ARGS)
@@ -55,4 +48,4 @@ build: dev
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .links build dist *.egg-info demo-*/ .exl2flow
+	rm -rf .venv build dist *.egg-info demo-*/ .exl2flow
