@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Tests on two cores: a file each at a time, one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
-FOLDERS := core kernels model quant tasks flows inference calibration_data
 
-.PHONY: demo dev test test-all test-gpu check format build clean
+LOWEST := .venv-lowest/bin
+
+.PHONY: demo dev test test-all test-gpu test-lowest check format build clean
 
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
@@ -25,13 +26,14 @@ demo: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Links for the tools that read files instead of importing them.
-.links/exl2flow: Makefile
-	mkdir -p $@
-	for folder in $(FOLDERS); do ln -sfn ../../$$folder $@/$$folder; done
+# The lowest versions that pyproject.toml allows; pip has no such choice, uv has.
+.venv-lowest/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-lowest
+	$(LOWEST)/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'
 	touch $@
 
-dev: .venv/.installed-dev .links/exl2flow
+dev: .venv/.installed-dev
 
 test: dev
 	$(PYTEST) -m "not slow and not gpu and not multigpu and not network" $(ARGS)
@@ -41,6 +43,14 @@ test-all: dev
 
 test-gpu: dev
 	$(BIN)/python -m pytest -m "gpu" $(ARGS)
+
+test-lowest: .venv-lowest/.installed
+	$(PYTEST:$(BIN)%=$(LOWEST)%) -m "not slow and not gpu and not multigpu and not network" \
+	    tests/unit tests/property tests/golden $(ARGS)
+	rm -rf demo-lowest .venv-lowest/work
+	$(LOWEST)/exl2flow convert demo/model --out demo-lowest --work-root .venv-lowest/work \
+	    --bpw 4.0 --rows 16 --row-tokens 512 --measure-rows 16 --measure-row-tokens 512 \
+	    --validate-rows 16 --validate-row-tokens 512 --validate-text demo/heldout.txt
 
 check: dev
 	$(BIN)/ruff format --check .
@@ -57,4 +67,4 @@ build: dev
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .links build dist *.egg-info demo-*/ .exl2flow
+	rm -rf .venv .venv-lowest build dist *.egg-info demo-*/ .exl2flow

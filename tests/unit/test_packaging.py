@@ -50,6 +50,15 @@ def test_every_package_of_the_tree_is_listed() -> None:
     assert SETUPTOOLS["packages"] == expected
 
 
+def test_links_lead_tools_to_every_top_folder() -> None:
+    links = sorted((ROOT / ".links" / "exl2flow").iterdir())
+
+    assert [link.name for link in links] == TOP
+    assert [link for link in links if link.resolve() != ROOT / link.name] == []
+    assert PROJECT["tool"]["mypy"]["mypy_path"] == ".links"
+    assert PROJECT["tool"]["pyright"]["extraPaths"] == [".links"]
+
+
 def test_every_top_folder_is_mapped_and_typed() -> None:
     assert {f"exl2flow.{folder}": folder for folder in TOP} == SETUPTOOLS["package-dir"]
     assert [folder for folder in TOP if not (ROOT / folder / "py.typed").is_file()] == []
@@ -139,12 +148,6 @@ def test_every_imported_library_is_a_dependency() -> None:
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13", "dask", "ray", "dev"])
 def test_extra_is_offered(extra: str) -> None:
     assert PROJECT["project"]["optional-dependencies"][extra]
-
-
-def test_makefile_links_every_folder() -> None:
-    (line,) = re.findall(r"^FOLDERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-    assert sorted(line.split()) == TOP
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")

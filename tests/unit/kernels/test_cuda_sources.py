@@ -25,11 +25,12 @@ def test_source_compiles_without_a_warning(file: str) -> None:
         instances = INSTANCES.get(file, [])
         for instance in instances:
             nvrtc.addNameExpression(program, instance)
-        options = (*OPTIONS, f"-arch=sm_{device}", "-Werror=all-warnings")
+        options = (*OPTIONS, f"-arch=sm_{device}")
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError:
             pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
+        assert nvrtc.getProgramLog(program).strip("\0\n") == ""
         assert nvrtc.getCUBIN(program)
         assert all(nvrtc.getLoweredName(program, instance) for instance in instances)
 
