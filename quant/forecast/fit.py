@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.source import WANTED
+from exl2flow.core.words import size
 from exl2flow.model import resolve
 from exl2flow.model.footprint import Footprint
 from exl2flow.quant.allocate.reach import Reach
-from exl2flow.quant.forecast.plan import megabytes
 
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
@@ -26,12 +26,12 @@ class Fit:
         """Return (what, value) for people, the total last."""
         needs = self.needs
         return [
-            ("weights at most", f"{megabytes(self.weights)}, about {self.bpw:.2f} bpw"),
-            (f"cache {needs.cache_format}", f"{megabytes(needs.cache)}, {needs.context:,} tokens"),
-            ("laid out", f"{megabytes(needs.layout)} more than in the files, at most"),
-            ("work", f"{megabytes(needs.work)}, activations and one layer's cache as fp16"),
-            ("device", f"{megabytes(needs.device)}, CUDA itself and fragmentation"),
-            ("sum", f"{megabytes(self.weights + needs.total)} of {megabytes(self.memory)}"),
+            ("weights at most", f"{size(self.weights)}, about {self.bpw:.2f} bpw"),
+            (f"cache {needs.cache_format}", f"{size(needs.cache)}, {needs.context:,} tokens"),
+            ("laid out", f"{size(needs.layout)} more than in the files, at most"),
+            ("work", f"{size(needs.work)}, activations and one layer's cache as fp16"),
+            ("device", f"{size(needs.device)}, CUDA itself and fragmentation"),
+            ("sum", f"{size(self.weights + needs.total)} of {size(self.memory)}"),
         ]
 
     def to_json(self) -> dict[str, object]:
@@ -62,9 +62,9 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     left = int(options.memory) - needs.total
     if left < smallest:
         raise BudgetUnreachable(
-            f"nothing fits {megabytes(options.memory)}: the smallest model takes "
-            f"{megabytes(smallest)}, the {options.cache} cache of {options.context:,} tokens "
-            f"{megabytes(needs.cache)}, all else {megabytes(needs.total - needs.cache)}; use "
+            f"nothing fits {size(options.memory)}: the smallest model takes "
+            f"{size(smallest)}, the {options.cache} cache of {options.context:,} tokens "
+            f"{size(needs.cache)}, all else {size(needs.total - needs.cache)}; use "
             f"`--fit {smallest + needs.total}`, a shorter `--context` or a smaller `--cache`"
         )
     weights = min(left, largest)

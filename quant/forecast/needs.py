@@ -81,11 +81,6 @@ def work_bytes(needs: Collection[Need]) -> int:
     return kept + max((need.passing_bytes for need in needs), default=0)
 
 
-def memory_bytes(needs: Collection[Need]) -> int:
-    """Return the main memory of the stage that takes most."""
-    return max((need.memory_bytes for need in needs), default=0)
-
-
 class Forecast:
     """The needs of a conversion's stages.
 

@@ -108,9 +108,9 @@ class Plan:
             ("device", self.device),
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
-            ("output", f"{self.out}, about {megabytes(self.output_bytes)}"),
-            ("checkpoints", f"{self.work_dir}, up to {megabytes(self.work_bytes)}"),
-            ("memory", f"up to {megabytes(self.memory_bytes)}: {', '.join(memory)}"),
+            ("output", f"{self.out}, about {words.size(self.output_bytes)}"),
+            ("checkpoints", f"{self.work_dir}, up to {words.size(self.work_bytes)}"),
+            ("memory", f"up to {words.size(self.memory_bytes)}: {', '.join(memory)}"),
             ("carried", ", ".join(self.carried)),
         ]
         if self.left_out:
@@ -155,8 +155,3 @@ def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
         plan = Composition.of(spec, options)
         text += f"; the model first writes {plan.rows} of the rows itself, {plan.at_once} at a time"
     return text
-
-
-def megabytes(size: int) -> str:
-    """Return a size in words."""
-    return words.size(size)

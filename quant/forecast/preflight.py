@@ -14,25 +14,14 @@ from exl2flow.core.memory import available_memory
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.source import WANTED
 from exl2flow.core.stage import Stage
+from exl2flow.core.words import size
 from exl2flow.kernels import resolve_device
-from exl2flow.model import (
-    ModelSpec,
-    TensorFiles,
-    expected_tensors,
-    resolve,
-    unclaimed,
-)
+from exl2flow.model import ModelSpec, TensorFiles, expected_tensors, resolve, unclaimed
 from exl2flow.model.source_tensors import check_storable, check_tensors, has_all_layers
 from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
-from exl2flow.quant.forecast.needs import Card, Forecast, Need, memory_bytes, work_bytes
-from exl2flow.quant.forecast.plan import (
-    BASE_MEMORY,
-    Plan,
-    calibration_in_words,
-    megabytes,
-    what_is_left,
-)
+from exl2flow.quant.forecast.needs import Card, Forecast, Need, work_bytes
+from exl2flow.quant.forecast.plan import BASE_MEMORY, Plan, calibration_in_words, what_is_left
 from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
 from exl2flow.quant.walk.working_memory import working_bytes
 
@@ -130,7 +119,7 @@ def _plan(
         reachable_bpw=reach.bpw,
         output_bytes=needs["compile"].output_bytes,
         work_bytes=work_bytes(needs.values()),
-        memory_bytes=BASE_MEMORY + memory_bytes(needs.values()),
+        memory_bytes=BASE_MEMORY + max(need.memory_bytes for need in needs.values()),
         needs=needs,
         left=left,
         finished=finished,
@@ -155,14 +144,14 @@ def check_disk(plans: Sequence[Plan]) -> None:
             work[name if name in SHARED else (plan.out, name)] = stage_need
     sizes = [(plan.out, sum(n.output_bytes for n in plan.left.values())) for plan in plans]
     disks: dict[int, list[tuple[Path, int]]] = {}
-    for folder, size in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
+    for folder, count in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
         existing = _existing(Path(folder))
-        disks.setdefault(existing.stat().st_dev, []).append((existing, size))
+        disks.setdefault(existing.stat().st_dev, []).append((existing, count))
     for parts in disks.values():
-        need, free = sum(size for _, size in parts), shutil.disk_usage(parts[0][0]).free
+        need, free = sum(count for _, count in parts), shutil.disk_usage(parts[0][0]).free
         if need > free:
             raise StoreError(
-                f"the conversion may need {megabytes(need)} of disk space, {megabytes(free)} "
+                f"the conversion may need {size(need)} of disk space, {size(free)} "
                 "is free; free some, or put `--out` and `--work-root` on other disks"
             )
 
@@ -179,13 +168,13 @@ def _check_memory(plan: Plan, spec: ModelSpec) -> None:
         name = max(sizes, key=sizes.__getitem__, default="")
         if name and free is not None and sizes[name] > free:
             raise StoreError(
-                f"the stage `{name}` may need {megabytes(sizes[name])} of {memory}, "
-                f"{megabytes(free)} may be used; reduce `--rows` or `--row-tokens`, or choose "
+                f"the stage `{name}` may need {size(sizes[name])} of {memory}, "
+                f"{size(free)} may be used; reduce `--rows` or `--row-tokens`, or choose "
                 "another `--quality`, `--calibration` or `--device`"
             )
     if card is not None and needs and (least := working_bytes(spec, card.memory)) > card.memory:
         log.warning(
             "the largest sublayer may need %s of the GPU's memory, %s may be used; if memory runs "
             "out, raise `--max-memory` and repeat the command: it continues from there",
-            *map(megabytes, (least, card.memory)),
+            *map(size, (least, card.memory)),
         )

@@ -26,7 +26,6 @@ from exl2flow.quant.forecast.needs import (
     Card,
     Forecast,
     Need,
-    memory_bytes,
     work_bytes,
 )
 from exl2flow.quant.forecast.plan import BASE_MEMORY
@@ -219,7 +218,7 @@ def test_totals_add_what_stays_and_one_stage_at_a_time() -> None:
         "b": Need(memory_bytes=7, kept_bytes=20, passing_bytes=30),
     }
 
-    assert (memory_bytes(needs.values()), work_bytes(needs.values())) == (7, 130)
+    assert work_bytes(needs.values()) == 130
 
 
 def size_of(folder: Path) -> int:
