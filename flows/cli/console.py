@@ -5,7 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
 from rich.console import Console, RenderableType
@@ -20,7 +20,8 @@ def escape_what_cannot_be_encoded() -> None:
     """Print characters that stdout and stderr cannot encode as `\\udc80`; JSON stays exact."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # what stands behind it may change place, as a file does
+                stream.reconfigure(errors="backslashreplace")
 
 
 def show(*parts: RenderableType) -> None:

@@ -22,6 +22,7 @@ from exl2flow.core.measure import MeasureConfig
 from exl2flow.core.progress import Tick, reporting_to
 from exl2flow.flows import convert, measure, preparation
 from exl2flow.flows.preparation import handed_on, prepare
+from exl2flow.tasks import stages
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates
 STAGES = (*SHARED, "allocate", "quantize", "compile", "validate")
@@ -75,7 +76,7 @@ def test_run_publishes_progress_tables_and_report(converted: Converted) -> None:
 
     assert {found[f"tiny-{stage}"].data for stage in ("measure", "quantize")} == {100.0}
     allocation, errors = str(found["tiny-bit-allocation"].data), str(found["tiny-errors"].data)
-    assert "model.layers.1.mlp" in allocation
+    assert "1.mlp.down_proj" in allocation
     assert "relative error" in errors
     assert "lm_head" in errors
     report = str(found["tiny-report"].data)
@@ -213,10 +214,12 @@ def test_the_flow_checks_unless_its_command_did(
     made: list[ConversionConfig] = []
     original = preparation.preflight
     monkeypatch.setattr(
-        preparation, "preflight", lambda config: (made.append(config), original(config))[1]
+        preparation,
+        "preflight",
+        lambda config, stages: (made.append(config), original(config, stages))[1],
     )
 
-    with handed_on(prepare(converted.config)) if is_handed_on else nullcontext():
+    with handed_on(prepare(converted.config, stages.STAGES)) if is_handed_on else nullcontext():
         _, state = run_flow(converted.config)
 
     assert state.is_completed()

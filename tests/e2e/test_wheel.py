@@ -23,8 +23,9 @@ LEAST_SETUPTOOLS = 77  # as `pyproject.toml` asks for
 TIMEOUT_SECONDS = 300
 WHERE = """
 import importlib, json
-names = "core.config kernels model.exl2 quant.gptq tasks.stages flows.cli inference".split()
-modules = [importlib.import_module(f"exl2flow.{name}") for name in [*names, "calibration_data"]]
+names = "core.config kernels model.exl2 quant.rounding.hessian tasks.stages flows.cli".split()
+names += ["inference", "calibration_data"]
+modules = [importlib.import_module(f"exl2flow.{name}") for name in names]
 print(json.dumps([module.__file__ for module in modules]))
 """
 
@@ -104,7 +105,8 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
         if path.suffix in (".py", ".cu", ".cuh", ".j2") or path.name == "py.typed"
     }
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
-    data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/prefect.yaml"}
+    data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}
+    data.add("exl2flow/flows/server/automations.yaml")
 
     names = set(zipfile.ZipFile(wheel).namelist())
 

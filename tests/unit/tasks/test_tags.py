@@ -106,4 +106,4 @@ def test_a_server_that_is_away_is_a_warning(caplog: pytest.LogCaptureFixture) ->
         tag_run(Path("model"), "4bpw")
 
     (record,) = [r for r in caplog.records if r.name == "exl2flow.tasks.tags"]
-    assert record.message.startswith("cannot tag the run, going on without: ")
+    assert record.message.startswith("cannot tag the run, continuing without: ")
