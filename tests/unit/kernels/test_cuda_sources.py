@@ -9,7 +9,10 @@ from exl2flow.kernels.cache_formats import CACHE_FORMATS
 from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
 from exl2flow.kernels.cuda_cache import WIDTHS
 
-DEVICES = (80, 86, 89, 90, 120)
+DEVICES = [
+    [80, 90, 120],
+    pytest.param([86, 89], marks=pytest.mark.slow),  # sources ask for 90 and above only
+]
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(form.keys.name, form.values.name) for form in CACHE_FORMATS.values()}
 INSTANCES = {
@@ -18,8 +21,9 @@ INSTANCES = {
 }
 
 
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
 @pytest.mark.parametrize("file", SOURCES)
-def test_source_compiles_without_a_warning(file: str) -> None:
+def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> None:
     def compiled(device: int) -> None:
         program = nvrtc.createProgram(source(file), file, (), ())
         instances = INSTANCES.get(file, [])
@@ -35,7 +39,7 @@ def test_source_compiles_without_a_warning(file: str) -> None:
         assert all(nvrtc.getLoweredName(program, instance) for instance in instances)
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(compiled, DEVICES))
+        list(threads.map(compiled, devices))
 
 
 def test_no_source_is_left_out() -> None:
