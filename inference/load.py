@@ -32,6 +32,7 @@ from exl2flow.model import (
 from exl2flow.model.footprint import Footprint
 from exl2flow.model.spec import expected_tensors
 
+PROMPT_TOKENS = 512  # of a sample, to estimate memory
 THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cores anyway
 
 
@@ -118,15 +119,30 @@ def load_model(
         return LoadedModel(spec=spec, decoder=decoder, tokenizer=tokenizer.result())
 
 
-def fits_in_memory(model_dir: Path | str, *, device: str, tokens: int) -> bool:
+def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel:
+    """Load a model to generate once: whole if it fits, else each token rereads it from disk.
+
+    Args:
+        model_dir: as for `load_model`.
+        device: auto, cpu or cuda.
+        tokens: generated after a prompt of up to `PROMPT_TOKENS` tokens.
+
+    Raises:
+        SourceModelError, BackendUnavailable: see `load_model`.
+    """
+    fits = _fits_in_memory(model_dir, resolve_device(device), tokens=PROMPT_TOKENS + tokens)
+    return load_model(model_dir, device=device, streamed=not fits)
+
+
+def _fits_in_memory(model_dir: Path, place: torch.device, *, tokens: int) -> bool:
     """Return whether a device has room for a whole model and a sequence of `tokens` tokens.
 
     A GPU holds packed matrices as its kernels read them, a CPU decodes all matrices to fp32.
     """
-    place, spec = resolve_device(device), resolve(Path(model_dir))
+    spec = resolve(model_dir)
     needs = Footprint.of(spec, context=tokens, cache_format="fp16")
     if place.type == "cuda":
-        tensors = TensorFiles(Path(model_dir))
+        tensors = TensorFiles(model_dir)
         stored = sum(tensors.nbytes(name) for name in tensors.names)
         return stored + needs.total - needs.device <= free_memory(place)
     room = available_memory()

@@ -21,7 +21,7 @@ from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.generate import BaseGenerator
-from exl2flow.inference.load import load_model
+from exl2flow.inference.load import load_for_sample
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.publication import (
     CARD_FILE,
@@ -266,7 +266,7 @@ def _differences(place: Path, contents: Contents, repository: Repository) -> lis
 def _trial(place: Path, config: PublishConfig) -> list[str]:
     """Generate with a downloaded model; describe the failure, if any."""
     try:
-        model = load_model(place, device=config.device, streamed=True)
+        model = load_for_sample(place, device=config.device, tokens=config.sample_tokens)
         BaseGenerator(model).generate(PROMPT, max_new_tokens=config.sample_tokens, seed=0)
     except Exl2FlowError as error:
         return [f"the downloaded model does not run: {error}"]

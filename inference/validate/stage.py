@@ -28,7 +28,7 @@ from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, 
 from exl2flow.core.store import StageFolder
 from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate_texts
 from exl2flow.inference.generate import BaseGenerator
-from exl2flow.inference.load import fits_in_memory, load_model
+from exl2flow.inference.load import load_for_sample
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
 from exl2flow.inference.sampling import SamplingSettings
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 REPORT_FILE, MARKDOWN_FILE, PLOT_FILE = "report.json", "report.md", "report.svg"
 ROWS_PREFIX = "rows-"  # of files with scores per row, until the report is written
-SAMPLE_CONTEXT = 512  # tokens of a prompt, to estimate memory
 CALIBRATION_WARN, CALIBRATION_FAIL = 30.0, 1000.0  # perplexities on the calibration rows
 CALIBRATION_RATIO = 1.5  # ... which count only above this multiple of the source's
 
@@ -106,13 +105,9 @@ def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tens
 
 
 def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
-    """Return the prompt and the model's seeded continuation.
-
-    The whole model is loaded if it fits; otherwise each token rereads all of it.
-    """
+    """Return the prompt and the model's seeded continuation."""
     tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
-    streamed = not fits_in_memory(folder, device=device, tokens=SAMPLE_CONTEXT + tokens)
-    model = load_model(folder, device=device, streamed=streamed)
+    model = load_for_sample(folder, device=device, tokens=tokens)
     made = BaseGenerator(model).generate(
         options.sample_prompt,
         max_new_tokens=tokens,

@@ -30,7 +30,7 @@ def what_is_left(
         remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
     except (StoreError, TypeError):
         remembered = []
-    source = f"{config.source.expanduser().resolve()}/"
+    source = f"{config.source.resolve()}/"
     if not any(str(path).startswith(source) for path in remembered):
         names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
         return {name: need for name, need in needs.items() if name in names}, ()
