@@ -1,8 +1,8 @@
 # Everything a contributor or a first-time user runs. Each target does its own set-up.
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests on two cores: a file each at a time, one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Tests on two cores: a file each at a time, one thread each; end-to-end tests, the longest, first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 LOWEST := .venv-lowest/bin
 

@@ -65,17 +65,28 @@ def make_bitrate(
         Completed, or failed with the error: `Interrupted` if a signal arrived.
     """
     with logged(), labelled(name), listening() as stop:
-        try:
-            with _device(config, share, stop) as slot:
-                log.info("bitrate=%s slot=%s process=%d", name, slot, os.getpid())
-                pipeline = Pipeline(config, STAGES, device=resolve_device(config.device).type)
-                run_stages(pipeline, label=name, done=SHARED)
-                check_verdict(pipeline.path("validate"))
-        except Exl2FlowError as error:
-            return Failed(message=str(error), data=error)
-        except Exception as error:  # a defect, which other bitrates may not hit
-            log.exception("bitrate=%s", name)
-            return Failed(message=f"{type(error).__name__}: {error}", data=error)
+        state = _made(name, config, share, stop)
+    if share is not None and stop.signum is not None and not share.stop.exists():
+        signal.raise_signal(
+            stop.signum
+        )  # meant for this process alone: a broken pool awaits its end
+    return state
+
+
+def _made(
+    name: str, config: ConversionConfig, share: Share | None, stop: StopRequest
+) -> State[BaseException | None]:
+    try:
+        with _device(config, share, stop) as slot:
+            log.info("bitrate=%s slot=%s process=%d", name, slot, os.getpid())
+            pipeline = Pipeline(config, STAGES, device=resolve_device(config.device).type)
+            run_stages(pipeline, label=name, done=SHARED)
+            check_verdict(pipeline.path("validate"))
+    except Exl2FlowError as error:
+        return Failed(message=str(error), data=error)
+    except Exception as error:  # a defect, which other bitrates may not hit
+        log.exception("bitrate=%s", name)
+        return Failed(message=f"{type(error).__name__}: {error}", data=error)
     return Completed()
 
 

@@ -249,15 +249,19 @@ def test_each_slot_makes_one_bitrate_at_a_time_with_the_same_bytes_also_after_a_
 
 
 def kill_a_quantizer(work_root: Path) -> int:
-    """Kill the first process that has finished a sublayer while it quantizes, return its id."""
-    found: list[Path] = []
+    """Kill one of two processes that quantize at the same time, return its id.
 
-    def is_there() -> bool:
-        found.extend(work_root.glob("*/quantize/*/sublayers/*.safetensors"))
-        return bool(found)
+    The pool then ends the other one, which commits its sublayer first.
+    """
+    found: set[Path] = set()
 
-    wait_for(is_there, pause=0.01)
-    folder = found[0].parents[1]
+    def are_there() -> bool:
+        sublayers = work_root.glob("*/quantize/*/sublayers/*.safetensors")
+        found.update(path.parents[1] for path in sublayers)
+        return len(found) == 2
+
+    wait_for(are_there, pause=0.01)
+    folder = found.pop()
     pid = int((folder.parents[1] / "locks" / f"quantize-{folder.name}").read_text())
     os.kill(pid, signal.SIGKILL)
     return pid
