@@ -9,8 +9,6 @@ drops an event, and with it what an automation should have done. A transaction t
 writer waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +18,7 @@ from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
 )
-from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -28,13 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class PatientSqlite(AioSqliteConfiguration):
     """SQLite with transactions that lock when they begin."""
 
-    @asynccontextmanager
-    async def begin_transaction(
-        self, session: AsyncSession, with_for_update: bool = False
-    ) -> AsyncGenerator[AsyncSessionTransaction, None]:
+    def begin_transaction(self, session: AsyncSession, with_for_update: bool = False) -> Any:
         """See `BaseDatabaseConfiguration`."""
-        async with super().begin_transaction(session, with_for_update=True) as transaction:
-            yield transaction
+        return super().begin_transaction(session, with_for_update=True)
 
 
 class OwnPages:
