@@ -1,12 +1,12 @@
 """The application of our servers: Prefect's own, with two changes.
 
-Browsers let every web page open a WebSocket, whatever the CORS settings, and Prefect's carry events
-and log lines: those of other pages are refused.
+Browsers let any web page open a WebSocket, whatever the CORS settings, and Prefect's WebSockets
+carry events and log lines: connections from other pages are refused.
 
 Prefect begins most transactions as readers. SQLite refuses a reader that writes after another
 transaction has written (`database is locked`), whatever the timeout; after four refusals Prefect
-drops an event, and with it what an automation should have done. A transaction that begins as a
-writer waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
+drops an event, and with it the action of an automation. A transaction that begins as a writer
+waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Starts a lasting Prefect server; gives it its work pool, deployments and automations.
+"""Starts a lasting Prefect server and creates its work pool, deployments and automations.
 
 Deployments and automations are files in Prefect's own form, `prefect.yaml` (a link to the root of
-the repository) and `automations.yaml`. What a user changed on the server is kept.
+the repository) and `automations.yaml`. Changes that a user made on the server are kept.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ RULES = Path(__file__).with_name("automations.yaml")
 
 
 def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> None:
-    """Start what does not run, create what is missing, and return when everything is ready.
+    """Start what is not running, create what is missing, and return when everything is ready.
 
     Raises:
         ServerFailed: it runs with other settings, the port is taken, or the server ends.
@@ -85,7 +85,7 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
 
 
 def problems(home: Home, settings: ServerSettings) -> list[str]:
-    """Return what does not run and what is missing, in words."""
+    """Describe what is not running and what is missing."""
     running = home.processes()
     expected = (SUPERVISOR, SERVER, *settings.workers)
     found = [f"{name} does not run" for name in expected if name not in running]

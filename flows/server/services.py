@@ -53,7 +53,7 @@ QUIET_ENVIRONMENT = {
 SERVER_ENVIRONMENT = {
     **QUIET_ENVIRONMENT,
     "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": f"{MODULES}ordering",
-    # Leases in memory would be held for ever after the server was killed.
+    # Leases in memory would stay held for ever if the server was killed.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage"
     ".filesystem",
 }
@@ -117,7 +117,7 @@ class Home:
             ) from error
 
     def save_settings(self, settings: ServerSettings) -> None:
-        """Keep the settings; they hold the password, perhaps that of the database as well."""
+        """Save the settings, which hold the password and perhaps that of the database."""
         draft = self.path / ".server.json"
         draft.unlink(missing_ok=True)
         draft.touch(mode=0o600, exist_ok=False)
@@ -158,15 +158,15 @@ class Home:
             ServerFailed: a process cannot be ended.
         """
         found = self.processes()
-        for beginning in (SUPERVISOR, "worker", "process", ""):
-            self._end(beginning)
+        for prefix in (SUPERVISOR, "worker", "process", ""):
+            self._end(prefix)
         return [name for name in found if not name.startswith("process")]
 
-    def _end(self, beginning: str) -> None:
-        """End processes whose names begin like this together: by SIGTERM, then by SIGKILL."""
+    def _end(self, prefix: str) -> None:
+        """End all processes whose names start with a prefix: by SIGTERM, then by SIGKILL."""
 
         def left() -> list[psutil.Process]:
-            return [found for name, found in self.processes().items() if name.startswith(beginning)]
+            return [found for name, found in self.processes().items() if name.startswith(prefix)]
 
         for end in (psutil.Process.terminate, psutil.Process.kill):
             for process in left():
@@ -287,7 +287,7 @@ def supervise(home: Home) -> None:
             if name in services and services[name].poll() is None:
                 continue
             if name == SERVER and services.keys() == {SERVER}:
-                return  # no worker was started yet: it never answered
+                return  # no worker was ever started, so the server never answered
             if time.monotonic() - started.get(name, -PAUSE_SECONDS) >= PAUSE_SECONDS:
                 started[name] = time.monotonic()
                 services[name] = home.start(settings, name)

@@ -111,10 +111,10 @@ class TemporaryServer(Api):
 
 
 def check(client: SyncPrefectClient, otherwise: str) -> None:
-    """Return if an API can be used.
+    """Check that an API can be used.
 
     Raises:
-        ServerFailed: it cannot; the message ends with what else to do.
+        ServerFailed: it cannot; the message ends with `otherwise`, what else the user can do.
     """
     if (error := client.api_healthcheck()) is not None:
         raise ServerFailed(

@@ -4,8 +4,8 @@ When the process of a run is killed, the run is scheduled again while its worker
 Prefect's worker then takes it a second time, which its limiter refuses with an error that ends the
 worker. Upstream: https://github.com/PrefectHQ/prefect/issues/16806
 
-Prefect's worker turns SIGTERM into SIGINT and leaves that to asyncio, which does not handle it in a
-process that inherited it as ignored: from `exl2flow server up &` in a script, for example.
+On SIGTERM, Prefect's worker sends itself SIGINT and leaves that to asyncio, which installs no
+handler if the process inherited an ignored SIGINT, as from `exl2flow server up &` in a script.
 """
 
 import signal

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exl2flow.flows.server.services import Home, ServerSettings, command
 
-# What a script's `exl2flow server up &` inherits, and the processes that it starts after it.
+# As a shell starts `exl2flow server up &` in a script; its child processes inherit that.
 IGNORING_SIGINT = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 END_SECONDS = 20.0  # `down` kills after 30
 
