@@ -28,7 +28,10 @@ LAYER_BYTES = 4 * (3 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)  # fp32, hal
 
 
 def peak_bytes(folder: Path, *, layers: int) -> int:
-    """Convert a model of so many layers, validation included; return the peak memory."""
+    """Convert and score a model of so many layers; return the peak memory.
+
+    A sample would take the whole model where it fits.
+    """
     source = make_tiny(
         "llama",
         folder / "model",
@@ -39,7 +42,7 @@ def peak_bytes(folder: Path, *, layers: int) -> int:
     )
     conversion = Conversion.inside(folder, source)
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *conversion.arguments],
+        [sys.executable, "-c", PROGRAM, *conversion.arguments, "--sample-tokens", "0"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
