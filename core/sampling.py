@@ -16,6 +16,7 @@ class SamplingSettings:
     top_k: int = 50
     top_p: float = 0.8
     min_p: float = 0.0
+    cfg_scale: float | None = None
 
     def __post_init__(self) -> None:
         checks = {
