@@ -1,6 +1,6 @@
 """A decoding step from ids to sampled ids: launched again for every token, or replayed.
 
-Both kinds begin with ids and settings; each call then takes random draws, and samples the ids that
+Both begin with ids and a kind of sampling; each call then takes random draws, and samples the ids that
 the next call reads.
 """
 
@@ -12,7 +12,7 @@ import torch
 from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.cache.layered import check_room
 from exl2flow.inference.cache.paged import PagedCache
-from exl2flow.inference.sampling import SamplerRows, sample
+from exl2flow.inference.sampling import Kind, SamplerSlots, sample
 from exl2flow.model import Decoder, RopeTable, step_table
 from exl2flow.model.footprint import PROMPT_TOKENS
 
@@ -32,14 +32,15 @@ class LaunchedStep:
     ahead = 0  # calls worth making before the ids of the last one are read
     logits: torch.Tensor
 
-    def __init__(self, decoder: Decoder, cache: Cache) -> None:
+    def __init__(self, decoder: Decoder, cache: Cache, slots: SamplerSlots) -> None:
         self._decoder = decoder
         self._cache = cache
+        self._slots = slots
 
-    def begin(self, ids: torch.Tensor, rows: SamplerRows) -> None:
-        """Set the ids (b, t) that the next call reads, and the sampling settings of all calls."""
+    def begin(self, ids: torch.Tensor, kind: Kind) -> None:
+        """Set the ids (b, t) that the next call reads, and how all calls sample."""
         self.ids = ids
-        self._rows = rows
+        self._kind = kind
 
     def __call__(self, draws: torch.Tensor) -> torch.Tensor:
         """Return ids int64 (b,), sampled with draws fp64 (b,).
@@ -52,7 +53,7 @@ class LaunchedStep:
         for part in torch.split(self.ids, max(1, PROMPT_TOKENS // batch), dim=1):
             hidden = self._decoder.hidden(part, self._cache)
         self.logits = self._decoder.head(hidden[:, -1:])
-        self.ids = sample(self.logits[:, 0], self._rows, draws)[:, None]
+        self.ids = sample(self.logits[:, 0], self._slots, draws, self._kind).ids[:, None]
         return self.ids[:, 0]
 
 
@@ -80,35 +81,33 @@ class Recording:
 class RecordedStep:
     """Decode one token per sequence of a paged cache, on a GPU.
 
-    It reads ids, lengths, settings and draws from its own memory, which is set before replays, and
-    writes sampled ids where the next replay reads its ids. There is one recording per
-    `SamplerRows.most`.
+    It reads ids, lengths and draws from its own memory, which is set before replays, and writes
+    sampled ids where the next replay reads its ids. There is one recording per kind of sampling.
     """
 
     ahead = 1  # the device continues while the host reads
 
-    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedCache, slots: SamplerSlots) -> None:
         """Take a decoder that is entirely on a GPU, and a cache that no other step changes."""
         self._decoder = decoder
         self._cache = cache
         batch, device = len(cache.places.tables), cache.places.lengths.device
         self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._draws = torch.zeros(batch, dtype=torch.float64, device=device)
-        self._table = torch.zeros(batch, 4, dtype=torch.float64, device=device)
-        self._recordings = dict[int | None, Recording]()
+        self._slots = slots
+        self._recordings = dict[Kind, Recording]()
 
-    def begin(self, ids: torch.Tensor, rows: SamplerRows) -> None:
-        """Set the ids (b, 1) that the next call reads, and the sampling settings of all calls.
+    def begin(self, ids: torch.Tensor, kind: Kind) -> None:
+        """Set the ids (b, 1) that the next call reads, and how all calls sample.
 
-        Settings of a new kind are recorded first; the cache then needs room for one more token.
+        A new kind is recorded first; the cache then needs room for one more token.
 
         Raises:
             RuntimeError: part of the step waits for the device, or memory runs out.
         """
-        self._table.copy_(rows.table)
-        if rows.most not in self._recordings:
-            self._recordings[rows.most] = self._recorded(rows.most)
-        self._recording = self._recordings[rows.most]
+        if kind not in self._recordings:
+            self._recordings[kind] = self._recorded(kind)
+        self._recording = self._recordings[kind]
         self._ids.copy_(ids)
 
     def __call__(self, draws: torch.Tensor) -> torch.Tensor:
@@ -136,17 +135,16 @@ class RecordedStep:
         cache = self._cache
         return step_table(self._decoder.spec.rope, cache.max_tokens, cache.places.lengths.device)
 
-    def _recorded(self, most: int | None) -> Recording:
-        cache, places = self._cache, self._cache.places
-        rows, angles = SamplerRows(table=self._table, most=most), self._angles
-        held = cache.length
+    def _recorded(self, kind: Kind) -> Recording:
+        cache, places, slots = self._cache, self._cache.places, self._slots
+        angles, held, state = self._angles, cache.length, (slots.counts.clone(), slots.mu.clone())
 
         def work() -> torch.Tensor:
             before = cache.length
             places.slots = places.next_slots()
             logits = self._decoder.forward(self._ids, cache, angles.at(places.lengths))
             cache.truncate(before)  # these writes land where the next token will be stored
-            self._ids.copy_(sample(logits[:, 0], rows, self._draws)[:, None])
+            self._ids.copy_(sample(logits[:, 0], slots, self._draws, kind).ids[:, None])
             return logits
 
         places.stand_at(held)  # set here, so that layers do not while recording
@@ -155,6 +153,8 @@ class RecordedStep:
         finally:
             cache.truncate(held)
             places.forget()
+            slots.counts.copy_(state[0])  # the warm-up sampled, too
+            slots.mu.copy_(state[1])
 
 
 def can_be_recorded(decoder: Decoder, cache: PagedCache) -> bool:

@@ -11,7 +11,7 @@ from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.inference.cache.paged import PagedCache, cache_format
 from exl2flow.inference.generate.lane import Lane
 from exl2flow.inference.load import LoadedModel
-from exl2flow.inference.sampling import SamplerRows, SamplingSettings
+from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import TextStream, check_ids
 
@@ -80,7 +80,7 @@ class BaseGenerator:
         try:
             for (token,) in lane.run(
                 torch.tensor([ids], device=device),
-                SamplerRows.of([settings], device),
+                [settings],
                 torch.tensor(draws, dtype=torch.float64, device=device),
             ):
                 yield token
