@@ -21,7 +21,7 @@ from layers import SHAPES, linear_shapes, norms, write_config
 from exl2flow.core.files import write_tensors
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format
-from exl2flow.inference.sampling import SamplerRows
+from exl2flow.inference.sampling import Kind, SamplerSlots
 from exl2flow.inference.step import LaunchedStep, RecordedStep
 from exl2flow.model import QuantizedMatrix, QuantParams
 
@@ -76,16 +76,20 @@ def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[flo
     )
     ids = torch.randint(0, spec.vocab_size, (batch, context), device="cuda")
 
-    launched = LaunchedStep(decoder, cache)
-    draws = torch.rand(batch, dtype=torch.float64, device="cuda")
-    greedy, drawn = (
-        SamplerRows.of([settings] * batch, "cuda")
-        for settings in (SamplingSettings.greedy(), SamplingSettings())
+    slots = SamplerSlots(
+        slots=batch,
+        max_tokens=context + 1,
+        vocab_size=spec.vocab_size,
+        width=spec.vocab_size,
+        device="cuda",
     )
+    launched = LaunchedStep(decoder, cache, slots)
+    draws = torch.rand(batch, dtype=torch.float64, device="cuda")
+    greedy, drawn = SamplingSettings.greedy(), SamplingSettings()
 
     def prompt() -> None:
         cache.truncate(0)
-        launched.begin(ids, greedy)
+        launched.begin(ids, Kind.of([greedy]))
         launched(draws)
 
     def step() -> None:
@@ -94,15 +98,17 @@ def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[flo
 
     times = [seconds(prompt, 3), seconds(step, 5)]
     cache.truncate(context)
-    recorded = RecordedStep(decoder, cache)
+    recorded = RecordedStep(decoder, cache, slots)
 
     def replay() -> None:
         cache.truncate(context)
         recorded(draws)
 
-    for rows in (greedy, drawn):
+    for settings in (greedy, drawn):
         cache.truncate(context)
-        recorded.begin(ids[:, :1], rows)
+        for slot in range(batch):
+            slots.enter(slot, settings, [])
+        recorded.begin(ids[:, :1], Kind.of([settings]))
         times.append(seconds(replay))
     return times
 

@@ -78,8 +78,9 @@ class Setting:
         """Return the command's parameter, None unless given: presets fill the others."""
         field = self.field_info()
         shown = self.default or field.default
+        is_on = field.default is True  # then it needs a name to switch it off
         option = typer.Option(
-            self.flag,
+            f"{self.flag}/--no-{self.flag[2:]}" if is_on else self.flag,
             help=self.help,
             metavar=self.metavar,
             parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,

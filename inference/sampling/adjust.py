@@ -1,0 +1,102 @@
+"""What changes logits before candidates are ranked: mixing, penalties, bias, DRY and masks.
+
+Penalties and DRY touch the ids of the history only. Counts are integers, so that the order of
+additions does not matter; ids that occur several times are written several times, equally.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from exl2flow.inference.sampling.bits import contains, spread
+from exl2flow.inference.sampling.kind import Kind
+from exl2flow.inference.sampling.shape import Numbers
+from exl2flow.inference.sampling.slots import STRONGEST, SamplerSlots
+
+
+def adjusted(
+    logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers, kind: Kind
+) -> torch.Tensor:
+    """Return logits fp32 (n, vocab_size) for the first n slots; those given (n, v) are kept."""
+    rows, vocab = len(logits), slots.vocab_size
+    logits = logits[:, :vocab]
+    if kind.cfg:
+        logits = mixed(logits, slots, numbers["cfg_scale"])
+    if kind.penalties or kind.dry or kind.bias or kind.masked:
+        logits = pad(logits, (0, 1))  # a copy; the last column stands for ids not in the vocabulary
+    if kind.penalties:
+        penalize(logits, slots, numbers)
+    if kind.bias:
+        logits[:, :vocab] += slots.bias[:rows, :vocab]
+    if kind.dry:
+        penalize_repetitions(logits, slots, numbers, kind.dry)
+    if kind.masked:
+        logits[:, :vocab].masked_fill_(~spread(slots.allowed[:rows], vocab), -math.inf)
+    return logits[:, :vocab]
+
+
+def mixed(logits: torch.Tensor, slots: SamplerSlots, scale: torch.Tensor) -> torch.Tensor:
+    """Return s * log_softmax(l) + (1 - s) * log_softmax(partner's l) for paired slots."""
+    rows = len(logits)
+    own = torch.log_softmax(logits, dim=-1, dtype=torch.float64)
+    own = own.clamp_min_(-STRONGEST)  # excluded ids stay finite: 0 * infinity is NaN
+    partner = slots.partner[:rows]
+    both = own * scale + own[partner] * (1 - scale)
+    return torch.where((partner == slots.index[:rows])[:, None], logits, both.float())
+
+
+def penalize(logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers) -> None:
+    """Apply the repetition, presence and frequency penalties to logits (n, v + 1) in place.
+
+    A token `unit` (the decay) or more steps from the end of the range's reach counts fully, one
+    nearer to it in proportion. A seen id is changed once as its newest token counts, l / r or l * r
+    and then - presence; each of its tokens adds - frequency.
+    """
+    rows, unit = len(logits), numbers["unit"]
+    ids = slots.history[:rows, :-1].long()  # (n, m)
+    back = slots.counts[:rows, None] - 1 - slots.positions
+    steps = torch.minimum(numbers["reach"] - back, unit).clamp_min_(0).long()
+    zeros = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+    newest = zeros.scatter_reduce(1, ids, steps, "amax").gather(1, ids) / unit
+    every = zeros.scatter_add_(1, ids, steps).gather(1, ids) / unit
+    factor = (numbers["repetition"] - 1) * newest + 1
+    found = logits.gather(1, ids).double()
+    found = torch.where(found > 0, found / factor, found * factor)
+    found = found - numbers["presence"] * newest - numbers["frequency"] * every
+    logits.scatter_(1, ids, found.clamp_max_(STRONGEST).float())
+
+
+def penalize_repetitions(
+    logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers, longest: int
+) -> None:
+    """Apply DRY to logits (n, v + 1) in place.
+
+    L is the length of the longest suffix of the history that occurred before, within `dry_range`
+    and without breakers, followed by an id that is no breaker. Each such id x loses
+    multiplier * base^(L - allowed) * count(x after that suffix).
+    """
+    rows = len(logits)
+    ids, positions = slots.history[:rows, :-1], slots.positions
+    counts = slots.counts[:rows, None]
+    outside = counts - 1 - positions >= numbers["dry_range"]
+    outside |= contains(slots.breakers[:rows], ids.long())
+    tokens = torch.where(outside, ~positions, ids)  # those outside equal no other token
+    padded = pad(tokens, (longest - 1, 0), value=-(2**31))
+    windows = padded.unfold(1, longest, 1)[:, :-1]  # (n, m - 1, longest)
+    places = torch.arange(longest, device=logits.device)
+    suffix = padded.gather(1, (counts - 1).clamp_min(0) + places)
+    order = (places + 1).to(torch.int16 if longest > 127 else torch.int8)
+    differs = ((windows != suffix[:, None]) * order).amax(-1)
+    lengths = torch.minimum(longest - differs, numbers["dry_longest"])
+    lengths = lengths.masked_fill(tokens[:, 1:] < 0, 0)
+    length = lengths.amax(-1, keepdim=True)  # (n, 1)
+
+    excess = length - numbers["dry_allowed"]
+    penalty = (numbers["dry_multiplier"] * numbers["dry_base"] ** excess).clamp_max(STRONGEST)
+    penalty = penalty.masked_fill(excess < 0, 0)
+    after = ids[:, 1:].long()
+    times = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    times = times.scatter_add_(1, after, (lengths == length).int()).gather(1, after)
+    found = logits.gather(1, after) - penalty * torch.minimum(times, numbers["dry_count"])
+    logits.scatter_(1, after, found.float())
