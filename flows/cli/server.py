@@ -122,7 +122,7 @@ def _gpus(text: str | None) -> tuple[str, ...]:
 
 @app.command("apply")
 def apply(*, folder: FolderOption = None) -> None:
-    """Create our work pool, deployments and automations on a server that is run otherwise.
+    """Create our work pool, deployments and automations on a server that you run yourself.
 
     Its address is read from PREFECT_API_URL, its password from PREFECT_API_AUTH_STRING.
     """

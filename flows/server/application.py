@@ -1,16 +1,14 @@
 """The application of our servers: Prefect's own, with two changes.
 
-Browsers let every web page open a WebSocket, whatever the CORS settings, and Prefect's carry events
-and log lines: those of other pages are refused.
+Browsers let any web page open a WebSocket, whatever the CORS settings, and Prefect's WebSockets
+carry events and log lines: connections from other pages are refused.
 
 Prefect begins most transactions as readers. SQLite refuses a reader that writes after another
 transaction has written (`database is locked`), whatever the timeout; after four refusals Prefect
-drops an event, and with it what an automation should have done. A transaction that begins as a
-writer waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
+drops an event, and with it the action of an automation. A transaction that begins as a writer
+waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +18,7 @@ from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
 )
-from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -28,13 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class PatientSqlite(AioSqliteConfiguration):
     """SQLite with transactions that lock when they begin."""
 
-    @asynccontextmanager
-    async def begin_transaction(
-        self, session: AsyncSession, with_for_update: bool = False
-    ) -> AsyncGenerator[AsyncSessionTransaction, None]:
+    def begin_transaction(self, session: AsyncSession, with_for_update: bool = False) -> Any:
         """See `BaseDatabaseConfiguration`."""
-        async with super().begin_transaction(session, with_for_update=True) as transaction:
-            yield transaction
+        return super().begin_transaction(session, with_for_update=True)
 
 
 class OwnPages:

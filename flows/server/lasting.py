@@ -1,7 +1,7 @@
-"""Starts a lasting Prefect server; gives it its work pool, deployments and automations.
+"""Starts a lasting Prefect server and creates its work pool, deployments and automations.
 
 Deployments and automations are files in Prefect's own form, `prefect.yaml` (a link to the root of
-the repository) and `automations.yaml`. What a user changed on the server is kept.
+the repository) and `automations.yaml`. Changes that a user made on the server are kept.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,14 @@ from exl2flow.flows.server.services import (
     listen,
     wait_until,
 )
-from exl2flow.flows.server.temporary import refusal
+from exl2flow.flows.server.temporary import START_SECONDS, check
 
-START_SECONDS = 180.0  # the first start creates the database
 DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 RULES = Path(__file__).with_name("automations.yaml")
 
 
 def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> None:
-    """Start what does not run, create what is missing, and return when everything is ready.
+    """Start what is not running, create what is missing, and return when everything is ready.
 
     Raises:
         ServerFailed: it runs with other settings, the port is taken, or the server ends.
@@ -69,16 +68,15 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
         else:
             settings = running  # of two that start at once, the other has made the password
 
-        def is_decided() -> bool:
-            return answers(settings.url) or SUPERVISOR not in home.processes()
-
-        if not (wait_until(is_decided, START_SECONDS) and answers(settings.url)):
+        url, auth = settings.api_url, settings.auth
+        wait_until(lambda: answers(url) or SUPERVISOR not in home.processes(), START_SECONDS)
+        if not answers(url):
             raise ServerFailed(
                 f"the Prefect server ended, or did not answer within {START_SECONDS:.0f} s; the "
                 f"last lines of its log in `{home.logs}`:\n{home.log_end(SERVER)}"
             )
         say("applying work pool, deployments and automations")
-        with _client_of(settings):
+        with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}):
             apply(settings.folder)
         workers = settings.workers.keys()
         if not wait_until(lambda: home.processes().keys() >= workers, START_SECONDS):
@@ -86,22 +84,17 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
             raise ServerFailed(f"a worker does not keep running; the end of its log:\n{end}")
 
 
-def _client_of(settings: ServerSettings) -> AbstractContextManager[object]:
-    """Make Prefect in this process use the server for a block."""
-    return temporary_settings(
-        {PREFECT_API_URL: settings.api_url, PREFECT_API_AUTH_STRING: settings.auth}
-    )
-
-
 def problems(home: Home, settings: ServerSettings) -> list[str]:
-    """Return what does not run and what is missing, in words."""
+    """Describe what is not running and what is missing."""
     running = home.processes()
     expected = (SUPERVISOR, SERVER, *settings.workers)
     found = [f"{name} does not run" for name in expected if name not in running]
-    if not answers(settings.url):
+    if not answers(settings.api_url):
         return [*found, f"no server answers at {settings.url}"]
-    with _client_of(settings):
-        return found + [f"missing: `{name}`" for name in missing()]
+    with SyncPrefectClient(settings.api_url, auth_string=settings.auth) as client:
+        there = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
+    wanted = [*deployment_names(), *(rule.name for rule in automations())]
+    return found + [f"missing: `{name}`" for name in wanted if name not in there]
 
 
 def deployment_names() -> list[str]:
@@ -120,14 +113,6 @@ def automations() -> list[AutomationCore]:
     return found
 
 
-def missing() -> list[str]:
-    """Return the names of deployments and automations that the server in use lacks."""
-    with get_client(sync_client=True) as client:
-        there = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
-    wanted = [*deployment_names(), *(rule.name for rule in automations())]
-    return [name for name in wanted if name not in there]
-
-
 def apply(folder: Path) -> None:
     """Create what the server in use lacks; renew what a newer version of this package changed.
 
@@ -140,8 +125,7 @@ def apply(folder: Path) -> None:
     digest = hashlib.sha256(DEPLOYMENTS.read_bytes() + str(folder).encode()).hexdigest()[:12]
     current = f"{version('exl2flow')}-{digest}"
     with get_client(sync_client=True) as client:
-        if (reason := refusal(client)) is not None:
-            raise ServerFailed(f"{reason}, or correct PREFECT_API_URL")
+        check(client, "or correct PREFECT_API_URL")
         _create_pool(client)
         _renew_automations(client)
         before, triggers = _ours(client), client.read_automations()
@@ -181,9 +165,8 @@ def _restore(
         schedules = {schedule.slug: schedule for schedule in then.schedules}
         for schedule in now.schedules:
             if schedule.slug and (was := schedules.get(schedule.slug)) is not None:
-                changes = was.model_dump(include={"active", "parameters"})
                 client.update_deployment_schedule(
-                    now.id, schedule.id, schedule=was.schedule, **changes
+                    now.id, schedule.id, was.active, was.schedule, parameters=was.parameters
                 )
 
 
@@ -227,5 +210,4 @@ def _restore_triggers(client: SyncPrefectClient, before: Sequence[Automation]) -
 
 def core(automation: Automation) -> AutomationCore:
     """Return the part of an automation that can be set."""
-    shown = automation.model_dump(exclude={"id", "owner_resource"})
-    return AutomationCore.model_validate(shown)
+    return AutomationCore.model_validate(automation.model_dump(exclude={"id", "owner_resource"}))

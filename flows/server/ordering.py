@@ -7,8 +7,6 @@ an earlier server stored. Upstream has the same fault for Redis:
 https://github.com/PrefectHQ/prefect/issues/20954
 """
 
-from uuid import UUID
-
 import sqlalchemy as sa
 from prefect.server.database import provide_database_interface
 from prefect.server.events.ordering import memory
@@ -28,14 +26,11 @@ class CausalOrdering(memory.CausalOrdering):
             EventArrivedEarly: the event that it follows is yet to come.
         """
         leader = event.follows
-        if leader is None or await self.event_has_been_seen(leader) or await _came_before(leader):
+        if leader is None or await self.event_has_been_seen(leader):
             return
-        await super().wait_for_leader(event)
-
-
-async def _came_before(event: UUID) -> bool:
-    """Return whether an earlier server stored the event."""
-    db = provide_database_interface()
-    query = sa.select(db.Event.id).where(db.Event.id == event, db.Event.received < BEGUN)
-    async with db.session_context() as session:
-        return (await session.execute(query)).first() is not None
+        db = provide_database_interface()
+        query = sa.select(db.Event.id).where(db.Event.id == leader, db.Event.received < BEGUN)
+        async with db.session_context() as session:
+            found = await session.execute(query)
+        if found.first() is None:
+            await super().wait_for_leader(event)

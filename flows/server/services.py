@@ -16,15 +16,12 @@ import fcntl
 import os
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
-from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
@@ -56,7 +53,7 @@ QUIET_ENVIRONMENT = {
 SERVER_ENVIRONMENT = {
     **QUIET_ENVIRONMENT,
     "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": f"{MODULES}ordering",
-    # Leases in memory would be held for ever after the server was killed.
+    # Leases in memory would stay held for ever if the server was killed.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage"
     ".filesystem",
 }
@@ -65,18 +62,12 @@ SERVER_ENVIRONMENT = {
 class ServerSettings(Options):
     """Options of a lasting server, and its password."""
 
-    host: str = Field("127.0.0.1", description="interface to listen on")
-    port: int = Field(4200, ge=1, le=65535, description="port of API and UI")
-    database: str | None = Field(
-        None, pattern=DATABASE_PATTERN, description="SQLAlchemy URL; empty: SQLite in the home"
-    )
-    gpus: tuple[str, ...] = Field((), description="one worker each; empty: one worker without")
-    folder: Path = Field(description="where relative paths of deployments start")
-    auth: str = Field(
-        default_factory=lambda: f"exl2flow:{secrets.token_urlsafe(24)}",
-        description="user:password of the API",
-        repr=False,
-    )
+    host: str = "127.0.0.1"
+    port: int = Field(4200, ge=1, le=65535)
+    database: str | None = Field(None, pattern=DATABASE_PATTERN)  # None: SQLite in the home
+    gpus: tuple[str, ...] = ()  # a worker each; empty: one worker without a GPU
+    folder: Path  # where relative paths of deployments start
+    auth: str = Field(default_factory=lambda: f"exl2flow:{secrets.token_urlsafe(24)}", repr=False)
 
     @property
     def url(self) -> str:
@@ -126,7 +117,7 @@ class Home:
             ) from error
 
     def save_settings(self, settings: ServerSettings) -> None:
-        """Keep the settings; they hold the password, perhaps that of the database as well."""
+        """Save the settings, which hold the password and perhaps that of the database."""
         draft = self.path / ".server.json"
         draft.unlink(missing_ok=True)
         draft.touch(mode=0o600, exist_ok=False)
@@ -167,20 +158,20 @@ class Home:
             ServerFailed: a process cannot be ended.
         """
         found = self.processes()
-        for pattern in (SUPERVISOR, "worker*", "process *", "*"):
-            self._end(pattern)
+        for prefix in (SUPERVISOR, "worker", "process", ""):
+            self._end(prefix)
         return [name for name in found if not name.startswith("process")]
 
-    def _end(self, pattern: str) -> None:
-        """End processes together: by SIGTERM, then by SIGKILL."""
+    def _end(self, prefix: str) -> None:
+        """End all processes whose names start with a prefix: by SIGTERM, then by SIGKILL."""
 
         def left() -> list[psutil.Process]:
-            return [process for name, process in self.processes().items() if fnmatch(name, pattern)]
+            return [found for name, found in self.processes().items() if name.startswith(prefix)]
 
-        for signum in (signal.SIGTERM, signal.SIGKILL):
+        for end in (psutil.Process.terminate, psutil.Process.kill):
             for process in left():
                 with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signum)
+                    end(process)
             if wait_until(lambda: not left(), STOP_SECONDS):
                 return
         pids = ", ".join(str(process.pid) for process in left())
@@ -279,12 +270,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def answers(url: str, seconds: float = 5.0) -> bool:
-    """Return whether a Prefect server answers within that time; no proxy is used."""
-    with (
-        suppress(OSError, HTTPException),
-        build_opener(ProxyHandler({})).open(f"{url}/api/health", timeout=seconds) as answer,
-    ):
-        return bool(answer.status == HTTPStatus.OK)
+    """Return whether a Prefect API answers within that time; no proxy is used."""
+    with suppress(OSError, HTTPException):
+        build_opener(ProxyHandler({})).open(f"{url}/health", timeout=seconds).close()
+        return True
     return False
 
 
@@ -293,15 +282,12 @@ def supervise(home: Home) -> None:
     settings = home.settings()
     services: dict[str, subprocess.Popen[bytes]] = {}
     started: dict[str, float] = {}
-    has_answered = False
     while True:
-        does_answer = answers(settings.url)
-        has_answered = has_answered or does_answer
-        for name in (SERVER, *settings.workers) if does_answer else (SERVER,):
+        for name in (SERVER, *settings.workers) if answers(settings.api_url) else (SERVER,):
             if name in services and services[name].poll() is None:
                 continue
-            if name == SERVER and name in services and not has_answered:
-                return
+            if name == SERVER and services.keys() == {SERVER}:
+                return  # no worker was ever started, so the server never answered
             if time.monotonic() - started.get(name, -PAUSE_SECONDS) >= PAUSE_SECONDS:
                 started[name] = time.monotonic()
                 services[name] = home.start(settings, name)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import IO
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -42,19 +41,44 @@ SERVER_SETTINGS = {
 }
 
 
-class TemporaryServer:
+class Api:
+    """The Prefect API that a flow reports to; call `wait` before the flow starts."""
+
+    is_temporary = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url  # as in PREFECT_API_URL
+
+    @property
+    def ui_url(self) -> str:
+        """Address for a browser."""
+        return self.url.removesuffix("/api")
+
+    def wait(self) -> None:
+        """Return when the API answers.
+
+        Raises:
+            ServerFailed: the configured API cannot be used, or no temporary one could start.
+        """
+        with get_client(sync_client=True) as client:
+            check(client, "unset PREFECT_API_URL for a temporary one, or pass --no-prefect")
+
+
+class TemporaryServer(Api):
     """A Prefect server in a child process, in its own session so that Ctrl-C does not reach it."""
+
+    is_temporary = True
 
     def __init__(self) -> None:
         """Start the process; `wait` returns once it answers."""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `stop`
         self._answers = False
         with socket.create_server((HOST, 0)) as listener:
-            self.url = f"http://{HOST}:{listener.getsockname()[1]}"
+            super().__init__(f"http://{HOST}:{listener.getsockname()[1]}/api")
             handle = listener.fileno()
             own = {
-                "PREFECT_UI_API_URL": f"{self.url}/api",
-                "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url,
+                "PREFECT_UI_API_URL": self.url,
+                "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.ui_url,
             }
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", f"{MODULES}temporary_process", str(handle)],
@@ -67,11 +91,7 @@ class TemporaryServer:
             )
 
     def wait(self) -> None:
-        """Return when the server answers: the socket already listens, so one request suffices.
-
-        Raises:
-            ServerFailed: with the end of the server's output.
-        """
+        """See `Api`; the socket already listens, so one request suffices."""
         self._answers = answers(self.url, START_SECONDS)
         if not self._answers:
             self._log.seek(0)
@@ -90,56 +110,25 @@ class TemporaryServer:
                     self._process.wait(timeout=STOP_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Api:
-    """The API that a flow reports to; call `wait` before the flow starts.
+def check(client: SyncPrefectClient, otherwise: str) -> None:
+    """Check that an API can be used.
 
-    url: as in PREFECT_API_URL; server: the temporary one that was started, if any.
+    Raises:
+        ServerFailed: it cannot; the message ends with `otherwise`, what else the user can do.
     """
-
-    url: str
-    server: TemporaryServer | None = None
-
-    @property
-    def is_temporary(self) -> bool:
-        """Return whether the server was started here."""
-        return self.server is not None
-
-    @property
-    def ui_url(self) -> str:
-        """Address for a browser."""
-        return self.url.removesuffix("/api")
-
-    def wait(self) -> None:
-        """Return when the API answers.
-
-        Raises:
-            ServerFailed: the configured API cannot be used, or no temporary one could start.
-        """
-        if self.server is not None:
-            self.server.wait()
-            return
-        with get_client(sync_client=True) as client:
-            reason = refusal(client)
-        if reason is not None:
-            raise ServerFailed(
-                f"{reason}, unset PREFECT_API_URL for a temporary one, or pass --no-prefect"
-            )
-
-
-def refusal(client: SyncPrefectClient) -> str | None:
-    """Return why an API cannot be used, and what to do; None if it can."""
     if (error := client.api_healthcheck()) is not None:
-        return f"no Prefect API answers at `{client.api_url}` ({error}); start that server"
+        raise ServerFailed(
+            f"no Prefect API answers at `{client.api_url}` ({error}); start that server, "
+            f"{otherwise}"
+        )
     try:
         client.hello()
     except PrefectHTTPStatusError as refused:
-        return (
+        raise ServerFailed(
             f"the Prefect API at `{client.api_url}` refuses the password "
             f"(HTTP {refused.response.status_code}); set PREFECT_API_AUTH_STRING "
-            "to what `exl2flow server password` prints"
-        )
-    return None
+            f"to what `exl2flow server password` prints, {otherwise}"
+        ) from None
 
 
 @contextmanager
@@ -152,10 +141,9 @@ def api() -> Iterator[Api]:
         yield Api(configured)
         return
     server = TemporaryServer()
-    url = f"{server.url}/api"
-    with temporary_settings({PREFECT_API_URL: url}):
+    with temporary_settings({PREFECT_API_URL: server.url}):
         try:
-            yield Api(url, server)
+            yield server
         finally:
             for worker in (APILogWorker, EventsWorker):  # what Prefect still queues
                 worker.drain_all(timeout=FLUSH_SECONDS)

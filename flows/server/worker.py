@@ -3,8 +3,12 @@
 When the process of a run is killed, the run is scheduled again while its worker still cleans up.
 Prefect's worker then takes it a second time, which its limiter refuses with an error that ends the
 worker. Upstream: https://github.com/PrefectHQ/prefect/issues/16806
+
+On SIGTERM, Prefect's worker sends itself SIGINT and leaves that to asyncio, which installs no
+handler if the process inherited an ignored SIGINT, as from `exl2flow server up &` in a script.
 """
 
+import signal
 from typing import Any
 
 from prefect.cli import app
@@ -21,5 +25,6 @@ async def submit_others(worker: ProcessWorker, flow_run_response: list[Any]) -> 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ProcessWorker._submit_scheduled_flow_runs = submit_others  # type: ignore[assignment]
     app()  # with the arguments of this process, which include `--limit`

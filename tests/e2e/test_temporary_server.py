@@ -95,14 +95,14 @@ def test_server_refuses_other_web_pages_and_ends_well(
     }
 
     assert status(server, "OPTIONS", Origin="https://example.test", **wanted) == 400
-    assert status(server, "OPTIONS", Origin=server.url, **wanted) == 200
+    assert status(server, "OPTIONS", Origin=server.ui_url, **wanted) == 200
     assert status(server, "POST", Origin="https://example.test") == 403  # sent unasked
-    socket = f"ws://{server.url[7:]}/api/events/in"
+    socket = f"ws://{server.ui_url[7:]}/api/events/in"
     connect(socket).close()
-    connect(socket, origin=Origin(server.url)).close()
+    connect(socket, origin=Origin(server.ui_url)).close()
     with pytest.raises(InvalidStatus, match="HTTP 403"):
         connect(socket, origin=Origin("https://example.test"))
-    with SyncPrefectClient(api=f"{server.url}/api") as client:
+    with SyncPrefectClient(api=server.url) as client:
         assert client.create_flow_from_name("seen") is not None
 
     server.stop()
@@ -112,7 +112,7 @@ def test_server_refuses_other_web_pages_and_ends_well(
 
 def status(server: TemporaryServer, method: str, **headers: str) -> int:
     """Return the status of a request for the API, as a browser sends it."""
-    connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"))
+    connection = http.client.HTTPConnection(*server.ui_url.removeprefix("http://").split(":"))
     try:
         connection.request(method, "/api/flows/", "{}" if method == "POST" else None, headers)
         return connection.getresponse().status

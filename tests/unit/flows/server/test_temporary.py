@@ -85,7 +85,7 @@ def test_server_takes_a_free_port_of_the_loopback_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     temporary = TemporaryServer()
-    host, port = temporary.url.removeprefix("http://").split(":")
+    host, port = temporary.ui_url.removeprefix("http://").split(":")
 
     with socket.create_connection((host, int(port)), timeout=5):
         assert host == "127.0.0.1"
