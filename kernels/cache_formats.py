@@ -80,7 +80,7 @@ class CacheRows:
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole pages, int64 (n,) each; no page is both source and target."""
         for x in (self.data, self.scales):
-            pages = x.view(-1, PAGE_TOKENS, x.shape[1])
+            pages = x.view(len(x) // PAGE_TOKENS, PAGE_TOKENS, x.shape[1])
             pages[target] = pages[source]
 
 

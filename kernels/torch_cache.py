@@ -59,9 +59,7 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
         rows.data[slots], rows.scales[slots] = data, scales
 
 
-def read_cache(
-    store: LayerStore, slots: torch.Tensor | slice
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.read_cache`."""
     shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)

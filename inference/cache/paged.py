@@ -147,9 +147,7 @@ class PromptView:
         for segment in segments:
             starts.append(total)
             total += segment.count
-        self.positions = torch.cat(
-            [torch.arange(s.begin, s.end, device=device) for s in segments]
-        )
+        self.positions = torch.cat([torch.arange(s.begin, s.end, device=device) for s in segments])
         tables = [torch.tensor(s.pages, dtype=torch.int32, device=device)[None] for s in segments]
         self.slots = torch.cat(
             [

@@ -21,7 +21,7 @@ from exl2flow.core.memory import limit_memory
 from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.inference.cache.paged import PagedCache, StepView, cache_format, pages_of
 from exl2flow.inference.load import LoadedModel, load_model
-from exl2flow.model import Composition, Tokenizer, resolve
+from exl2flow.model import Composition, Tokenizer, resolve, step_table
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,15 @@ from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.generate.arrival import Arrival
-from exl2flow.inference.generate.event import Event, Reason, Sampled, Token
+from exl2flow.inference.generate.event import Event, Reason, Token
 from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.prompt import check, encoded
-from exl2flow.inference.generate.request import Request, Text
+from exl2flow.inference.generate.request import Request, Sampled, Text
 from exl2flow.inference.generate.schedule import Pass, Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
-from exl2flow.inference.sampling import Kind, SamplingSettings, words_of
+from exl2flow.inference.sampling import Kind, SamplingSettings
+from exl2flow.inference.sampling.bits import words_of
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import check_ids
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes
@@ -99,9 +100,7 @@ class Generator:
         self._events: list[Event] = []
         self._failure: Exception | None = None
 
-    def submit(
-        self, request: Request, *, deliver: Callable[[Event], None] | None = None
-    ) -> Job:
+    def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
         """Put a request in the queue; any thread may do so.
 
         Args:
@@ -293,6 +292,11 @@ class Generator:
             job.is_done = True
             job.deliver(job.output.finish("error", error=error))
 
+    def cancel_all(self) -> None:
+        """End all jobs."""
+        for job in self._schedule.all():
+            self._end(job, "cancelled")
+
     def stream(self, request: Request) -> Iterator[Event]:
         """Yield the events of a request; other jobs go on meanwhile. Giving it up ends the job."""
         events = deque[Event]()
@@ -310,7 +314,9 @@ class Generator:
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...
     @overload
-    def generate(self, prompts: Iterable[Text | tuple[Text, Text]], **options: Any) -> list[str]: ...
+    def generate(
+        self, prompts: Iterable[Text | tuple[Text, Text]], **options: Any
+    ) -> list[str]: ...
     def generate(
         self,
         prompts: str | Iterable[Text | tuple[Text, Text]],
@@ -331,7 +337,9 @@ class Generator:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
         single = isinstance(prompts, str)
-        texts: list[Text | tuple[Text, Text]] = [prompts] if isinstance(prompts, str) else [*prompts]
+        texts: list[Text | tuple[Text, Text]] = (
+            [prompts] if isinstance(prompts, str) else [*prompts]
+        )
         seeds = [None if seed is None else seed + index for index in range(len(texts))]
         requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
         last: list[Event] = []

@@ -271,7 +271,7 @@ class Schedule:
     @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
-        return not self.running and not self._waiting
+        return not self.running and all(job.is_done for job in self._waiting)
 
     def all(self) -> list[Job]:
         """Return all jobs that have not ended."""

@@ -8,6 +8,8 @@ host may replay the next step before it has read the ids of the last one.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +18,14 @@ from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
 from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.load import LoadedModel
-from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, sample
+from exl2flow.inference.sampling import (
+    Kind,
+    Sampled,
+    SamplerSlots,
+    breakers,
+    newline_ids,
+    sample,
+)
 from exl2flow.model import RopeTable, step_table
 
 log = logging.getLogger(__name__)
@@ -51,9 +60,8 @@ class Steps:
             vocab_size=min(tokenizer.vocab_size, model.spec.vocab_size),
             width=width,
             device=device,
-            breakers=tokenizer.breakers,
-            ignored=tokenizer.newlines,
         )
+        self._tokenizer = tokenizer
         self._angles = step_table(model.spec.rope, max_tokens, device)
         self._records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
         self._recordings: dict[object, Recording[Any]] = {}
@@ -73,8 +81,24 @@ class Steps:
     ) -> None:
         """Give a slot to a sequence whose tokens but the last are in the cache."""
         self.set_pages(slot, pages)
-        self.sampler.enter(slot, settings, ids, mu=mu)
+        self.sampler.enter(slot, self._completed(settings), ids, mu=mu)
         self.stand_at(slot, ids)
+
+    def _completed(self, settings: SamplingSettings) -> SamplingSettings:
+        """Fill in the ids that DRY and XTC leave alone by default."""
+        if settings.dry_multiplier and settings.dry_breakers is None:
+            settings = replace(settings, dry_breakers=self._breakers)
+        if settings.xtc_probability and settings.xtc_ignored is None:
+            settings = replace(settings, xtc_ignored=self._newlines)
+        return settings
+
+    @cached_property
+    def _breakers(self) -> tuple[int, ...]:
+        return breakers(self._tokenizer.pieces, self._tokenizer.special_ids)
+
+    @cached_property
+    def _newlines(self) -> tuple[int, ...]:
+        return newline_ids(self._tokenizer.pieces, self._tokenizer.special_ids)
 
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""

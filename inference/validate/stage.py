@@ -106,7 +106,9 @@ def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
     """Return the prompt and the model's seeded continuation."""
     tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
     prompt = options.sample_prompt
-    return prompt + sample_text(folder, prompt, tokens=tokens, seed=options.sample_seed, device=device)
+    return prompt + sample_text(
+        folder, prompt, tokens=tokens, seed=options.sample_seed, device=device
+    )
 
 
 def validate(run: StageRun) -> None:
