@@ -2,10 +2,29 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from struct import pack
 
 ID_BYTES = 8
+
+
+@dataclass(slots=True, eq=False)
+class Pages:
+    """Pages of one sequence whose first `filled` tokens are written; a `PageTable` changes it."""
+
+    root: bytes  # stands for the key before the first page
+    pages: list[int] = field(default_factory=list)
+    filled: int = 0
+    cached: int = 0  # tokens that were shared or copied instead of computed
+    cached_pages: int = 0  # pages that were shared
+    keys: list[bytes] = field(default_factory=list)  # perhaps of pages that are not filled yet
+    released: bool = False
+
+    def add_key(self, content: bytes) -> None:
+        """Add the key of the next full page: BLAKE2b of the key before it and its ids."""
+        before = self.keys[-1] if self.keys else self.root
+        self.keys.append(blake2b(before + content, digest_size=16).digest())
 
 
 @dataclass(slots=True)
@@ -21,10 +40,20 @@ class Page:
 class Listing:
     """The listed pages of a table, by key and by what comes before them."""
 
-    def __init__(self, pages: list[Page]) -> None:
+    def __init__(self, pages: list[Page], page_tokens: int) -> None:
+        self.page_tokens = page_tokens
         self.pages = pages
         self.full: dict[bytes, int] = {}  # key → page
         self.after: dict[bytes, list[tuple[bytes, int]]] = {}  # key → (content, page), sorted
+
+    def known(self, held: Pages, index: int, ids: Sequence[int]) -> int | None:
+        """Return the page that holds the ids of an index, if there is one and more ids follow."""
+        end = (index + 1) * self.page_tokens
+        if end >= len(ids):
+            return None
+        if index == len(held.keys):
+            held.add_key(packed(ids[end - self.page_tokens : end]))
+        return self.full.get(held.keys[index])
 
     def alike(self, before: bytes | None, wanted: bytes) -> tuple[int, int]:
         """Return the page with the longest common beginning, and how many tokens that is."""

@@ -11,11 +11,12 @@ overwrites the source, which may be evicted at any time, then comes later.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 
-from exl2flow.inference.cache.listing import ID_BYTES, Listing, Page, packed
+from exl2flow.inference.cache.listing import ID_BYTES, Listing, Page, Pages, packed
 from exl2flow.kernels.cache_formats import PAGE_TOKENS
+
+__all__ = ["Copy", "PageTable", "Pages"]
 
 LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
 WORTH_WAITING = 32  # tokens in common; to read fewer costs less than to wait for a pass
@@ -30,19 +31,6 @@ class Copy:
     tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class Pages:
-    """Pages of one sequence whose first `filled` tokens are written; a `PageTable` changes it."""
-
-    root: bytes  # stands for the key before the first page
-    pages: list[int] = field(default_factory=list)
-    filled: int = 0
-    cached: int = 0  # tokens that were shared or copied instead of computed
-    cached_pages: int = 0  # pages that were shared
-    keys: list[bytes] = field(default_factory=list)  # perhaps of pages that are not filled yet
-    released: bool = False
-
-
 class PageTable:
     """Hands out pages and finds those that hold the beginning of a sequence.
 
@@ -53,7 +41,7 @@ class PageTable:
         self.page_tokens = page_tokens
         self._pages = [Page() for _ in range(pages)]
         self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
-        self._listed = Listing(self._pages)
+        self._listed = Listing(self._pages, page_tokens)
 
     @property
     def free(self) -> int:
@@ -74,7 +62,7 @@ class PageTable:
         if index is None or first is None:
             return None
         self._give_back(held, index)
-        while (page := self._known(held, index, ids)) is not None:
+        while (page := self._listed.known(held, index, ids)) is not None:
             held.pages.append(self._use(page))
             index += 1
         held.cached_pages += index - first
@@ -93,7 +81,7 @@ class PageTable:
     def needs(self, held: Pages, ids: Sequence[int]) -> int:
         """Return how many of the free pages `match` and `reserve` take for all ids."""
         index = self._boundary(held)
-        while index is not None and (page := self._known(held, index, ids)) is not None:
+        while index is not None and (page := self._listed.known(held, index, ids)) is not None:
             if not self._pages[page].users:
                 break  # nor has any page after it users
             index += 1
@@ -191,15 +179,6 @@ class PageTable:
         """Return the key of the pages before an index, None if they are not listed."""
         return self._pages[held.pages[index - 1]].key if index else held.root
 
-    def _known(self, held: Pages, index: int, ids: Sequence[int]) -> int | None:
-        """Return the page that holds the ids of an index, if there is one and more ids follow."""
-        end = (index + 1) * self.page_tokens
-        if end >= len(ids):
-            return None
-        if index == len(held.keys):
-            _add_key(held, packed(ids[end - self.page_tokens : end]))
-        return self._listed.full.get(held.keys[index])
-
     def _copy(self, held: Pages, source: int, tokens: int) -> Copy | None:
         """Add a page that begins like the source; None if it is the source, evicted."""
         page = self._pages[source]
@@ -223,7 +202,7 @@ class PageTable:
         if len(page.content) < self.page_tokens * ID_BYTES:
             return False
         if index == len(held.keys):
-            _add_key(held, page.content)
+            held.add_key(page.content)
         key = held.keys[index]
         if key in self._listed.full:
             self._listed.put(own, b"")
@@ -265,9 +244,3 @@ class PageTable:
             self._listed.put(index, b"")
             if index in self._free:
                 self._free.move_to_end(index, last=False)
-
-
-def _add_key(held: Pages, content: bytes) -> None:
-    """Add the key of the next full page: BLAKE2b of the key before it and its ids."""
-    before = held.keys[-1] if held.keys else held.root
-    held.keys.append(blake2b(before + content, digest_size=16).digest())

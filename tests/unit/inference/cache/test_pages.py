@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from exl2flow.inference.cache import pages
+from exl2flow.inference.cache import listing
 from exl2flow.inference.cache.pages import Copy, Pages, PageTable
 from exl2flow.kernels import PAGE_TOKENS
 
@@ -175,13 +175,13 @@ def test_cleared_pages_keep_only_what_is_in_use() -> None:
 
 def test_every_page_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
-    original = pages.blake2b
+    original = listing.blake2b
 
     def counted(data: bytes, *, digest_size: int) -> object:
         hashed.append(len(data))
         return original(data, digest_size=digest_size)
 
-    monkeypatch.setattr(pages, "blake2b", counted)
+    monkeypatch.setattr(listing, "blake2b", counted)
     ids = list(range(32768))
     table = PageTable(300)
     first, second = table.begin(), table.begin()
