@@ -12,7 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from exl2flow.inference.cache.pages import ID_BYTES, Copy, Pages, PageTable, _packed
+from exl2flow.inference.cache.listing import ID_BYTES, packed
+from exl2flow.inference.cache.pages import Copy, Pages, PageTable
 
 SIZE = 4  # tokens per page
 COUNT = 9
@@ -280,10 +281,10 @@ class Machine(RuleBasedStateMachine):
     def what_is_listed_is_there(self) -> None:
         table, entries = self.table, 0
         chains = dict.fromkeys(SALTS, 0) | {
-            key: len(self.prefix_of(page)) - 1 for key, page in table._full.items()
+            key: len(self.prefix_of(page)) - 1 for key, page in table._listed.full.items()
         }
         for page, record in enumerate(table._pages):
-            assert (record.key is None) or table._full[record.key] == page
+            assert (record.key is None) or table._listed.full[record.key] == page
             if not record.content:
                 assert record.key is None
                 continue
@@ -291,15 +292,15 @@ class Machine(RuleBasedStateMachine):
             tokens = len(record.content) // ID_BYTES
             prefix = self.prefix_of(page)
             assert (record.key is not None) == (tokens == SIZE)
-            assert _packed(prefix[-tokens:]) == record.content
+            assert packed(prefix[-tokens:]) == record.content
             assert chains[record.before] == len(prefix) - 1 - tokens
-            if record.before in table._full:
-                assert self.prefix_of(table._full[record.before]) == prefix[:-tokens]
+            if record.before in table._listed.full:
+                assert self.prefix_of(table._listed.full[record.before]) == prefix[:-tokens]
             else:
                 assert record.before == prefix[0]
-            assert (record.content, page) in table._after[record.before]
-        assert sum(map(len, table._after.values())) == entries
-        assert all(pages == sorted(pages) and pages for pages in table._after.values())
+            assert (record.content, page) in table._listed.after[record.before]
+        assert sum(map(len, table._listed.after.values())) == entries
+        assert all(pages == sorted(pages) and pages for pages in table._listed.after.values())
 
     def prefix_of(self, page: int) -> tuple[bytes | int, ...]:
         row = self.rows[page][len(self.table._pages[page].content) // ID_BYTES - 1]
@@ -312,7 +313,7 @@ class Machine(RuleBasedStateMachine):
         with_content = [bool(table._pages[page].content) for page in order]
         assert with_content == sorted(with_content)
         for page, record in enumerate(table._pages):
-            parent = table._full.get(record.before) if record.content else None
+            parent = table._listed.full.get(record.before) if record.content else None
             if parent is not None and parent in table._free:
                 assert order.index(page) < order.index(parent)
 
