@@ -159,6 +159,17 @@ class Machine(RuleBasedStateMachine):
         salt, ids = self.past[which % len(self.past)]
         self.match(self.add(salt, ids[: kept % len(ids) + 1] + more))
 
+    @rule(which=PICK, room=PICK)
+    def read_two_alike_in_one_pass(self, which: int, room: int) -> None:
+        """Two sequences that know nothing of each other fill the same pages."""
+        salt, ids = self.past[which % len(self.past)]
+        twins = [self.add(salt, [*ids, room % 2, 0, 1, 0, 1]) for _ in range(2)]
+        for seq in twins:
+            self.match(seq)
+        for seq in twins:
+            if len(seq.ids) - 1 > seq.held.filled:
+                self.read(seq, len(seq.ids) - 1 - seq.held.filled)
+
     @precondition(lambda self: self.running)
     @rule(which=PICK)
     def match_again(self, which: int) -> None:
