@@ -1,7 +1,7 @@
 """A decoding step from ids to sampled ids: launched again for every token, or replayed.
 
-Both begin with ids and a kind of sampling; each call then takes random draws, and samples the ids that
-the next call reads.
+Both begin with ids and a kind of sampling; each call then takes random draws, and samples the ids
+that the next call reads.
 """
 
 from collections.abc import Callable
