@@ -107,9 +107,7 @@ def mixed(model: LoadedModel, form: str) -> None:
         generator.warmup()
         for seed in range(jobs):
             tokens, new = source.randint(16, 1024), source.randint(64, 512)
-            generator.submit(
-                request(model, tokens, new, seed, settings=MIXED[seed % 4])
-            )
+            generator.submit(request(model, tokens, new, seed, settings=MIXED[seed % 4]))
         counts, decoding, whole, ended = 0, [], 0.0, 0
         waiting = jobs - slots
         context = []
@@ -151,7 +149,9 @@ def admit(model: LoadedModel, form: str) -> None:
         for job in jobs:
             job.cancel()
         generator.step()
-    print(f"| 64 prompts of 32 tokens | all have a token in {median(times[1:]):.3f} s |", flush=True)
+    print(
+        f"| 64 prompts of 32 tokens | all have a token in {median(times[1:]):.3f} s |", flush=True
+    )
 
 
 def gap(model: LoadedModel, form: str) -> None:
@@ -204,7 +204,9 @@ def prefix(model: LoadedModel, form: str) -> None:
     while not generator.is_idle:
         last += [e.statistics for e in generator.step() if e.statistics]
     read = sum(s.prompt_tokens - 1 - s.cached_tokens for s in last if s)
-    print(f"| 64 prompts of 1,020, 1,000 in common | {read} tokens read (1,000 + 64 · 19 = 2,216) |")
+    print(
+        f"| 64 prompts of 1,020, 1,000 in common | {read} tokens read (1,000 + 64 · 19 = 2,216) |"
+    )
 
 
 @torch.inference_mode()
@@ -256,7 +258,9 @@ def fit(model: LoadedModel, form: str) -> None:
     found = torch.cuda.max_memory_allocated() - held
     needs = Footprint.of(model.spec, context=2048, cache_format="q6", sequences=64)
     expected = needs.cache + needs.work
-    print(f"| 64 slots of 2,048, q6 | tensors {found / 1e9:.2f} GB | forecast {expected / 1e9:.2f} |")
+    print(
+        f"| 64 slots of 2,048, q6 | tensors {found / 1e9:.2f} GB | forecast {expected / 1e9:.2f} |"
+    )
 
 
 MODES = {f.__name__: f for f in (overhead, mixed, admit, gap, prefix, sampler, fit)}

@@ -92,10 +92,10 @@ def test_text_is_the_same_alone_and_in_any_company(
 
 
 def test_jobs_that_were_sent_back_go_on_where_they_were(model: LoadedModel) -> None:
-    every = requests(6, tokens=600, settings=RICH)
-    roomy = ids_of([*Generator(model, tokens=16384, slots=6).stream(*every)])
+    every = requests(4, tokens=280, settings=RICH)
+    roomy = ids_of([*Generator(model, tokens=8192, slots=4).stream(*every)])
 
-    cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=6)
+    cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=4)
 
     assert ids_of([*cramped.stream(*every)]) == roomy
     assert is_empty(cramped)
@@ -207,7 +207,9 @@ def test_hooks_see_and_replace_tokens(model: LoadedModel) -> None:
         sampled.sampled_token = 7
 
     generator = Generator(model, tokens=2048, slots=2)
-    ids = ids_of([*generator.stream(Request((5, 6), max_new_tokens=4, hooks=(replaces,), stops=()))])
+    ids = ids_of(
+        [*generator.stream(Request((5, 6), max_new_tokens=4, hooks=(replaces,), stops=()))]
+    )
 
     assert ids == {None: (7, 7, 7, 7)}
     assert all(0 < s.sampled_prob <= 1 and s.candidate_tokens for s in seen)
@@ -222,7 +224,9 @@ def test_values_that_are_not_finite_end_one_job_and_are_forgotten(
     broken = load_model(folder, device="cpu", max_tokens=1024)
     broken.decoder.embedding.weight[9] = math.nan
     generator = Generator(broken, tokens=8192, slots=4)
-    good = [Request((5, 6, 7, i), max_new_tokens=16, settings=GREEDY, stops=(), tag=i) for i in (4, 8)]
+    good = [
+        Request((5, 6, 7, i), max_new_tokens=16, settings=GREEDY, stops=(), tag=i) for i in (4, 8)
+    ]
     bad = Request((5, 6, 9, 4), max_new_tokens=16, tag="bad")
 
     events = [*generator.stream(good[0], bad, good[1])]
@@ -301,6 +305,7 @@ def test_probabilities_top_tokens_and_logits_come_with_their_tokens(model: Loade
         for token, p, top, logits in zip(
             event.ids, event.probabilities, event.top_ids, event.logits, strict=True
         ):
-            expected = (logits.double() / HOT.temperature).softmax(-1)
+            known = logits[: model.tokenizer.vocab_size]
+            expected = (known.double() / HOT.temperature).softmax(-1)
             assert p == pytest.approx(float(expected[token]), rel=1e-6)
-            assert list(top) == logits.topk(3).indices.tolist()
+            assert list(top) == known.topk(3).indices.tolist()
