@@ -23,7 +23,6 @@ from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.footprint import Footprint
 
 GREEDY, DEFAULT = SamplingSettings.greedy(), SamplingSettings()
@@ -166,7 +165,7 @@ def gap(model: LoadedModel, form: str) -> None:
             generator.step()
         step = stepped(generator, 20)
         jobs.append(generator.submit(request(model, 16384 - 64, 32, 1000 + trial, tag="long")))
-        waits, read, passes = [], 0, []
+        waits, read = [], 0
         while read < 16384 - 66:
             begun = time.perf_counter()
             events = generator.step()

@@ -32,7 +32,7 @@ class Arrival:
         self._list = self._ids.tolist()
 
     def token(self, row: int, top: int) -> Token:
-        """Return the token of a row with its likeliest `top` ids; negative without finite logits."""
+        """Return the token of a row with its `top` likeliest ids; see `Sampled` for its id."""
         probability, ids, probabilities = None, (), ()
         if self._probabilities is not None:
             probability = float(self._probabilities[row])

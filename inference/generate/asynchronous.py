@@ -1,4 +1,4 @@
-"""`AsyncGenerator`: a generator that steps in a thread of its own, for programs with event loops."""
+"""`AsyncGenerator`: a generator with a thread of its own, for programs with event loops."""
 
 import asyncio
 import threading

@@ -1,13 +1,12 @@
 """`Generator`: many texts at once from one model; prompts and texts that begin alike share pages.
 
-Each step starts waiting jobs, reads at most `chunk` tokens of their prompts in one pass, and decodes
-one token for all jobs whose prompts are read. On a GPU the host reads the tokens of a step while
-the next one runs.
+Each step starts waiting jobs, reads at most `chunk` tokens of their prompts in one pass, and
+decodes one token for all jobs whose prompts are read. On a GPU the host reads the tokens of a step
+while the next one runs.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from threading import Event as Flag
 from typing import Any, overload
 
@@ -17,30 +16,20 @@ from exl2flow.core.errors import ConfigError, InferenceError, OutOfDeviceMemory
 from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.cache.pages import PageTable
-from exl2flow.inference.generate.arrival import Arrival
-from exl2flow.inference.generate.event import Event, Reason, Token
-from exl2flow.inference.generate.job import FREE, Job
+from exl2flow.inference.generate.decoding import Decoding
+from exl2flow.inference.generate.event import Event
+from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.prompt import check, encoded
-from exl2flow.inference.generate.request import Request, Sampled, Text
+from exl2flow.inference.generate.request import Request, Text
 from exl2flow.inference.generate.schedule import Pass, Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
-from exl2flow.inference.sampling.bits import words_of
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import check_ids
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes
 
 CANDIDATES = 64  # that a hook sees
 SHARE = 0.7  # of the free memory for a cache whose size nobody states
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step that the device works on: its jobs with the slots that sample, and what arrives."""
-
-    jobs: list[tuple[Job, int]]
-    arrival: Arrival
 
 
 class Generator:
@@ -92,10 +81,8 @@ class Generator:
         self._steps = Steps(
             model, pool, slots=slots, max_tokens=min(self.context, self.pages * PAGE_TOKENS)
         )
-        self._schedule = Schedule(
-            self._steps, PageTable(self.pages), slots=slots, chunk=chunk, catch_up=self._catch_up
-        )
-        self._launched: _Launched | None = None
+        self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots, chunk=chunk)
+        self._decoding = Decoding(self._steps, self._schedule)
         self._cancelled = deque[Job]()
         self._events: list[Event] = []
         self._failure: Exception | None = None
@@ -133,7 +120,7 @@ class Generator:
     @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
-        return self._launched is None and self._schedule.is_idle
+        return self._schedule.is_idle
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -142,7 +129,7 @@ class Generator:
             self._end_cancelled()
             self._schedule.admit()
             self._read_prompts()
-            self._decode()
+            self._decoding.step()
         except Exception as error:  # nothing is known of the device any more
             self._fail(error)
         events = self._events[:]
@@ -175,131 +162,20 @@ class Generator:
                 "generator a smaller `chunk` or fewer `tokens`"
             )
             failure.__cause__ = error
-            self._end(job, "error", error=failure, keep=False)
-
-    def _decode(self) -> None:
-        """Launch the next step for all that need not wait for the last one, then read that."""
-        if self._launched is not None and any(job.output.waits for job, _ in self._launched.jobs):
-            self._catch_up()
-        self._schedule.make_room()
-        launched = self._launch()
-        self._catch_up()
-        self._launched = launched
-        if not self._steps.ahead:
-            self._catch_up()
-
-    def _launch(self) -> _Launched | None:
-        self._schedule.close_gaps()
-        jobs = [job for job in self._schedule.running if job.steps and job.wants_more]
-        if not jobs:
-            return None
-        draws = [0.0] * self._schedule.top
-        taken: list[tuple[Job, int]] = []
-        for job in jobs:
-            slot = job.lead.slot
-            assert slot is not None
-            draws[slot] = job.random.random()
-            self._set_mask(job, slot)
-            job.launched += 1
-            taken.append((job, slot))
-        sampled = self._steps.run(len(draws), self._kind(), draws)
-        rows = [slot for job, slot in taken if job.request.logits or job.request.hooks]
-        return _Launched(taken, Arrival(sampled, self._steps.logits, rows))
-
-    def _kind(self) -> Kind:
-        """Return the operations that serve all jobs that are decoded."""
-        jobs = [job for job in self._schedule.running if job.steps]
-        return Kind.of(
-            {job.request.settings for job in jobs},
-            masked=any(job.mask != FREE for job in jobs),
-            top=max(_top(job.request) for job in jobs),
-            probabilities=any(job.request.probabilities or job.request.hooks for job in jobs),
-        )
-
-    def _set_mask(self, job: Job, slot: int) -> None:
-        mask = job.next_mask()
-        if mask == job.mask:
-            return
-        job.mask, width = mask, self._steps.sampler.width
-        only, without = mask
-        words = None
-        if only is not None:
-            words = words_of(set(only) - without, width)
-        elif without:
-            words = ~words_of(without, width)
-        self._steps.sampler.allow(slot, words)
-
-    def _catch_up(self) -> None:
-        """Read what the last step sampled."""
-        launched, self._launched = self._launched, None
-        if launched is None:
-            return
-        launched.arrival.wait()
-        for job, slot in launched.jobs:
-            if job.is_done:
-                continue
-            job.launched -= 1
-            token = launched.arrival.token(slot, _top(job.request))
-            try:
-                self._take(job, slot, token)
-            except Exception as error:  # of a hook, or of this job's logits
-                self._end(job, "error", error=error, keep=token.id >= 0)
-
-    def _take(self, job: Job, slot: int, token: Token) -> None:
-        if token.id < 0:
-            raise InferenceError("the logits are not finite; check the files of the model")
-        job.sampled()
-        if job.request.hooks:
-            token = self._hooked(job, slot, token)
-        outcome = job.output.push(token)
-        if job.output.reason is not None:
-            assert outcome.event is not None
-            self._finish(job, outcome.event)
-            return
-        if outcome.event is not None:
-            job.deliver(outcome.event)
-        self._schedule.accept(job)
-
-    def _hooked(self, job: Job, slot: int, token: Token) -> Token:
-        """Let the hooks see a token and replace it."""
-        seen = Sampled(
-            sampled_token=token.id, sampled_prob=token.probability or 0.0,
-            candidate_tokens=token.top_ids, candidate_probs=token.top_probabilities,
-            logits=token.logits,
-        )  # fmt: skip
-        for hook in job.request.hooks:
-            hook(seen)
-        if seen.sampled_token == token.id:
-            return token
-        check_ids([seen.sampled_token], self.model.spec)
-        for s in job.sequences:
-            assert s.slot is not None
-            self._steps.replace(s.slot, len(s.ids), seen.sampled_token)
-        return token._replace(id=seen.sampled_token, probability=None)
-
-    def _end(
-        self, job: Job, reason: Reason, *, error: Exception | None = None, keep: bool = True
-    ) -> None:
-        """End a job from outside; nothing happens if it has ended."""
-        if not job.is_done:
-            self._finish(job, job.output.finish(reason, error=error), keep=keep)
-
-    def _finish(self, job: Job, event: Event, *, keep: bool = True) -> None:
-        job.is_done = True
-        self._schedule.end(job, keep=keep)
-        job.deliver(replace(event, statistics=job.statistics()))
+            self._schedule.end(job, job.output.finish("error", error=failure), keep=False)
 
     def _fail(self, error: Exception) -> None:
         """End all jobs after an error that may have left the device in any state."""
-        self._failure, self._launched = error, None
-        for job in self._schedule.all():
+        self._failure, jobs = error, self._schedule.all()
+        if not jobs:
+            raise error
+        for job in jobs:
             job.is_done = True
             job.deliver(job.output.finish("error", error=error))
 
     def cancel_all(self) -> None:
         """End all jobs."""
-        for job in self._schedule.all():
-            self._end(job, "cancelled")
+        self._drop(self._schedule.all())
 
     def stream(self, *requests: Request) -> Iterator[Event]:
         """Yield the events of requests as they come; giving the iteration up ends their jobs.
@@ -380,18 +256,15 @@ class Generator:
 
     def _end_cancelled(self) -> None:
         while self._cancelled:
-            self._end(self._cancelled.popleft(), "cancelled")
+            job = self._cancelled.popleft()
+            if not job.is_done:
+                self._schedule.end(job, job.output.finish("cancelled"))
 
     @torch.inference_mode()
     def warmup(self) -> None:
         """Record the steps of all numbers of slots, for greedy and for default settings."""
         kinds = [Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())]
         self._steps.warm_up(kinds)
-
-
-def _top(request: Request) -> int:
-    """Return how many of the likeliest tokens somebody wants to see."""
-    return max(request.top_tokens, CANDIDATES if request.hooks else 0)
 
 
 def _fitting(model: LoadedModel, name: str, device: torch.device) -> int:

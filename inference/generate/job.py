@@ -98,7 +98,7 @@ class Job:
         """Note that the prompt is read from now on."""
         if self.times.started is None:
             self.times.started = time.monotonic()
-            self.emit(Event(stage="started", tag=self.request.tag))
+            self.deliver(Event(stage="started", tag=self.request.tag))
 
     def sampled(self) -> None:
         """Note that a token arrived."""
@@ -109,10 +109,6 @@ class Job:
                 sum(s.held.cached for s in self.sequences),
                 sum(s.held.cached_pages for s in self.sequences),
             ]
-
-    def emit(self, event: Event) -> None:
-        """Pass an event on."""
-        self.deliver(event)
 
     def statistics(self) -> Statistics:
         """Return the counts and times so far."""

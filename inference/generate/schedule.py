@@ -6,7 +6,7 @@ the queue with its tokens; its pages stay cached, so it soon continues where it 
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from exl2flow.inference.cache.paged import Segment
@@ -45,7 +45,8 @@ class Pass:
 class Schedule:
     """The queue, the slots and the pages of a generator.
 
-    running: jobs with slots, the oldest first.
+    running: jobs with slots, the oldest first. catch_up: reads what was launched, which may end
+    jobs; set by who launches.
     """
 
     def __init__(
@@ -55,18 +56,17 @@ class Schedule:
         *,
         slots: int,
         chunk: int,
-        catch_up: Callable[[], None],
     ) -> None:
-        """Take the device side; `catch_up` reads what is launched, which may end jobs."""
         self.table, self.running = table, list[Job]()
-        self._steps, self._chunk, self._catch_up = steps, chunk, catch_up
+        self.catch_up: Callable[[], None] = lambda: None
+        self._steps, self._chunk = steps, chunk
         self._waiting = deque[Job]()
         self._free = list(range(slots))
 
     @property
     def top(self) -> int:
         """One more than the highest slot whose sequence is decoded."""
-        return 1 + max((s.slot or 0 for job in self.running if job.steps for s in job.sequences))
+        return 1 + max(s.slot or 0 for job in self.running if job.steps for s in job.sequences)
 
     def add(self, job: Job) -> None:
         """Put a job at the end of the queue; any thread may do so."""
@@ -149,7 +149,7 @@ class Schedule:
             self.table.fill(held, sequence.ids[held.filled : held.filled + count])
             total = sum(len(s.ids) - 1 for s in job.sequences)
             read = total - sum(s.unread for s in job.sequences)
-            job.emit(Event(stage="prompt", tag=job.request.tag, read=read, total=total))
+            job.deliver(Event(stage="prompt", tag=job.request.tag, read=read, total=total))
             self._begin_steps(job)
 
     def _begin_steps(self, job: Job) -> None:
@@ -223,7 +223,7 @@ class Schedule:
     def send_back(self, job: Job) -> None:
         """Put a running job at the front of the queue, unless it ends by itself."""
         if job.launched:
-            self._catch_up()
+            self.catch_up()
             if job not in self.running:
                 return
         if job.steps and job.request.settings.mirostat:
@@ -233,10 +233,12 @@ class Schedule:
             s.held = self.table.begin()
         self._waiting.appendleft(job)
 
-    def end(self, job: Job, *, keep: bool = True) -> None:
-        """Free what a job has; `keep=False` forgets what its pages hold."""
+    def end(self, job: Job, last: Event, *, keep: bool = True) -> None:
+        """Free what a job has, deliver its last event; `keep=False` forgets its pages' content."""
+        job.is_done = True
         if job in self.running:
             self._leave(job, keep=keep)
+        job.deliver(replace(last, statistics=job.statistics()))
 
     def _leave(self, job: Job, *, keep: bool) -> None:
         self.running.remove(job)

@@ -26,7 +26,7 @@ from exl2flow.inference.sampling import (
     newline_ids,
     sample,
 )
-from exl2flow.model import RopeTable, step_table
+from exl2flow.model import RopeTable, check_ids, step_table
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,12 @@ class Steps:
         self.tables[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def replace(self, slot: int, place: int, token: int) -> None:
-        """Put another id in the place of the one that was sampled last."""
+        """Put another id in the place of the one that was sampled last.
+
+        Raises:
+            SourceModelError: the vocabulary does not have it.
+        """
+        check_ids([token], self._decoder.spec)
         self.ids[slot] = token
         self.sampler.history[slot, place] = token
 
