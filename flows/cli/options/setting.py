@@ -84,7 +84,7 @@ class Setting:
             help=self.help,
             metavar=self.metavar,
             parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
-            show_default=False if shown is None else str(shown),
+            show_default=str(shown) if shown or shown == 0 and shown is not False else False,
             rich_help_panel=panel,
             hidden=self.is_rare,
         )
