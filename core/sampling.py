@@ -134,7 +134,9 @@ class SamplingSettings:
             if isinstance(value, int | float):
                 _check(each.name, value, **each.metadata)
         if self.repetition_penalty == 0:
-            raise ConfigError("`repetition_penalty` is 0; it must be above 0")
+            raise ConfigError(
+                f"`repetition_penalty` is {self.repetition_penalty}; it must be above 0"
+            )
         if self.dry_multiplier and 0 < self.dry_range <= self.dry_max_ngram:
             raise ConfigError(
                 f"`dry_range` is {self.dry_range}; it must be above `dry_max_ngram`, "

@@ -139,7 +139,7 @@ class Tokenizer:
 
         Their pieces start with its piece. Special tokens and parts of characters stay as they are.
         """
-        piece = self.pieces[token_id]
+        piece = self.pieces[token_id] if token_id < self.vocab_size else ""
         return self._pieces.beginning_with(piece) if is_whole(piece) else (token_id,)
 
     def single_id(self, text: str) -> int | None:

@@ -9,16 +9,15 @@ The caller runs everything in one stream and issues a `Copy` as soon as it gets 
 overwrites the source, which may be evicted at any time, then comes later.
 """
 
-from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from struct import pack
+from dataclasses import dataclass
 
+from exl2flow.inference.cache.listing import ID_BYTES, Listing, Page, Pages, packed
 from exl2flow.kernels.cache_formats import PAGE_TOKENS
 
-ID_BYTES = 8
+__all__ = ["Copy", "PageTable", "Pages"]
+
 LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
 WORTH_WAITING = 32  # tokens in common; to read fewer costs less than to wait for a pass
 
@@ -32,27 +31,6 @@ class Copy:
     tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class Pages:
-    """Pages of one sequence whose first `filled` tokens are written; a `PageTable` changes it."""
-
-    root: bytes  # stands for the key before the first page
-    pages: list[int] = field(default_factory=list)
-    filled: int = 0
-    cached: int = 0  # tokens that were shared or copied instead of computed
-    cached_pages: int = 0  # pages that were shared
-    keys: list[bytes] = field(default_factory=list)  # perhaps of pages that are not filled yet
-    released: bool = False
-
-
-@dataclass(slots=True)
-class _Page:
-    users: int = 0
-    before: bytes = b""  # key of the pages before it
-    content: bytes = b""  # its ids; empty if it is not listed
-    key: bytes | None = None  # if it is full and listed
-
-
 class PageTable:
     """Hands out pages and finds those that hold the beginning of a sequence.
 
@@ -61,10 +39,9 @@ class PageTable:
 
     def __init__(self, pages: int, *, page_tokens: int = PAGE_TOKENS) -> None:
         self.page_tokens = page_tokens
-        self._pages = [_Page() for _ in range(pages)]
+        self._pages = [Page() for _ in range(pages)]
         self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
-        self._full: dict[bytes, int] = {}  # key → page
-        self._after: dict[bytes, list[tuple[bytes, int]]] = {}  # key → (content, page), sorted
+        self._listed = Listing(self._pages, page_tokens)
 
     @property
     def free(self) -> int:
@@ -85,14 +62,16 @@ class PageTable:
         if index is None or first is None:
             return None
         self._give_back(held, index)
-        while (page := self._known(held, index, ids)) is not None:
+        while (page := self._listed.known(held, index, ids)) is not None:
             held.pages.append(self._use(page))
             index += 1
         held.cached_pages += index - first
         held.cached += (index - first) * self.page_tokens
         held.filled = index * self.page_tokens
         end = min(held.filled + self.page_tokens, len(ids) - 1)
-        source, tokens = self._alike(self._key_before(held, index), _packed(ids[held.filled : end]))
+        source, tokens = self._listed.alike(
+            self._key_before(held, index), packed(ids[held.filled : end])
+        )
         if tokens < LEAST_COPIED or not self._free:
             return None
         held.filled += tokens
@@ -102,7 +81,7 @@ class PageTable:
     def needs(self, held: Pages, ids: Sequence[int]) -> int:
         """Return how many of the free pages `match` and `reserve` take for all ids."""
         index = self._boundary(held)
-        while index is not None and (page := self._known(held, index, ids)) is not None:
+        while index is not None and (page := self._listed.known(held, index, ids)) is not None:
             if not self._pages[page].users:
                 break  # nor has any page after it users
             index += 1
@@ -118,7 +97,7 @@ class PageTable:
         if index is None or end >= len(ids):
             return None
         before = self._key_before(held, index)
-        return None if before is None else (before, _packed(ids[held.filled : end]))
+        return None if before is None else (before, packed(ids[held.filled : end]))
 
     def reserve(self, held: Pages, tokens: int) -> bool:
         """Take pages for the first `tokens` positions, or none at all if too few are free."""
@@ -142,7 +121,7 @@ class PageTable:
         while done < len(ids):
             index, inside = divmod(held.filled, self.page_tokens)
             new = ids[done : done + self.page_tokens - inside]
-            if self._fill_page(held, index, _packed(new), is_fresh=not inside):
+            if self._fill_page(held, index, packed(new), is_fresh=not inside):
                 exchanged.append(index)
             held.filled += len(new)
             done += len(new)
@@ -163,8 +142,8 @@ class PageTable:
             return None
         last = held.pages[index]
         if self._pages[last].users == 1:
-            self._forget(self._following(last))
-            self._list(last, self._pages[last].content[: inside * ID_BYTES])
+            self._forget(self._listed.following(last))
+            self._listed.put(last, self._pages[last].content[: inside * ID_BYTES])
             return None
         self._give_back(held, index)
         if self._free:
@@ -181,7 +160,7 @@ class PageTable:
         assert not held.released, "the sequence has been released"
         content = self._pages[held.pages[0]].content if held.pages and not keep else b""
         if start := content[: LEAST_COPIED * ID_BYTES]:
-            listed = self._after[held.root]
+            listed = self._listed.after[held.root]
             self._forget([page for content, page in listed if content.startswith(start)])
         self._give_back(held, 0)
         held.filled, held.released = 0, True
@@ -200,32 +179,13 @@ class PageTable:
         """Return the key of the pages before an index, None if they are not listed."""
         return self._pages[held.pages[index - 1]].key if index else held.root
 
-    def _known(self, held: Pages, index: int, ids: Sequence[int]) -> int | None:
-        """Return the page that holds the ids of an index, if there is one and more ids follow."""
-        end = (index + 1) * self.page_tokens
-        if end >= len(ids):
-            return None
-        if index == len(held.keys):
-            _add_key(held, _packed(ids[end - self.page_tokens : end]))
-        return self._full.get(held.keys[index])
-
-    def _alike(self, before: bytes | None, wanted: bytes) -> tuple[int, int]:
-        """Return the page with the longest common beginning, and how many tokens that is."""
-        listed = self._after.get(before or b"", [])
-        place = bisect_left(listed, (wanted,))  # the longest one is next to it
-        near = listed[max(0, place - 1) : place + 1]
-        tokens, page = max(
-            ((_common(wanted, content), page) for content, page in near), default=(0, 0)
-        )
-        return page, tokens
-
     def _copy(self, held: Pages, source: int, tokens: int) -> Copy | None:
         """Add a page that begins like the source; None if it is the source, evicted."""
         page = self._pages[source]
         before, content = page.before, page.content[: tokens * ID_BYTES]
         target = self._take()
         self._pages[target].before = before
-        self._list(target, content)
+        self._listed.put(target, content)
         held.pages.append(target)
         return Copy(source, target, tokens) if source != target else None
 
@@ -238,19 +198,19 @@ class PageTable:
         if before is None or not (is_fresh or page.content):
             return False  # forgotten
         page.before = before
-        self._list(own, page.content + new)
+        self._listed.put(own, page.content + new)
         if len(page.content) < self.page_tokens * ID_BYTES:
             return False
         if index == len(held.keys):
-            _add_key(held, page.content)
+            held.add_key(page.content)
         key = held.keys[index]
-        if key in self._full:
-            self._list(own, b"")
+        if key in self._listed.full:
+            self._listed.put(own, b"")
             self._drop(own)
-            held.pages[index] = self._use(self._full[key])
+            held.pages[index] = self._use(self._listed.full[key])
             return True
         page.key = key
-        self._full[key] = own
+        self._listed.full[key] = own
         return False
 
     def _use(self, index: int) -> int:
@@ -276,50 +236,11 @@ class PageTable:
         self._forget([index])
         return self._use(index)
 
-    def _following(self, index: int) -> list[int]:
-        """Return the pages that are listed directly after a full one."""
-        key = self._pages[index].key
-        return [] if key is None else [page for _, page in self._after.get(key, ())]
-
     def _forget(self, pages: list[int]) -> None:
         """Forget the content of pages and of all that follows them."""
         while pages:
             index = pages.pop()
-            pages += self._following(index)
-            self._list(index, b"")
+            pages += self._listed.following(index)
+            self._listed.put(index, b"")
             if index in self._free:
                 self._free.move_to_end(index, last=False)
-
-    def _list(self, index: int, content: bytes) -> None:
-        """List a page with other content and without a key, or not at all if that is empty."""
-        page = self._pages[index]
-        if page.key is not None:
-            del self._full[page.key]
-            page.key = None
-        if page.content:
-            listed = self._after[page.before]
-            del listed[bisect_left(listed, (page.content, index))]
-            if not listed:
-                del self._after[page.before]
-        page.content = content
-        if content:
-            insort(self._after.setdefault(page.before, []), (content, index))
-
-
-def _add_key(held: Pages, content: bytes) -> None:
-    """Add the key of the next full page: BLAKE2b of the key before it and its ids."""
-    before = held.keys[-1] if held.keys else held.root
-    held.keys.append(blake2b(before + content, digest_size=16).digest())
-
-
-def _packed(ids: Sequence[int]) -> bytes:
-    """Return ids as little-endian int64."""
-    return pack(f"<{len(ids)}q", *ids)
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Return how many leading ids are equal: those below the lowest bit that differs."""
-    length = min(len(a), len(b))
-    differing = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
-    lowest = (differing & -differing).bit_length() - 1 if differing else 8 * length
-    return lowest // (8 * ID_BYTES)

@@ -134,8 +134,7 @@ class Generator:
     def step(self) -> list[Event]:
         """Do a part of the work, and return what happened since the last call."""
         try:
-            while self._cancelled:
-                self._end(self._cancelled.popleft(), "cancelled")
+            self._end_cancelled()
             self._schedule.admit()
             self._read_prompts()
             self._decode()
@@ -297,19 +296,25 @@ class Generator:
         for job in self._schedule.all():
             self._end(job, "cancelled")
 
-    def stream(self, request: Request) -> Iterator[Event]:
-        """Yield the events of a request; other jobs go on meanwhile. Giving it up ends the job."""
+    def stream(self, *requests: Request) -> Iterator[Event]:
+        """Yield the events of requests as they come; giving the iteration up ends their jobs.
+
+        Raises:
+            Exl2FlowError: what `submit` refuses, or the error of a request that is the only one.
+        """
         events = deque[Event]()
-        job = self.submit(request, deliver=events.append)
+        jobs: list[Job] = []
         try:
-            while not job.is_done or events:
+            jobs += [self.submit(request, deliver=events.append) for request in requests]
+            while events or not all(job.is_done for job in jobs):
                 while events:
                     event = events.popleft()
                     yield event
-                    _raise_error(event)
+                    if event.error is not None and len(jobs) == 1:
+                        raise event.error
                 self._events.extend(self.step())
         finally:
-            job.cancel()
+            self._drop(jobs)
 
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...
@@ -342,38 +347,41 @@ class Generator:
         )
         seeds = [None if seed is None else seed + index for index in range(len(texts))]
         requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
-        last: list[Event] = []
         jobs: list[Job] = []
+        errors: list[Exception] = []
 
         def deliver(event: Event) -> None:
-            if event.reason is not None:
-                last.append(event)
+            if event.error is not None:
+                errors.append(event.error)
 
         try:
             jobs += [self.submit(request, deliver=deliver) for request in requests]
-            while not all(job.is_done for job in jobs):
+            while not (errors or all(job.is_done for job in jobs)):
                 if abort_event is not None and abort_event.is_set():
                     break
                 self._events.extend(self.step())
-                for event in last:
-                    _raise_error(event)
         finally:
-            for job in jobs:
-                job.cancel()
-            self._events.extend(self.step())
+            self._drop(jobs)
+        if errors:
+            raise errors[0]
         completions = [job.output.text for job in jobs]
         return completions[0] if single else completions
+
+    def _drop(self, jobs: list[Job]) -> None:
+        """End jobs at once."""
+        for job in jobs:
+            job.cancel()
+        self._end_cancelled()
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            self._end(self._cancelled.popleft(), "cancelled")
 
     @torch.inference_mode()
     def warmup(self) -> None:
         """Record the steps of all numbers of slots, for greedy and for default settings."""
         kinds = [Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())]
         self._steps.warm_up(kinds)
-
-
-def _raise_error(event: Event) -> None:
-    if event.error is not None:
-        raise event.error
 
 
 def _top(request: Request) -> int:

@@ -106,8 +106,10 @@ class Request:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
-            if name in least and not least[name] <= value < MOST_TOKENS:
+            if name in least and value < least[name]:
                 raise ConfigError(f"`{name}` is {value}; it must be {least[name]} or more")
+            if name in least and value >= MOST_TOKENS:
+                raise ConfigError(f"`{name}` is {value}; it must be less than {MOST_TOKENS}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"`min_new_tokens` is {self.min_new_tokens}, `max_new_tokens` only "

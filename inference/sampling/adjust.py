@@ -9,7 +9,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from exl2flow.inference.sampling.bits import contains, spread
+from exl2flow.inference.sampling.bits import contains, without
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.shape import Numbers
 from exl2flow.inference.sampling.slots import STRONGEST, SamplerSlots
@@ -32,18 +32,21 @@ def adjusted(
     if kind.dry:
         penalize_repetitions(logits, slots, numbers, kind.dry)
     if kind.masked:
-        logits[:, :vocab].masked_fill_(~spread(slots.allowed[:rows], vocab), -math.inf)
+        logits[:, :vocab].masked_fill_(without(slots.allowed[:rows], vocab), -math.inf)
     return logits[:, :vocab]
 
 
 def mixed(logits: torch.Tensor, slots: SamplerSlots, scale: torch.Tensor) -> torch.Tensor:
     """Return s * log_softmax(l) + (1 - s) * log_softmax(partner's l) for paired slots."""
     rows = len(logits)
-    own = torch.log_softmax(logits, dim=-1, dtype=torch.float64)
-    own = own.clamp_min_(-STRONGEST)  # excluded ids stay finite: 0 * infinity is NaN
     partner = slots.partner[:rows]
-    both = own * scale + own[partner] * (1 - scale)
-    return torch.where((partner == slots.index[:rows])[:, None], logits, both.float())
+    logits = logits.clamp_min(-STRONGEST)  # excluded ids stay finite: 0 * infinity is NaN
+    greatest = logits.amax(-1, keepdim=True).double()
+    norm = (logits - greatest).exp_().sum(-1, keepdim=True).log_() + greatest
+    is_paired = (partner != slots.index[:rows])[:, None]
+    share = torch.where(is_paired, scale, 1)
+    norm = (norm * share + norm[partner] * (1 - share)) * is_paired
+    return logits * share.float() + logits[partner] * (1 - share).float() - norm.float()
 
 
 def penalize(logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers) -> None:
@@ -83,11 +86,13 @@ def penalize_repetitions(
     outside |= contains(slots.breakers[:rows], ids.long())
     tokens = torch.where(outside, ~positions, ids)  # those outside equal no other token
     padded = pad(tokens, (longest - 1, 0), value=-(2**31))
-    windows = padded.unfold(1, longest, 1)[:, :-1]  # (n, m - 1, longest)
+    windows = padded.unfold(1, longest, 1)[:, :-1].mT  # (n, longest, m - 1)
     places = torch.arange(longest, device=logits.device)
     suffix = padded.gather(1, (counts - 1).clamp_min(0) + places)
     order = (places + 1).to(torch.int16 if longest > 127 else torch.int8)
-    differs = ((windows != suffix[:, None]) * order).amax(-1)
+    differs = torch.empty(windows.shape, dtype=order.dtype, device=logits.device)
+    torch.ne(windows, suffix[..., None], out=differs)  # laid out for the reduction
+    differs = differs.mul_(order[:, None]).amax(1)
     lengths = torch.minimum(longest - differs, numbers["dry_longest"])
     lengths = lengths.masked_fill(tokens[:, 1:] < 0, 0)
     length = lengths.amax(-1, keepdim=True)  # (n, 1)

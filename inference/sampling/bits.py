@@ -20,10 +20,10 @@ def contains(words: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return (words.gather(1, ids >> 5) >> (ids & 31)) & 1 == 1
 
 
-def spread(words: torch.Tensor, width: int) -> torch.Tensor:
-    """Return masks (n, w) as booleans (n, width)."""
-    bits = torch.arange(WORD, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> bits) & 1 == 1).flatten(1)[:, :width]
+def without(words: torch.Tensor, width: int) -> torch.Tensor:
+    """Return booleans (n, width), true for the ids that masks (n, w) do not have."""
+    to_sign = torch.arange(WORD - 1, -1, -1, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] << to_sign >= 0).flatten(1)[:, :width]
 
 
 def breakers(pieces: Sequence[str], specials: Collection[int]) -> tuple[int, ...]:

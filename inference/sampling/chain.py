@@ -92,10 +92,10 @@ def rank(logits: torch.Tensor, most: int | None) -> tuple[torch.Tensor, torch.Te
     if most is None or most > vocab // 4:
         ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
         return ids[:, :most], ordered[:, :most]
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 equals 0.0
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = logits.view(torch.int32)
+    bits = torch.where(bits < 0, -(2**31) - bits, bits)  # ordered as the logits are; -0.0 is 0.0
     falling = torch.arange(LOW, LOW - vocab, -1, device=logits.device)
-    keys = ((bits.long() << 32) | falling).topk(most, dim=-1).values
+    keys = torch.add(falling, bits, alpha=2**32).topk(most, dim=-1).values
     ids = LOW - (keys & LOW)
     return ids, logits.gather(1, ids)
 

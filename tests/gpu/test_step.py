@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
+from sampled import slots_of
 from stage_runs import run_until
 from tiny import make_tiny
 
@@ -13,7 +14,7 @@ from exl2flow.core.errors import ContextOverflow
 from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model, step
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.generate.base import Generation
-from exl2flow.inference.sampling import SamplerRows, sample
+from exl2flow.inference.sampling import Kind, SamplerSlots, sample
 from exl2flow.inference.step import LaunchedStep, RecordedStep, Recording
 from exl2flow.kernels import CACHE_FORMATS
 
@@ -46,9 +47,10 @@ def cache_of(model: LoadedModel, name: str, batch: int) -> PagedCache:
     )
 
 
-def rows_of(kind: str, batch: int) -> SamplerRows:
+def slots_for(model: LoadedModel, kind: str, batch: int, device: str = "cuda") -> SamplerSlots:
     settings = KINDS[kind]
-    return SamplerRows.of([settings[i % len(settings)] for i in range(batch)], "cuda")
+    every = [settings[i % len(settings)] for i in range(batch)]
+    return slots_of(every, model.spec.vocab_size, device=device)
 
 
 def draws_of(count: int, batch: int) -> torch.Tensor:
@@ -79,12 +81,12 @@ def test_a_replay_is_a_step(model: LoadedModel, name: str, batch: int) -> None:
     cache, again = cache_of(model, name, batch), cache_of(model, name, batch)
     for each in (cache, again):
         model.decoder.forward(ids[:, :20], each)
-    recorded, rows = RecordedStep(model.decoder, again), rows_of("greedy", batch)
+    recorded = RecordedStep(model.decoder, again, slots_for(model, "greedy", batch))
     draws = draws_of(1, batch)[0]
 
     for position in range(20, 64):
         token = ids[:, position : position + 1]
-        recorded.begin(token, rows)
+        recorded.begin(token, Kind.of([GREEDY]))
         recorded(draws)
         assert torch.equal(recorded.logits, model.decoder.forward(token, cache))
 
@@ -98,19 +100,21 @@ def test_a_replay_is_a_step(model: LoadedModel, name: str, batch: int) -> None:
 @torch.inference_mode()
 def test_recorded_samples_are_those_of_the_chain(model: LoadedModel, kind: str, batch: int) -> None:
     ids = torch.randint(0, model.spec.vocab_size, (batch, 20), device="cuda")
-    rows, draws = rows_of(kind, batch), draws_of(44, batch)
-    on_cpu = SamplerRows(table=rows.table.cpu(), most=rows.most)
+    operations, draws = Kind.of(KINDS[kind]), draws_of(44, batch)
+    on_cpu = slots_for(model, kind, batch, "cpu")
     cache, again = cache_of(model, "fp16", batch), cache_of(model, "fp16", batch)
     for each in (cache, again):
         model.decoder.forward(ids[:, :19], each)
-    launched, recorded = LaunchedStep(model.decoder, cache), RecordedStep(model.decoder, again)
+    launched = LaunchedStep(model.decoder, cache, slots_for(model, kind, batch))
+    recorded = RecordedStep(model.decoder, again, slots_for(model, kind, batch))
     for each in (launched, recorded):
-        each.begin(ids[:, 19:], rows)
+        each.begin(ids[:, 19:], operations)
 
     for draw in draws:
         found = recorded(draw).tolist()
         assert found == launched(draw).tolist()
-        assert found == sample(recorded.logits[:, 0].cpu(), on_cpu, draw.cpu()).tolist()
+        logits = recorded.logits[:, 0].cpu()
+        assert found == sample(logits, on_cpu, draw.cpu(), operations).ids.tolist()
 
 
 @torch.inference_mode()
@@ -119,12 +123,16 @@ def test_kinds_of_settings_may_alternate(model: LoadedModel, recordings: list[Re
     cache, again = cache_of(model, "fp16", 3), cache_of(model, "fp16", 3)
     for each in (cache, again):
         model.decoder.forward(ids[:, :19], each)
-    launched, recorded = LaunchedStep(model.decoder, cache), RecordedStep(model.decoder, again)
+    slots = [slots_for(model, "mixed", 3) for _ in range(2)]
+    launched = LaunchedStep(model.decoder, cache, slots[0])
+    recorded = RecordedStep(model.decoder, again, slots[1])
     pending = ids[:, 19:]
 
     for draw, kind in zip(draws_of(20, 3), [*KINDS] * 5, strict=True):
-        for each in (launched, recorded):
-            each.begin(pending, rows_of(kind, 3))
+        for each, state in zip((launched, recorded), slots, strict=True):
+            for slot in range(3):
+                state.enter(slot, KINDS[kind][slot % len(KINDS[kind])], ())
+            each.begin(pending, Kind.of(KINDS[kind]))
         pending = launched(draw)[:, None]
         assert torch.equal(recorded(draw), pending[:, 0])
 
@@ -160,9 +168,8 @@ def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
     model = load_model(folder, device="cuda")
     cache = cache_of(model, "fp16", 1)
     with torch.inference_mode(), pytest.raises(RuntimeError):
-        RecordedStep(model.decoder, cache).begin(
-            torch.zeros(1, 1, dtype=torch.int64), rows_of("greedy", 1)
-        )
+        recorded = RecordedStep(model.decoder, cache, slots_for(model, "greedy", 1))
+        recorded.begin(torch.zeros(1, 1, dtype=torch.int64), Kind.of([GREEDY]))
     assert cache.length == 0
 
     text = BaseGenerator(model).generate("The quick", **options)
@@ -176,13 +183,13 @@ def greedy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 30 greedy ids (b, 30) after the prompts, and their logits (b, 30, v)."""
     batch = len(ids)
-    rows, draws = rows_of("greedy", batch), draws_of(1, batch)[0]
+    slots, draws = slots_for(model, "greedy", batch), draws_of(1, batch)[0]
     cache = cache_of(model, "fp16", batch)
-    prompt = LaunchedStep(model.decoder, cache)
-    prompt.begin(ids, rows)
+    prompt = LaunchedStep(model.decoder, cache, slots)
+    prompt.begin(ids, Kind.of([GREEDY]))
     made, logits = [prompt(draws)], [prompt.logits]
-    step = kind(model.decoder, cache)
-    step.begin(prompt.ids, rows)
+    step = kind(model.decoder, cache, slots)
+    step.begin(prompt.ids, Kind.of([GREEDY]))
     for _ in range(29):
         made.append(step(draws).clone())
         logits.append(step.logits.clone())

@@ -12,7 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from exl2flow.inference.cache.pages import ID_BYTES, Copy, Pages, PageTable, _packed
+from exl2flow.inference.cache.listing import ID_BYTES, packed
+from exl2flow.inference.cache.pages import Copy, Pages, PageTable
 
 SIZE = 4  # tokens per page
 COUNT = 9
@@ -158,6 +159,17 @@ class Machine(RuleBasedStateMachine):
         salt, ids = self.past[which % len(self.past)]
         self.match(self.add(salt, ids[: kept % len(ids) + 1] + more))
 
+    @rule(which=PICK, room=PICK)
+    def read_two_alike_in_one_pass(self, which: int, room: int) -> None:
+        """Two sequences that know nothing of each other fill the same pages."""
+        salt, ids = self.past[which % len(self.past)]
+        twins = [self.add(salt, [*ids, room % 2, 0, 1, 0, 1]) for _ in range(2)]
+        for seq in twins:
+            self.match(seq)
+        for seq in twins:
+            if len(seq.ids) - 1 > seq.held.filled:
+                self.read(seq, len(seq.ids) - 1 - seq.held.filled)
+
     @precondition(lambda self: self.running)
     @rule(which=PICK)
     def match_again(self, which: int) -> None:
@@ -280,10 +292,10 @@ class Machine(RuleBasedStateMachine):
     def what_is_listed_is_there(self) -> None:
         table, entries = self.table, 0
         chains = dict.fromkeys(SALTS, 0) | {
-            key: len(self.prefix_of(page)) - 1 for key, page in table._full.items()
+            key: len(self.prefix_of(page)) - 1 for key, page in table._listed.full.items()
         }
         for page, record in enumerate(table._pages):
-            assert (record.key is None) or table._full[record.key] == page
+            assert (record.key is None) or table._listed.full[record.key] == page
             if not record.content:
                 assert record.key is None
                 continue
@@ -291,15 +303,15 @@ class Machine(RuleBasedStateMachine):
             tokens = len(record.content) // ID_BYTES
             prefix = self.prefix_of(page)
             assert (record.key is not None) == (tokens == SIZE)
-            assert _packed(prefix[-tokens:]) == record.content
+            assert packed(prefix[-tokens:]) == record.content
             assert chains[record.before] == len(prefix) - 1 - tokens
-            if record.before in table._full:
-                assert self.prefix_of(table._full[record.before]) == prefix[:-tokens]
+            if record.before in table._listed.full:
+                assert self.prefix_of(table._listed.full[record.before]) == prefix[:-tokens]
             else:
                 assert record.before == prefix[0]
-            assert (record.content, page) in table._after[record.before]
-        assert sum(map(len, table._after.values())) == entries
-        assert all(pages == sorted(pages) and pages for pages in table._after.values())
+            assert (record.content, page) in table._listed.after[record.before]
+        assert sum(map(len, table._listed.after.values())) == entries
+        assert all(pages == sorted(pages) and pages for pages in table._listed.after.values())
 
     def prefix_of(self, page: int) -> tuple[bytes | int, ...]:
         row = self.rows[page][len(self.table._pages[page].content) // ID_BYTES - 1]
@@ -312,7 +324,7 @@ class Machine(RuleBasedStateMachine):
         with_content = [bool(table._pages[page].content) for page in order]
         assert with_content == sorted(with_content)
         for page, record in enumerate(table._pages):
-            parent = table._full.get(record.before) if record.content else None
+            parent = table._listed.full.get(record.before) if record.content else None
             if parent is not None and parent in table._free:
                 assert order.index(page) < order.index(parent)
 

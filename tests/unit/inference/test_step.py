@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampled import slots_of
 from tiny import make_tiny
 
 from exl2flow.core.errors import ContextOverflow, InferenceError
 from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model, step
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.generate import lane
-from exl2flow.inference.sampling import SamplerRows
+from exl2flow.inference.sampling import Kind
 from exl2flow.inference.step import LaunchedStep, RecordedStep
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 
@@ -83,15 +84,17 @@ def cache_of(model: LoadedModel, *, batch: int, tokens: int = 32) -> PagedCache:
 def test_replays_sample_what_launches_do(
     model: LoadedModel, settings: tuple[SamplingSettings, ...], recordings: list[Again]
 ) -> None:
-    rows = SamplerRows.of(settings)
+    kind = Kind.of(settings)
     draws = torch.rand(12, 3, dtype=torch.float64)
     plain, again = cache_of(model, batch=3), cache_of(model, batch=3)
     prompts = torch.randint(0, model.spec.vocab_size, (3, 21))
     for each in (plain, again):
         model.decoder.forward(prompts[:, :20], each)
-    launched, recorded = LaunchedStep(model.decoder, plain), RecordedStep(model.decoder, again)
+    vocab = model.spec.vocab_size
+    launched = LaunchedStep(model.decoder, plain, slots_of(settings, vocab))
+    recorded = RecordedStep(model.decoder, again, slots_of(settings, vocab))
     for each in (launched, recorded):
-        each.begin(prompts[:, 20:], rows)
+        each.begin(prompts[:, 20:], kind)
 
     for draw in draws:
         assert recorded(draw).tolist() == launched(draw).tolist()
@@ -108,11 +111,12 @@ def test_long_prompts_are_read_in_pieces(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = torch.randint(0, model.spec.vocab_size, (3, 21))
-    rows, draws = SamplerRows.of((GREEDY,) * 3), torch.rand(3, dtype=torch.float64)
+    kind, draws = Kind.of([GREEDY]), torch.rand(3, dtype=torch.float64)
+    slots = slots_of((GREEDY,) * 3, model.spec.vocab_size)
     caches = [cache_of(model, batch=3) for _ in range(2)]
-    whole, pieces = (LaunchedStep(model.decoder, cache) for cache in caches)
+    whole, pieces = (LaunchedStep(model.decoder, cache, slots) for cache in caches)
     for each in (whole, pieces):
-        each.begin(prompts, rows)
+        each.begin(prompts, kind)
     read = list[int]()
     hidden = model.decoder.hidden
     whole(draws)
@@ -133,8 +137,8 @@ def test_prompts_without_room_are_not_read_in_part(
 ) -> None:
     monkeypatch.setattr(step, "PROMPT_TOKENS", 8)
     cache = cache_of(model, batch=1)
-    launched = LaunchedStep(model.decoder, cache)
-    launched.begin(torch.zeros(1, 33, dtype=torch.int64), SamplerRows.of((GREEDY,)))
+    launched = LaunchedStep(model.decoder, cache, slots_of([GREEDY], model.spec.vocab_size))
+    launched.begin(torch.zeros(1, 33, dtype=torch.int64), Kind.of([GREEDY]))
 
     with pytest.raises(ContextOverflow):
         launched(torch.zeros(1, dtype=torch.float64))
@@ -148,10 +152,13 @@ def test_each_kind_of_settings_is_recorded_once(
 ) -> None:
     cache = cache_of(model, batch=1)
     model.decoder.forward(torch.tensor([[3, 4]]), cache)
-    recorded = RecordedStep(model.decoder, cache)
+    slots = slots_of([GREEDY], model.spec.vocab_size)
+    recorded = RecordedStep(model.decoder, cache, slots)
 
     for settings in (GREEDY, SamplingSettings(), GREEDY, SamplingSettings(top_k=3)):
-        recorded.begin(torch.tensor([[5]]), SamplerRows.of([settings]))
+        slots.enter(0, settings, [3, 4])
+        recorded.begin(torch.tensor([[5]]), Kind.of([settings]))
+        assert slots.counts.tolist() == [2]
         assert cache.length == 2
 
     assert [each.beside for each in recordings] == [None, recordings[0]]
