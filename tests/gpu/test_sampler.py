@@ -9,7 +9,7 @@ import torch
 from sampled import PLAIN, slots_of
 
 from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings, sample
-from exl2flow.inference.step import Recording
+from exl2flow.inference.generate.recording import Recording
 
 pytestmark = pytest.mark.gpu
 
