@@ -124,11 +124,11 @@ class ContextOverflow(InferenceError):
 
 
 class CacheFull(InferenceError):
-    """Prompt and requested tokens exceed what the cache holds when it is empty."""
+    """Prompt and requested tokens exceed the empty cache."""
 
 
 class OutOfDeviceMemory(InferenceError):
-    """The device has too little free memory for a step; texts with less to compute can go on."""
+    """The device has too little free memory for a computation."""
 
 
 class ValidationFailed(Exl2FlowError):

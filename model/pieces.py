@@ -1,6 +1,6 @@
-"""What each token id adds to a text, and which ids continue the text of another.
+"""The text that each token id adds, and the ids whose text begins alike.
 
-An id is decoded behind an ordinary token, because some decoders drop a space that comes first.
+Ids are decoded after an ordinary token, because some decoders drop a leading space.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,12 +12,12 @@ REPLACEMENT = "\ufffd"  # how an incomplete UTF-8 character decodes
 
 
 def is_whole(piece: str) -> bool:
-    """Return whether a piece is text without parts of characters."""
+    """Return whether a piece has text, all of it complete characters."""
     return bool(piece) and REPLACEMENT not in piece
 
 
 class Pieces:
-    """The pieces of a tokenizer, and the same sorted; immutable, about 0.3 s for 152k ids."""
+    """A tokenizer's pieces, by id and sorted; immutable. 152k ids take about 0.4 s."""
 
     def __init__(self, backend: tokenizers.Tokenizer, size: int, special: Set[int]) -> None:
         """Decode the ids below `size`; `special` ids and unknown ones have no text."""
@@ -41,11 +41,11 @@ class Pieces:
         """Return the id whose piece is `text`, if there is one."""
         first = bisect_left(self._sorted, text)
         same = self._order[first : bisect_right(self._sorted, text)] if text else ()
-        return max(same, default=None)  # fallback bytes, which repeat characters, come first
+        return max(same, default=None)  # byte tokens of the same text come first
 
 
 def _ordinary(backend: tokenizers.Tokenizer) -> list[int]:
-    """Return the id of a plain character whose text does not depend on its place."""
+    """Return the id of a plain character that decodes alike in every place, if there is one."""
     for token_id in _ids_of_characters(backend):
         text = backend.decode([token_id])
         if len(text) == 1 and backend.decode([token_id, token_id]) == 2 * text:

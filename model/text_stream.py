@@ -8,15 +8,20 @@ from exl2flow.model.pieces import REPLACEMENT
 from exl2flow.model.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 8  # of the prompt; enough for a decoder that looks back one token
-MOST_HELD = 4  # U+FFFD; more are no character that the next token could complete
+MOST_HELD = 4  # U+FFFD; an incomplete character has at most 3
 
 
 class Place(NamedTuple):
-    """A state of a `TextStream`, to which it can return."""
+    """A state that a `TextStream` can return to."""
 
     tokens: int
     anchor: int
     shown: int
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether tokens wait for the rest of their last character."""
+        return self.shown < self.tokens
 
 
 class TextStream:
@@ -25,26 +30,21 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, special: bool = False
     ) -> None:
-        """Begin after the token ids of a prompt; `special`: spell out special tokens."""
+        """Start after a prompt's token ids; `special`: spell out special tokens."""
         self._tokenizer = tokenizer
         self._special = special
         self._without_text = frozenset() if special else tokenizer.special_ids
         seen = (token_id for token_id in reversed(prompt) if token_id not in self._without_text)
         self._ids = list(islice(seen, CONTEXT_TOKENS))[::-1]
-        # half a character at the beginning would spoil all bytes that follow it
+        # an incomplete character at the start would make all bytes behind it undecodable
         while self._ids and self._text(0).startswith(REPLACEMENT):
             del self._ids[0]
         self._anchor = 0  # decoding begins here: a token's spacing depends on the one before
         self._shown = len(self._ids)
 
     @property
-    def is_holding(self) -> bool:
-        """Whether tokens wait for the rest of their last character."""
-        return self._shown < len(self._ids)
-
-    @property
     def place(self) -> Place:
-        """The present state, for `rewind`."""
+        """The current state, for `rewind`."""
         return Place(len(self._ids), self._anchor, self._shown)
 
     def rewind(self, place: Place) -> None:

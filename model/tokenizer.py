@@ -60,7 +60,7 @@ class Tokenizer:
     ) -> None:
         """Take over `backend` from a file; its truncation and padding settings are dropped.
 
-        Without a `pad_token_id`, the id of `<pad>` pads, or an EOS id that is not BOS.
+        `pad_token_id` defaults to the id of `<pad>`, then to EOS if that differs from BOS.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -128,16 +128,16 @@ class Tokenizer:
 
     @property
     def pieces(self) -> list[str]:
-        """The text that each id adds inside a text; empty for special ids.
+        """The text that each id adds within a text; empty for special ids.
 
-        A part of a character is U+FFFD. All pieces are decoded at the first use.
+        Incomplete characters are U+FFFD. The first use decodes all pieces.
         """
         return self._pieces.texts
 
     def healing(self, token_id: int) -> tuple[int, ...]:
-        """Return the ids, ascending, that may take the place of a prompt's last token.
+        """Return the ids, ascending, whose pieces start with the piece of `token_id`.
 
-        Their pieces start with its piece. Special tokens and parts of characters stay as they are.
+        Special tokens and incomplete characters return only themselves.
         """
         piece = self.pieces[token_id] if token_id < self.vocab_size else ""
         return self._pieces.beginning_with(piece) if is_whole(piece) else (token_id,)

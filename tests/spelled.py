@@ -1,8 +1,12 @@
-"""A tokenizer whose tokens are any byte strings, for tests that choose how a text is split."""
+"""Tokenizers for tests of text: one of any byte strings, and one that drops a leading space."""
 
+import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import sentencepiece
 import tokenizers
+from tiny import TEXT
 from tokenizers import decoders, models
 
 from exl2flow.model import Tokenizer
@@ -28,6 +32,24 @@ def split(text: bytes, cuts: Sequence[int]) -> list[bytes]:
     """Cut a byte string at the given places; none of the parts is empty."""
     places = sorted({cut % len(text) for cut in cuts} - {0}) if text else []
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True) if a < b]
+
+
+def sentencepiece_tokenizer(folder: Path) -> Tokenizer:
+    """Return a SentencePiece tokenizer with byte tokens, written into `folder`."""
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 3),
+        model_writer=buffer,
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(buffer.getvalue())
+    return Tokenizer.load(folder)
 
 
 def _name(piece: bytes) -> str:

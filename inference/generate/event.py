@@ -1,4 +1,4 @@
-"""What a running request reports: text as it comes, progress, how and why it ended."""
+"""What a running request reports: its text as it grows, its progress, how it ended and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ Reason = Literal["stop_token", "stop_string", "max_new_tokens", "loop", "cancell
 
 
 class Token(NamedTuple):
-    """A sampled token with what the request wants to know about it.
+    """A sampled token with the extras that its request wants.
 
-    probability: in the distribution that was drawn from; top_ids: the likeliest ids there, with
-    their probabilities; logits: the model's row, in any form.
+    probability: in the distribution it was drawn from; top_ids: the likeliest ids of that
+    distribution; logits: the model's row, in any form.
     """
 
     id: int
@@ -26,9 +26,9 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What an ended text does not show: a stop token, or a stop string and what followed it.
+    """What an ended text does not show: a stop token, or a stop string and the text behind it.
 
-    ids: the stop token, or the tokens that are not shown in full.
+    ids: the stop token, or the tokens that are not shown completely.
     """
 
     text: str = ""
@@ -41,10 +41,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counts of tokens and pages over all sequences; times in seconds.
+    """Tokens and pages, summed over sequences, and times.
 
-    new_tokens: with the stop token, without the healed one; waiting: until the first pass over
-    the prompt; prompt: from then to the first token; text: from there to the last.
+    new_tokens: includes the stop token, not the healed one; waiting: until the first pass over the
+    prompt; prompt: from then to the first token; text: from the first token to the last.
     """
 
     prompt_tokens: int
@@ -58,15 +58,15 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One step of a request; the last one has a `reason`.
+    """One step of a request; only the last event has a `reason`.
 
-    The texts of all events join to the completion. `ids` and what belongs to them, one entry per
-    id, are empty where nothing is shown or nothing was requested. With the reason `stop_string`,
-    `ids` includes the tokens of that string, which also are in `held`.
+    The texts of all events join to the completion. `ids`, and with one entry per id probabilities,
+    top tokens and logits, are empty if nothing is shown or they were not requested. After a stop
+    string, `ids` includes its tokens, which are in `held` as well.
 
-    read, total: tokens of the prompt that are in the cache, of those that have to be.
-    trigger: the id or the string that stopped the text.
-    suppressed_text, suppressed_ids: cut off because of a banned string, and never shown.
+    read, total: prompt tokens in the cache, and how many must be there.
+    trigger: the id or string that stopped the text.
+    suppressed_text, suppressed_ids: cut because of a banned string, and never shown.
     """
 
     stage: Stage
@@ -89,7 +89,7 @@ class Event:
 
 
 def columns(request: Request, tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return the fields of an event or of `Held` that have one entry per token."""
+    """Return the fields of `Event` and `Held` that have one entry per token."""
     fields: dict[str, Any] = {"ids": tuple([token.id for token in tokens])}
     if request.probabilities:
         fields["probabilities"] = tuple(token.probability for token in tokens)

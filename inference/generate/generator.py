@@ -126,6 +126,11 @@ class Generator:
         return job
 
     @property
+    def free_pages(self) -> int:
+        """Pages that no job uses."""
+        return self._schedule.table.free
+
+    @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return self._launched is None and self._schedule.is_idle

@@ -1,24 +1,25 @@
-"""When a text repeats itself without end.
+"""Detects a text that repeats itself without end.
 
-It does if its tokens end in at least `COPIES` copies of one passage, of up to
-`LONGEST_TEXT // COPIES` tokens, that span at least `SHORTEST_LOOP` tokens: a ruled line or a short
-table is no loop. Only every `INTERVAL`-th token is looked at, for the search costs about 0.3 ms.
+A loop is at least `COPIES` copies of one passage at the end of the generated tokens, together at
+least `SHORTEST_LOOP` tokens long; a ruled line or a small table is none. A passage has at most
+`MOST_CHECKED // COPIES` tokens. A check takes 0.2 ms, hence
+only one per `INTERVAL` tokens.
 """
 
 from collections.abc import Sequence
 
 COPIES = 4
 SHORTEST_LOOP = 128  # tokens
-LONGEST_TEXT = 1024  # tokens looked at
+MOST_CHECKED = 1024  # tokens
 INTERVAL = 32
 
 
 def is_loop(ids: Sequence[int]) -> bool:
-    """Return whether generated ids end in a loop; false between intervals."""
+    """Return whether generated ids end in a loop; always false between checks."""
     if len(ids) < SHORTEST_LOOP or len(ids) % INTERVAL:
         return False
-    last = ids[-LONGEST_TEXT:][::-1]
-    borders = [0] * len(last)  # by end: length of the longest proper prefix that is also a suffix
+    last = ids[-MOST_CHECKED:][::-1]
+    borders = [0] * len(last)  # per end: length of the longest proper prefix that is a suffix, too
     length = 0
     for end in range(1, len(last)):
         while length and last[end] != last[length]:

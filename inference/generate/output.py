@@ -1,57 +1,43 @@
-"""From sampled tokens to text that may be shown: stops, bans, whole characters, healing.
+"""Turns sampled tokens into visible text: stops, bans, whole characters, healing.
 
-Text is held back while it may still become a stop string or a banned one. Both are looked for
-before the count of tokens, so that neither shows because a text ends. A banned string cuts the
-text back to the token in which it begins, and bans that token there. Case is compared by
-`casefold`, which unlike `lower` does not depend on the letters around.
+Text is held back while it could become a stop string or a banned string. Both are checked before
+the token limit, so neither shows up because a text ends. A banned string cuts the text back to the
+token in which it begins, and blocks that token at that position. Bans ignore case by `casefold`:
+unlike `lower`, it does not depend on neighbouring letters.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.inference.generate.event import Event, Held, Reason, Token, columns
 from exl2flow.inference.generate.loops import is_loop
+from exl2flow.inference.generate.pending import Pending, joined, tokens_before
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.inference.generate.request import Request
 from exl2flow.inference.generate.strings import Strings
 from exl2flow.model import TextStream, Tokenizer
-from exl2flow.model.text_stream import Place
 
 NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a token leads to: an event, if there is one, and tokens to cut back, it included."""
+    """Result of a token: an event to deliver, and how many tokens to cut, including this one."""
 
     event: Event | None = None
     rewind: int = 0
 
 
-NOTHING = Outcome()
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A token that is not shown yet, the text that it completes, and the stream before it."""
-
-    token: Token
-    text: str
-    place: Place
-    unhealed: int
-
-
 class Output:
-    """The generated part of one text; tokens go in one at a time, in the order of the text.
+    """The generated part of one text; takes one token at a time.
 
-    ids: accepted tokens, the healed one included, the stop token not.
+    ids: accepted tokens, including the healed one but not the stop token.
     """
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int
     ) -> None:
-        """Begin behind a prompt.
+        """Start after a prompt.
 
         Args:
             request: what to generate.
@@ -67,11 +53,12 @@ class Output:
         self._stops = Strings([stop for stop in stops if isinstance(stop, str)])
         self._bans = Strings([ban.casefold() for ban in request.banned_strings])
         self._banned: dict[int, frozenset[int]] = {}  # by position, of pending tokens only
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._shown: list[str] = []
+        self._tail = ""  # of the shown text, where bans can cut what follows
         self._stream = TextStream(tokenizer, prompt.sequences[0], special=request.decode_special)
         self._healing: tuple[int, ...] | None = None
-        self._unhealed = 0  # characters to come that the prompt has already
+        self._unhealed = 0  # characters still to drop: the prompt already has them
         if prompt.healed is not None:
             self._healing = tokenizer.healing(prompt.healed)
             place = self._stream.place
@@ -80,7 +67,7 @@ class Output:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens generated, a stop token included, the healed one not; before that one, -1."""
+        """Generated tokens: counts the stop token but not the healed one; -1 before the latter."""
         return len(self.ids) - (self._healed is not None) + (self.reason == "stop_token")
 
     @property
@@ -90,16 +77,16 @@ class Output:
 
     @property
     def healing(self) -> tuple[int, ...] | None:
-        """The only ids that the next sample may take; None: all."""
+        """The only ids that the next sample may take, ascending; None: all."""
         return None if self.ids else self._healing
 
     @property
     def waits(self) -> bool:
-        """Whether a sample depends on what becomes of the one before it."""
+        """Whether the next sample may start only after this token has been pushed."""
         return bool(self._bans or self._request.hooks)
 
     def blocked(self, ahead: int = 0) -> frozenset[int]:
-        """Return the ids that a sample must not take, `ahead` samples after the next one."""
+        """Return the ids that a sample must not take; `ahead`: samples between now and then."""
         banned = self._banned.get(len(self.ids) + ahead, NONE) if self._banned else NONE
         if max(self.new_tokens + ahead, 0) >= self._request.min_new_tokens:
             return banned
@@ -107,16 +94,16 @@ class Output:
         return banned | (self._stop_ids - healed)
 
     def push(self, token: Token) -> Outcome:
-        """Take the next token, which hooks have already seen."""
+        """Take the next token, after hooks have seen it."""
         if self._banned and token.id in self._banned.get(len(self.ids), NONE):
-            return Outcome(self.finish("error", error=self._exhausted()))
+            return Outcome(self.finish("error", error=_exhausted(self._request)))
         is_prompt = token.id == self._healed and self.healing is not None
         if token.id in self._stop_ids and not is_prompt:
             return Outcome(self._end("stop_token", trigger=token.id, stop=token))
         place, unhealed = self._stream.place, self._unhealed
         text = self._beyond_prompt(self._stream.push(token.id))
         self.ids.append(token.id)
-        self._pending.append(_Pending(token, text, place, unhealed))
+        self._pending.append(Pending(token, text, place, unhealed))
         found = self._find() if text and (self._stops or self._bans) else None
         if found is not None:
             return found
@@ -125,41 +112,54 @@ class Output:
         if self._request.end_loops and is_loop(self.ids):
             return Outcome(self._end("loop"))
         count = self._ready()
-        return Outcome(self._show(count)) if count else NOTHING
+        return Outcome(self._show(count) if count else None)
 
     def finish(self, reason: Reason, *, error: Exception | None = None) -> Event:
-        """End the text from outside and return its last event, with all text that was pending."""
+        """End the text early and return its last event, which shows all pending text."""
         return self._end(reason, error=error)
 
     def _beyond_prompt(self, text: str) -> str:
-        """Cut off what belongs to the healed token and stands in the prompt already."""
+        """Drop the part of the healed token's text that the prompt already has."""
         cut = min(self._unhealed, len(text))
         self._unhealed -= cut
         return text[cut:]
 
     def _find(self) -> Outcome | None:
-        """Look for whole strings: a ban counts if it ends before a stop string begins."""
-        text = self._pending_text()
-        stop = self._stops.find(text)
-        ban = self._bans.find((text if stop is None else text[: stop[0]]).casefold())
-        if ban is not None:
-            return self._rewind(_tokens_before(ban[0], self._pending, fold=True))
+        """Act on a complete string, if there is one."""
+        stop, banned = self._search()
+        if banned is not None:
+            return self._rewind(banned)
         if stop is not None:
             return Outcome(self._end("stop_string", trigger=stop[1], cut=stop[0]))
         return None
 
+    def _search(self) -> tuple[tuple[int, str] | None, int | None]:
+        """Return the earliest stop string with its place, and the token that begins a ban.
+
+        A ban counts if it ends before that stop string. Strings can begin in what is shown: a cut
+        may have removed what made its end harmless.
+        """
+        text = self._tail + joined(self._pending)
+        stop = self._stops.find(text)
+        ban = self._bans.find((text if stop is None else text[: stop[0]]).casefold())
+        if stop is not None:
+            stop = max(stop[0] - len(self._tail), 0), stop[1]
+        if ban is None:
+            return stop, None
+        start = ban[0] - len(self._tail.casefold())
+        return stop, tokens_before(start, self._pending, fold=True)
+
     def _ready(self) -> int:
-        """Return how many pending tokens can be shown, whatever comes next."""
-        ready = len(self._pending)
-        if self._stream.is_holding:
-            shown = self._stream.place.shown
-            ready = sum(pending.place.tokens < shown for pending in self._pending)
+        """Return how many pending tokens can be shown whatever comes next."""
+        ready, place = len(self._pending), self._stream.place
+        if place.is_holding:
+            ready = sum(pending.place.tokens < place.shown for pending in self._pending)
         if self._stops and ready:
-            start = self._stops.unfinished(self._pending_text())
-            ready = min(ready, _tokens_before(start, self._pending))
+            start = self._stops.unfinished(joined(self._pending))
+            ready = min(ready, tokens_before(start, self._pending))
         if self._bans and ready:
-            start = self._bans.unfinished(self._pending_text().casefold())
-            ready = min(ready, _tokens_before(start, self._pending, fold=True))
+            start = self._bans.unfinished(joined(self._pending).casefold())
+            ready = min(ready, tokens_before(start, self._pending, fold=True))
         return ready
 
     def _show(self, count: int) -> Event:
@@ -167,25 +167,27 @@ class Output:
         if self._banned:
             first = len(self.ids) - len(self._pending)
             self._banned = {at: ids for at, ids in self._banned.items() if at >= first}
-        text = "".join([pending.text for pending in shown])
+        text = joined(shown)
         self._shown.append(text)
+        if self._bans:
+            self._tail = (self._tail + text)[-max(self._stops.longest, self._bans.longest) :]
         fields = columns(self._request, [pending.token for pending in shown])
         return Event(stage="text", tag=self._request.tag, text=text, **fields)
 
     def _rewind(self, first: int) -> Outcome:
-        """Cut off the pending tokens from `first` on, and ban that one where it stood."""
+        """Cut the pending tokens from `first` on, and block that token at its position."""
+        while self._pending[first].place.is_holding:
+            first -= 1  # its text came with later tokens
         kept, cut = self._pending[:first], self._pending[first:]
         at = len(self.ids) - len(cut)
-        suppressed = self._pending_text()[sum(len(pending.text) for pending in kept) :]
         event = Event(
             stage="text",
             tag=self._request.tag,
-            suppressed_text=suppressed,
+            suppressed_text=joined(cut),
             suppressed_ids=tuple(self.ids[at:]),
         )
-        banned = self._banned.get(at, NONE) | {cut[0].token.id}
-        self._banned = {other: ids for other, ids in self._banned.items() if other < at}
-        self._banned[at] = banned
+        self._banned = {place: ids for place, ids in self._banned.items() if place <= at}
+        self._banned[at] = self._banned.get(at, NONE) | {cut[0].token.id}
         self._stream.rewind(cut[0].place)
         self._unhealed = cut[0].unhealed
         self._pending = kept
@@ -201,15 +203,21 @@ class Output:
         stop: Token | None = None,
         error: Exception | None = None,
     ) -> Event:
-        """Show what is pending up to character `cut`; without one, up to a string to hide."""
+        """Show pending text up to character `cut`; None: up to the first string to hide."""
         self.reason = reason
         if self._pending:
             self._pending[-1].text += self._beyond_prompt(self._stream.flush())
-        text = self._pending_text()
-        cut = self._safe_length(text) if cut is None else cut
-        whole = _tokens_before(cut, self._pending)
+        text = joined(self._pending)
+        if cut is None:  # an incomplete character could conceal a string
+            concealed, banned = self._search()
+            cut = len(joined(self._pending[:banned]))
+            cut = cut if concealed is None else min(cut, concealed[0])
         tokens = [pending.token for pending in self._pending]
-        held = tokens[whole:] if cut < len(text) else []
+        held = tokens[tokens_before(cut, self._pending) :] if cut < len(text) else []
+        held_text = text[cut:]
+        if stop is not None:
+            held.append(stop)
+            held_text += self._stream.push(stop.id) + self._stream.flush()
         self._shown.append(text[:cut])
         self._pending = []
         return Event(
@@ -218,39 +226,15 @@ class Output:
             text=text[:cut],
             reason=reason,
             trigger=trigger,
-            held=self._held(text[cut:], held, stop),
+            held=Held(text=held_text, **columns(self._request, held)),
             error=error,
             **columns(self._request, tokens),
         )
 
-    def _safe_length(self, text: str) -> int:
-        """Return how much of a text has no string to hide, which half a character may cover."""
-        stop = self._stops.find(text)
-        ban = self._bans.find(text.casefold())
-        length = len(text) if stop is None else stop[0]
-        if ban is not None:
-            before = self._pending[: _tokens_before(ban[0], self._pending, fold=True)]
-            length = min(length, sum(len(pending.text) for pending in before))
-        return length
 
-    def _held(self, text: str, tokens: list[Token], stop: Token | None) -> Held:
-        if stop is not None:
-            tokens = [*tokens, stop]
-            text += self._stream.push(stop.id) + self._stream.flush()
-        return Held(text=text, **columns(self._request, tokens))
-
-    def _pending_text(self) -> str:
-        return "".join([pending.text for pending in self._pending])
-
-    def _exhausted(self) -> InferenceError:
-        bans = ", ".join(map(repr, self._request.banned_strings))
-        return InferenceError(
-            f"no token is left after {self.new_tokens} new ones: each would complete a banned "
-            f"string ({bans}), or a hook insists on one; ban less"
-        )
-
-
-def _tokens_before(end: int, pending: list[_Pending], *, fold: bool = False) -> int:
-    """Return how many tokens have all their text before a character of the (folded) text."""
-    texts = (item.text.casefold() if fold else item.text for item in pending)
-    return sum(stop <= end for stop in accumulate(map(len, texts)))
+def _exhausted(request: Request) -> InferenceError:
+    bans = ", ".join(map(repr, request.banned_strings))
+    return InferenceError(
+        f"no token is left that does not complete a banned string ({bans}), or a hook insists on "
+        "one that does; ban less"
+    )

@@ -1,4 +1,4 @@
-"""A request's prompt as token ids, and whether a model and a cache have room for it."""
+"""A request's prompt as token ids, and the check that model and cache have room for it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from exl2flow.model import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids: one sequence, or two for guidance; without the token that healing replaces."""
+    """Token ids of one sequence, or of two for guidance; without the token that is healed."""
 
     sequences: tuple[tuple[int, ...], ...]
     healed: int | None = None
 
     @property
     def tokens(self) -> int:
-        """Length of the longest sequence, the healed token included."""
+        """Length of the longest sequence, including the healed token."""
         return max(map(len, self.sequences)) + (self.healed is not None)
 
     def pages(self, new_tokens: int) -> int:
-        """Return the pages that all sequences take; the last token is never stored."""
+        """Return how many pages all sequences need; the last new token is never stored."""
         extra = new_tokens - 1 + (self.healed is not None)
         return sum(-(-(len(ids) + extra) // PAGE_TOKENS) for ids in self.sequences)
 
@@ -30,8 +30,8 @@ class Prompt:
 def encoded(request: Request, tokenizer: Tokenizer) -> Prompt:
     """Return the ids of a request's prompt.
 
-    Healing takes the last token off where another one could stand there; the sequences of a pair
-    must end in the same token, and at least one other must remain.
+    Healing removes the last token if others begin with its text, if both sequences of a pair end in
+    it, and if it is not the only one.
 
     Raises:
         InferenceError: a sequence is empty.
@@ -58,17 +58,17 @@ def check(
 
     Args:
         request: what to check.
-        prompt: its ids.
-        vocab_size: ids that the model has.
-        context: positions of a sequence.
-        pages: of the whole cache.
-        slots: sequences that can run at once.
+        prompt: its encoded prompt.
+        vocab_size: number of ids that the model has.
+        context: positions per sequence.
+        pages: pages in the cache.
+        slots: sequences that can run at the same time.
 
     Raises:
-        ConfigError: an option does not fit the model or the generator.
-        InferenceError: an id of the prompt is not in the vocabulary.
+        ConfigError: the model or the generator cannot do what an option says.
+        InferenceError: an id is not in the vocabulary.
         ContextOverflow: prompt and new tokens exceed the model's positions.
-        CacheFull: they exceed the whole cache.
+        CacheFull: prompt and new tokens exceed the empty cache.
     """
     _check_ids(request, prompt, vocab_size)
     if len(prompt.sequences) > slots:

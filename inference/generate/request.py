@@ -1,4 +1,4 @@
-"""What a caller wants generated; what no model could do is refused at once."""
+"""What a caller wants generated; values that no model could use are refused on construction."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -14,7 +14,7 @@ MOST_SHOWN = 60  # characters of a refused value
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """What a hook sees before stops are looked at; it may replace `sampled_token`."""
+    """What a hook sees, before stops are checked; it may replace `sampled_token`."""
 
     sampled_token: int
     sampled_prob: float
@@ -30,28 +30,28 @@ Hook = Callable[[Sampled], object]
 class Request:
     """A prompt and how to continue it.
 
-    prompt: text, token ids, or a tuple of two such prompts for classifier-free guidance: the text
-        continues the first one. A tuple of two integers is a prompt of two ids.
-    max_new_tokens: exact unless something else ends the text; None: as many as fit.
-    min_new_tokens: no stop token ends the text before; stop strings do.
-    seed: of the draws; None draws differently every time.
-    stops: token ids and exact strings that end the text and are not shown; None: the model's EOS
-        ids, which a sequence replaces.
-    banned_strings: never shown, in upper or lower case; the text is cut back and goes on
-        differently.
-    heal: choose the last token of the prompt again, among those that begin with its text.
-    add_bos: begin a prompt that is text with the model's BOS token, if it has one.
-    encode_special: read special tokens spelled in the prompt as such.
+    prompt: text, token ids, or for classifier-free guidance a tuple of two of these, of which the
+        generated text continues the first. A tuple of two integers is a prompt of two ids.
+    max_new_tokens: generate exactly this many unless the text ends earlier; None: all that fit.
+    min_new_tokens: ignore stop tokens until then; stop strings still end the text.
+    seed: seed for sampling; None: a new one every time.
+    stops: token ids and case-sensitive strings that end the text and are not shown; None: the
+        model's EOS ids. A sequence replaces these, so list them if they should count.
+    banned_strings: never shown, regardless of case; the text is cut back and continued differently.
+    heal: sample the prompt's last token again among those that begin with its text.
+    add_bos: put the model's BOS token, if it has one, before a prompt given as text.
+    encode_special: treat special tokens spelled in the prompt as special tokens.
     decode_special: spell out special tokens in the text.
-    probabilities, top_tokens, logits: what events carry for each token: its probability, so many
-        of the likeliest ids with theirs, the model's logits before penalties.
+    probabilities: report each token's probability.
+    top_tokens: report this many of the likeliest ids per token, with their probabilities.
+    logits: report the model's logits per token, before penalties.
     hooks: called in order for every sampled token; each may replace it.
-    end_loops: end a text that repeats itself without end; `loops.py` says what counts.
-    max_skips: how often other requests may overtake this one in the queue; None: without limit.
-    tag: comes back in every event.
+    end_loops: end a text that repeats itself without end, as defined in `loops.py`.
+    max_skips: how many other requests may overtake this one in the queue; None: any number.
+    tag: returned in every event.
 
     Raises:
-        ConfigError: a value that no model can use, by name.
+        ConfigError: no model can use a value; the message names it.
     """
 
     prompt: Text | tuple[Text, Text]
@@ -75,7 +75,9 @@ class Request:
     tag: object = None
 
     def __post_init__(self) -> None:
-        def keep(name: str, value: object) -> None:  # lists that the caller may still change
+        def keep(
+            name: str, value: object
+        ) -> None:  # copies, because callers may change their lists
             object.__setattr__(self, name, value)
 
         keep("prompt", _frozen(self.prompt))

@@ -24,15 +24,15 @@ def adjusted(
     if kind.cfg:
         logits = mixed(logits, slots, numbers["cfg_scale"])
     if kind.penalties or kind.dry or kind.bias or kind.masked:
-        logits = pad(logits, (0, 1))  # a copy; the last column stands for ids not in the vocabulary
+        logits = pad(logits, (0, 1))  # a copy; its last column takes unknown ids
     if kind.penalties:
         penalize(logits, slots, numbers)
     if kind.bias:
-        logits[:, :vocab] += slots.bias[:rows, :vocab]
+        logits[:, :vocab] += slots.late("bias")[:rows, :vocab]
     if kind.dry:
         penalize_repetitions(logits, slots, numbers, kind.dry)
     if kind.masked:
-        logits[:, :vocab].masked_fill_(without(slots.allowed[:rows], vocab), -math.inf)
+        logits[:, :vocab].masked_fill_(without(slots.late("allowed")[:rows], vocab), -math.inf)
     return logits[:, :vocab]
 
 
@@ -43,7 +43,7 @@ def mixed(logits: torch.Tensor, slots: SamplerSlots, scale: torch.Tensor) -> tor
     logits = logits.clamp_min(-STRONGEST)  # excluded ids stay finite: 0 * infinity is NaN
     greatest = logits.amax(-1, keepdim=True).double()
     norm = (logits - greatest).exp_().sum(-1, keepdim=True).log_() + greatest
-    is_paired = (partner != slots.index[:rows])[:, None]
+    is_paired = (partner != slots.places[:rows])[:, None]
     share = torch.where(is_paired, scale, 1)
     norm = (norm * share + norm[partner] * (1 - share)) * is_paired
     return logits * share.float() + logits[partner] * (1 - share).float() - norm.float()
@@ -52,9 +52,9 @@ def mixed(logits: torch.Tensor, slots: SamplerSlots, scale: torch.Tensor) -> tor
 def penalize(logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers) -> None:
     """Apply the repetition, presence and frequency penalties to logits (n, v + 1) in place.
 
-    A token `unit` (the decay) or more steps from the end of the range's reach counts fully, one
-    nearer to it in proportion. A seen id is changed once as its newest token counts, l / r or l * r
-    and then - presence; each of its tokens adds - frequency.
+    Tokens count fully within the range, and less by 1 / unit for each token further back. A seen
+    id becomes l / r or l * r, then loses the presence penalty, both as its newest token counts; and
+    the frequency penalty for each of its tokens.
     """
     rows, unit = len(logits), numbers["unit"]
     ids = slots.history[:rows, :-1].long()  # (n, m)
@@ -83,13 +83,12 @@ def penalize_repetitions(
     ids, positions = slots.history[:rows, :-1], slots.positions
     counts = slots.counts[:rows, None]
     outside = counts - 1 - positions >= numbers["dry_range"]
-    outside |= contains(slots.breakers[:rows], ids.long())
+    outside |= contains(slots.late("breakers")[:rows], ids.long())
     tokens = torch.where(outside, ~positions, ids)  # those outside equal no other token
     padded = pad(tokens, (longest - 1, 0), value=-(2**31))
     windows = padded.unfold(1, longest, 1)[:, :-1].mT  # (n, longest, m - 1)
-    places = torch.arange(longest, device=logits.device)
-    suffix = padded.gather(1, (counts - 1).clamp_min(0) + places)
-    order = (places + 1).to(torch.int16 if longest > 127 else torch.int8)
+    order = torch.arange(1, longest + 1, dtype=torch.int16, device=logits.device)
+    suffix = padded.gather(1, (counts - 2).clamp_min(-1) + order)
     differs = torch.empty(windows.shape, dtype=order.dtype, device=logits.device)
     torch.ne(windows, suffix[..., None], out=differs)  # laid out for the reduction
     differs = differs.mul_(order[:, None]).amax(1)

@@ -62,9 +62,9 @@ def sample(logits: torch.Tensor, slots: SamplerSlots, draws: torch.Tensor, kind:
     else:
         ids, ordered = rank(found, kind.most)
         best = ordered[:, 0]
-        weights = weigh(ordered, numbers, kind)
+        weights = weigh(ordered, numbers, slots.places, kind)
         if kind.rest:
-            ids, weights = reshape(ids, weights, slots, numbers)
+            ids, weights = reshape(ids, weights, slots, numbers, kind)
             draws = draws ** numbers["skew"][:, 0]
         sampled = draw(ids, weights, draws, kind.top)
         if kind.rest:
@@ -100,12 +100,14 @@ def rank(logits: torch.Tensor, most: int | None) -> tuple[torch.Tensor, torch.Te
     return ids, logits.gather(1, ids)
 
 
-def weigh(ordered: torch.Tensor, numbers: Numbers, kind: Kind) -> torch.Tensor:
+def weigh(
+    ordered: torch.Tensor, numbers: Numbers, places: torch.Tensor, kind: Kind
+) -> torch.Tensor:
     """Return weights of ordered logits (n, c), the likeliest 1, after the steps that keep a prefix.
 
     exp((l - max) / T), or exp(-f (l - max)^2 / T) with a smoothing factor f.
     """
-    scaled = ordered.double()
+    scaled, places = ordered.double(), places[: ordered.shape[1]]
     scaled = scaled - scaled[:, :1]
     if kind.rest:
         factor = numbers["smoothing"]
@@ -121,22 +123,29 @@ def weigh(ordered: torch.Tensor, numbers: Numbers, kind: Kind) -> torch.Tensor:
         least = torch.maximum(least, numbers["top_a"] / sums.gather(1, kept - 1))
     kept = torch.minimum(kept, (weights >= least).sum(-1, keepdim=True)).clamp_min_(1)
     if kind.rest:
-        kept = drop_tail(weights, kept, numbers["tfs"])
-    places = torch.arange(weights.shape[1], device=weights.device)
+        kept = drop_tail(weights, kept, numbers["tfs"], places)
     return weights.masked_fill_(places >= kept, 0)
 
 
 def reshape(
-    ids: torch.Tensor, weights: torch.Tensor, slots: SamplerSlots, numbers: Numbers
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    slots: SamplerSlots,
+    numbers: Numbers,
+    kind: Kind,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply the steps that keep no prefix; return ids and weights (n, c), in order again."""
-    weights = keep_typical(weights, numbers["typical"])
-    weights = limit_surprise(weights, slots.mu[: len(ids), None])
+    rows, places = len(ids), slots.places[: ids.shape[1]]
+    if kind.sorts:
+        weights = keep_typical(weights, numbers["typical"])
+    weights = limit_surprise(weights, slots.mu[:rows, None], places)
     weights = reheat(weights, numbers)
-    spared = contains(slots.ignored[: len(ids)], ids)
-    weights = spare_unlikely(weights, spared, numbers)
-    weights, order = torch.sort(weights, dim=-1, descending=True, stable=True)
-    return ids.gather(1, order), weights
+    if kind.sorts:
+        spared = contains(slots.late("ignored")[:rows], ids)
+        weights = spare_unlikely(weights, spared, numbers, places)
+        order = torch.sort(weights.float(), dim=-1, descending=True, stable=True).indices
+        ids, weights = ids.gather(1, order), weights.gather(1, order)
+    return ids, weights
 
 
 def draw(ids: torch.Tensor, weights: torch.Tensor, draws: torch.Tensor, top: int) -> Sampled:

@@ -70,6 +70,7 @@ class Kind:
     probabilities: return that of each sampled token.
     dry: longest repetition that DRY looks for, 0 if none does.
     rest: steps of the chain beyond temperature, top-k, top-p and min-p.
+    sorts: those that order candidates anew, typical sampling and XTC.
     """
 
     most: int | None
@@ -81,6 +82,7 @@ class Kind:
     dry: int = 0
     masked: bool = False
     rest: bool = False
+    sorts: bool = False
 
     @classmethod
     def of(
@@ -100,7 +102,10 @@ class Kind:
             probabilities: wanted for some sampled tokens.
         """
         every, top = tuple(settings), _power(top) if top else 0
-        rest = any(_has_rest(s) for s in every)
+        several = [s for s in every if most_of(s) > 1]  # a single candidate stays what it is
+        sorts = any(0 < s.typical < 1 or s.xtc_probability for s in several)
+        rest = sorts or any(s.mirostat for s in every) or any(_has_rest(s) for s in several)
+        lengths = [max(LONG, _power(s.dry_max_ngram)) for s in every if s.dry_multiplier]
         most = max((most_of(s) for s in every), default=1)
         if most > 1 or rest or top:
             most = max(FEW, _power(most), top)
@@ -114,11 +119,10 @@ class Kind:
                 for s in every
             ),
             bias=any(s.token_bias for s in every),
-            dry=max(
-                (max(LONG, _power(s.dry_max_ngram)) for s in every if s.dry_multiplier), default=0
-            ),
+            dry=max(lengths, default=0),
             masked=masked,
             rest=rest,
+            sorts=sorts,
         )
 
 
@@ -128,17 +132,11 @@ def _power(count: int) -> int:
 
 
 def _has_rest(s: SamplingSettings) -> bool:
-    if s.mirostat:
-        return True
-    if most_of(s) == 1:  # a single candidate stays what it is
-        return False
     return bool(
         s.smoothing_factor
         or s.top_a
         or s.skew
         or s.temperature_last
-        or s.xtc_probability
         or 0 < s.tfs < 1
-        or 0 < s.typical < 1
         or s.max_temp > s.min_temp
     )

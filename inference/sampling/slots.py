@@ -23,8 +23,6 @@ class SamplerSlots:
     active: int32 (slots,), 1 for slots in use; the history and mu of others do not move.
     mu: fp64 (slots,), Mirostat's bound of the surprise in bits; infinity without Mirostat.
     partner, lead: int64 (slots,), the slots whose logits are mixed in and whose id is taken.
-
-    Biases and masks take memory from their first use on.
     """
 
     @torch.inference_mode()
@@ -56,29 +54,21 @@ class SamplerSlots:
         self.counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.mu = torch.full((slots,), math.inf, dtype=torch.float64, device=device)
-        self.index = torch.arange(slots, device=device)
-        self.partner, self.lead = self.index.clone(), self.index.clone()
+        self.partner, self.lead = torch.arange(slots, device=device).repeat(2, 1)
         self.positions = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.places = torch.arange(max(width, slots), device=device)  # of slots and candidates
 
-    @property
-    def bias(self) -> torch.Tensor:
-        """fp32 (slots, width), added to the logits."""
-        return self._per_slot("bias")
+    @torch.inference_mode()
+    def late(self, name: str) -> torch.Tensor:
+        """Return a tensor that takes memory from its first use on, (slots, width or words).
 
-    @property
-    def allowed(self) -> torch.Tensor:
-        """Masks int32 (slots, ceil(width / 32)) of the ids that may be sampled."""
-        return self._per_slot("allowed")
-
-    @property
-    def breakers(self) -> torch.Tensor:
-        """Masks int32 (slots, words) of the ids that end a repetition, `vocab_size` among them."""
-        return self._per_slot("breakers")
-
-    @property
-    def ignored(self) -> torch.Tensor:
-        """Masks int32 (slots, words) of the ids that XTC leaves alone."""
-        return self._per_slot("ignored")
+        bias: fp32, added to the logits. allowed, breakers, ignored: int32 masks of the ids that may
+        be sampled, that end a repetition (`vocab_size` among them), and that XTC leaves alone.
+        """
+        if name not in self._late:
+            default = self._defaults[name].to(self.table.device)
+            self._late[name] = default.expand(len(self.table), -1).clone()
+        return self._late[name]
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors with a row per slot."""
@@ -121,11 +111,10 @@ class SamplerSlots:
         self.mu[slot] = start if settings.mirostat else math.inf
         self._unpair(slot)
         self._set("allowed", slot, None)
-        self._set("bias", slot, self._biases(settings) if settings.token_bias else None)
-        given = settings.dry_breakers
-        self._set("breakers", slot, None if given is None else self._broken(given))
-        given = settings.xtc_ignored
-        self._set("ignored", slot, None if given is None else words_of(given, self.width))
+        self._set("bias", slot, self._biases(settings.token_bias))
+        broken, ignored = settings.dry_breakers, settings.xtc_ignored
+        self._set("breakers", slot, None if broken is None else self._broken(broken))
+        self._set("ignored", slot, None if ignored is None else words_of(ignored, self.width))
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
@@ -173,28 +162,21 @@ class SamplerSlots:
                 self.partner[lead], self.lead[negative] = lead, negative
         self.partner[slot] = self.lead[slot] = slot
 
-    @torch.inference_mode()
-    def _per_slot(self, name: str) -> torch.Tensor:
-        if name not in self._late:
-            default = self._defaults[name].to(self.table.device)
-            self._late[name] = default.expand(len(self.table), -1).clone()
-        return self._late[name]
-
     def _set(self, name: str, slot: int, value: torch.Tensor | None) -> None:
         """Set a row of a late tensor, which need not exist to hold its default."""
         if value is not None or name in self._late:
             row = self._defaults[name] if value is None else value
-            self._per_slot(name)[slot] = row.to(self.table.device)
+            self.late(name)[slot] = row.to(self.table.device)
 
     def _broken(self, ids: Iterable[int]) -> torch.Tensor:
         return words_of((*ids, self.vocab_size), self.width + 1)
 
-    def _biases(self, settings: SamplingSettings) -> torch.Tensor:
+    def _biases(self, pairs: tuple[tuple[int, float], ...]) -> torch.Tensor | None:
         bias = torch.zeros(self.width)
-        for token, value in settings.token_bias:
+        for token, value in pairs:
             if token >= self.vocab_size:
                 raise InferenceError(
                     f"`token_bias` has id {token} of a vocabulary of {self.vocab_size}"
                 )
-            bias[token] += value if value == -math.inf else max(-STRONGEST, min(value, STRONGEST))
-        return bias
+            bias[token] += max(-STRONGEST, min(value, STRONGEST)) if value > -math.inf else value
+        return bias if pairs else None

@@ -167,8 +167,8 @@ def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
     options = {"max_new_tokens": 10, "settings": GREEDY, "stop_tokens": ()}
     model = load_model(folder, device="cuda")
     cache = cache_of(model, "fp16", 1)
+    recorded = RecordedStep(model.decoder, cache, slots_for(model, "greedy", 1))
     with torch.inference_mode(), pytest.raises(RuntimeError):
-        recorded = RecordedStep(model.decoder, cache, slots_for(model, "greedy", 1))
         recorded.begin(torch.zeros(1, 1, dtype=torch.int64), Kind.of([GREEDY]))
     assert cache.length == 0
 

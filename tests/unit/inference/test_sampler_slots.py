@@ -145,8 +145,10 @@ def test_a_new_sequence_takes_nothing_over() -> None:
         each.enter(0, PENALIZED, [1, 2])
 
     assert run(slots, range(10)) == run(fresh, range(10))
-    for name in ("table", "counts", "mu", "bias", "allowed", "breakers", "ignored"):
+    for name in ("table", "counts", "mu"):
         assert torch.equal(getattr(slots, name)[0], getattr(fresh, name)[0])
+    for name in ("bias", "allowed", "breakers", "ignored"):
+        assert torch.equal(slots.late(name)[0], fresh.late(name)[0])
     assert torch.equal(slots.history[0, :64], fresh.history[0, :64])
 
 
@@ -159,10 +161,10 @@ def test_masks_and_biases_take_memory_when_they_are_used() -> None:
     slots.enter(0, replace(PLAIN, token_bias=((1, 1.0),)), [1])
     slots.allow(1, torch.zeros(2, dtype=torch.int32))
     assert len(slots.tensors()) == before + 2
-    assert slots.bias[0, 1] == 1
-    assert slots.allowed.tolist() == [[-1, -1], [0, 0], [-1, -1], [-1, -1]]
+    assert slots.late("bias")[0, 1] == 1
+    assert slots.late("allowed").tolist() == [[-1, -1], [0, 0], [-1, -1], [-1, -1]]
     slots.enter(0, SamplingSettings(), [1])
-    assert not slots.bias.any()
+    assert not slots.late("bias").any()
 
 
 def test_one_settings_object_serves_many_sequences() -> None:

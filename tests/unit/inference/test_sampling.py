@@ -339,6 +339,7 @@ def test_a_kind_names_what_is_launched() -> None:
         dry=32,
         masked=True,
         rest=True,
+        sorts=True,
     )
 
 

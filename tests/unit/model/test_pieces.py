@@ -10,6 +10,12 @@ from tiny import TEXT, TOKENIZER_SIZE, tiny_tokenizer
 from exl2flow.model import Tokenizer
 
 
+def name(tokenizer: Tokenizer, token_id: int) -> str:
+    found = tokenizer.backend.id_to_token(token_id)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("text", TEXT)
 def test_pieces_join_to_the_decoded_text(text: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(text)
@@ -57,14 +63,14 @@ def test_single_id_is_found_by_text(tokenizer: Tokenizer) -> None:
             found = tokenizer.single_id(piece)
             assert found is not None
             assert tokenizer.pieces[found] == piece
-            assert found == token_id or tokenizer.backend.id_to_token(token_id).startswith("<0x")
+            assert found == token_id or name(tokenizer, token_id).startswith("<0x")
     assert tokenizer.single_id("no single token") is None
     assert tokenizer.single_id("") is None
 
 
 def test_single_id_finds_special_tokens_by_name(tokenizer: Tokenizer) -> None:
     for token_id in tokenizer.special_ids:
-        assert tokenizer.single_id(tokenizer.backend.id_to_token(token_id)) == token_id
+        assert tokenizer.single_id(name(tokenizer, token_id)) == token_id
 
 
 def test_pieces_are_found_by_many_threads(tokenizer: Tokenizer) -> None:
