@@ -24,7 +24,7 @@ from exl2flow.kernels import (
 )
 from exl2flow.model import ModelSpec, RopeTable, attend
 
-EXACT = (Element.HALF, Element.FULL)  # elements that are stored as the model computes them
+EXACT = {Element.HALF: torch.float16, Element.FULL: torch.float32}  # stored as they are
 
 
 class PagedCache:
@@ -141,7 +141,6 @@ class PromptView:
     """
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
-        self.is_exact = cache.form.keys in EXACT and cache.form.values in EXACT
         device = cache.device
         starts, total = [], 0
         for segment in segments:
@@ -206,7 +205,8 @@ class _PromptLayer:
         q, k = table.rotate(q), table.rotate(k)
         rows = [x[0].transpose(0, 1) for x in (k, v)]  # (t, kv_heads, head_dim)
         ops.write_cache(self._store, view.slots, *rows)
-        if view.groups and not view.is_exact:
+        stored = {EXACT.get(x.element) for x in (self._store.keys, self._store.values)}
+        if view.groups and stored != {q.dtype}:
             k, v = (self._heads(x, q) for x in ops.read_cache(self._store, view.slots))
         out = torch.empty_like(q)
         for group in view.groups:

@@ -51,7 +51,7 @@ class Steps:
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(slots, width, device=device)
+        self.logits = torch.full((slots, width), -torch.inf, device=device)
         self.draws = torch.zeros(slots, dtype=torch.float64, device=device)
         tokenizer = model.tokenizer
         self.sampler = SamplerSlots(
@@ -166,7 +166,7 @@ class Steps:
         lengths = self.lengths[:rows]
         view = StepView(self.cache, self.tables[:rows], lengths)
         logits = self._decoder.forward(self.ids[:rows], view, self._angles.at(lengths))
-        self.logits[:rows] = logits[:, 0]
+        self.logits[:rows, : logits.shape[-1]] = logits[:, 0]  # a head may lack some rows
         lengths += self.sampler.active[:rows]
 
     def _sample(self, rows: int, kind: Kind) -> Sampled:
