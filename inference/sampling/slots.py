@@ -101,6 +101,7 @@ class SamplerSlots:
         """
         if len(ids) > self.max_tokens:
             raise InferenceError(f"{len(ids)} ids exceed a history of {self.max_tokens}")
+        bias = self._biases(settings.token_bias)
         self.table[slot] = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
         known = torch.tensor(ids, dtype=torch.int64)
         known[(known < 0) | (known >= self.vocab_size)] = self.vocab_size
@@ -111,7 +112,7 @@ class SamplerSlots:
         self.mu[slot] = start if settings.mirostat else math.inf
         self._unpair(slot)
         self._set("allowed", slot, None)
-        self._set("bias", slot, self._biases(settings.token_bias))
+        self._set("bias", slot, bias)
         broken, ignored = settings.dry_breakers, settings.xtc_ignored
         self._set("breakers", slot, None if broken is None else self._broken(broken))
         self._set("ignored", slot, None if ignored is None else words_of(ignored, self.width))
