@@ -46,7 +46,8 @@ def mixed(logits: torch.Tensor, slots: SamplerSlots, scale: torch.Tensor) -> tor
     is_paired = (partner != slots.places[:rows])[:, None]
     share = torch.where(is_paired, scale, 1)
     norm = (norm * share + norm[partner] * (1 - share)) * is_paired
-    return logits * share.float() + logits[partner] * (1 - share).float() - norm.float()
+    own, other = share.float(), (1 - share).float()
+    return (logits * own).add_(logits[partner] * other).sub_(norm.float())
 
 
 def penalize(logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers) -> None:
@@ -87,7 +88,8 @@ def penalize_repetitions(
     tokens = torch.where(outside, ~positions, ids)  # those outside equal no other token
     padded = pad(tokens, (longest - 1, 0), value=-(2**31))
     windows = padded.unfold(1, longest, 1)[:, :-1].mT  # (n, longest, m - 1)
-    order = torch.arange(1, longest + 1, dtype=torch.int16, device=logits.device)
+    kind = torch.int8 if longest < 128 else torch.int16
+    order = torch.arange(1, longest + 1, dtype=kind, device=logits.device)
     suffix = padded.gather(1, (counts - 2).clamp_min(-1) + order)
     differs = torch.empty(windows.shape, dtype=order.dtype, device=logits.device)
     torch.ne(windows, suffix[..., None], out=differs)  # laid out for the reduction
@@ -97,8 +99,8 @@ def penalize_repetitions(
     length = lengths.amax(-1, keepdim=True)  # (n, 1)
 
     excess = length - numbers["dry_allowed_length"]
-    penalty = (numbers["dry_multiplier"] * numbers["dry_base"] ** excess).clamp_max(STRONGEST)
-    penalty = penalty.masked_fill(excess < 0, 0)
+    growth = (numbers["dry_base"] ** excess).clamp_max(STRONGEST)
+    penalty = (numbers["dry_multiplier"] * growth).clamp_max(STRONGEST).masked_fill(excess < 0, 0)
     after = ids[:, 1:].long()
     times = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     times = times.scatter_add_(1, after, (lengths == length).int()).gather(1, after)

@@ -77,7 +77,7 @@ class SamplerSlots:
 
     def numbers(self, rows: int) -> dict[str, torch.Tensor]:
         """Return the settings of the first slots by column, fp64 (rows, 1) each."""
-        return dict(zip(COLUMNS, self.table[:rows].split(1, dim=1), strict=True))
+        return dict(zip(COLUMNS, self.table[:rows, :, None].unbind(1), strict=True))
 
     @torch.inference_mode()
     def enter(
