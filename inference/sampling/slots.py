@@ -136,7 +136,10 @@ class SamplerSlots:
 
     @torch.inference_mode()
     def pair(self, slot: int, negative: int) -> None:
-        """Mix the logits of `negative` into those of `slot`; both get the id sampled there."""
+        """Mix the logits of `negative` into those of `slot`; both get the id sampled there.
+
+        From now on both are among the rows that are sampled together, or neither.
+        """
         self._unpair(slot)
         self._pairs[slot] = negative
         self.partner[slot], self.lead[negative] = negative, slot
