@@ -1,7 +1,8 @@
 """Sampling settings: frozen values only; state that depends on history lives with its sequence."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, Self
 
 from exl2flow.core.errors import ConfigError
@@ -131,8 +132,8 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, int | float):
-                _check(each.name, value, **each.metadata)
+            if each.metadata and value is not each.default:
+                _check(each, value)
         if self.repetition_penalty == 0:
             raise ConfigError(
                 f"`repetition_penalty` is {self.repetition_penalty}; it must be above 0"
@@ -160,16 +161,21 @@ class SamplingSettings:
         return self.temperature < GREEDY_BELOW
 
 
-def _check(
-    name: str, value: float, *, low: float | None, high: float, help: str = "", metavar: str = ""
-) -> None:
-    """Refuse a value that is not finite or out of bounds.
+def _check(field: "Field[Any]", value: Any) -> None:
+    """Refuse a value of another type, or one that is not finite or out of bounds.
 
     Raises:
         ConfigError: naming the value.
     """
-    if not math.isfinite(value):
-        raise ConfigError(f"`{name}` is {value}; it must be a finite number")
-    if low is not None and not low <= value <= high:
+    low, high = field.metadata["low"], field.metadata["high"]
+    kind: type = Integral if isinstance(field.default, int) else Real
+    is_number = isinstance(value, kind)
+    if not is_number:
+        rule = "a whole number" if kind is Integral else "a number"
+    elif not math.isfinite(value):
+        rule = "a finite number"
+    elif low is not None and not low <= value <= high:
         rule = f"{low} or more" if high == math.inf else f"between {low} and {high}"
-        raise ConfigError(f"`{name}` is {value}; it must be {rule}")
+    else:
+        return
+    raise ConfigError(f"`{field.name}` is {value}; it must be {rule}")

@@ -46,7 +46,8 @@ def mixed(logits: torch.Tensor, slots: SamplerSlots, scale: torch.Tensor) -> tor
     is_paired = (partner != slots.places[:rows])[:, None]
     share = torch.where(is_paired, scale, 1)
     norm = (norm * share + norm[partner] * (1 - share)) * is_paired
-    return logits * share.float() + logits[partner] * (1 - share).float() - norm.float()
+    own, other = share.float(), (1 - share).float()
+    return (logits * own).add_(logits[partner] * other).sub_(norm.float())
 
 
 def penalize(logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers) -> None:
@@ -56,17 +57,17 @@ def penalize(logits: torch.Tensor, slots: SamplerSlots, numbers: Numbers) -> Non
     id becomes l / r or l * r, then loses the presence penalty, both as its newest token counts; and
     the frequency penalty for each of its tokens.
     """
-    rows, unit = len(logits), numbers["unit"]
+    rows, unit = len(logits), numbers["repetition_decay"]
     ids = slots.history[:rows, :-1].long()  # (n, m)
-    back = slots.counts[:rows, None] - 1 - slots.positions
-    steps = torch.minimum(numbers["reach"] - back, unit).clamp_min_(0).long()
-    zeros = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
-    newest = zeros.scatter_reduce(1, ids, steps, "amax").gather(1, ids) / unit
-    every = zeros.scatter_add_(1, ids, steps).gather(1, ids) / unit
-    factor = (numbers["repetition"] - 1) * newest + 1
+    back = slots.counts[:rows, None] - slots.positions  # the newest is 1 back
+    steps = torch.minimum(numbers["repetition_range"] - back, unit).clamp_min_(0).long()
+    zeros = torch.zeros(2, *logits.shape, dtype=torch.int64, device=logits.device)
+    newest = zeros[0].scatter_reduce_(1, ids, steps, "amax").gather(1, ids) / unit
+    every = zeros[1].scatter_add_(1, ids, steps).gather(1, ids) / unit
+    factor = (numbers["repetition_penalty"] - 1) * newest + 1
     found = logits.gather(1, ids).double()
     found = torch.where(found > 0, found / factor, found * factor)
-    found = found - numbers["presence"] * newest - numbers["frequency"] * every
+    found = found - numbers["presence_penalty"] * newest - numbers["frequency_penalty"] * every
     logits.scatter_(1, ids, found.clamp_max_(STRONGEST).float())
 
 
@@ -87,20 +88,21 @@ def penalize_repetitions(
     tokens = torch.where(outside, ~positions, ids)  # those outside equal no other token
     padded = pad(tokens, (longest - 1, 0), value=-(2**31))
     windows = padded.unfold(1, longest, 1)[:, :-1].mT  # (n, longest, m - 1)
-    order = torch.arange(1, longest + 1, dtype=torch.int16, device=logits.device)
+    kind = torch.int8 if longest < 128 else torch.int16
+    order = torch.arange(1, longest + 1, dtype=kind, device=logits.device)
     suffix = padded.gather(1, (counts - 2).clamp_min(-1) + order)
     differs = torch.empty(windows.shape, dtype=order.dtype, device=logits.device)
     torch.ne(windows, suffix[..., None], out=differs)  # laid out for the reduction
     differs = differs.mul_(order[:, None]).amax(1)
-    lengths = torch.minimum(longest - differs, numbers["dry_longest"])
+    lengths = torch.minimum(longest - differs, numbers["dry_max_ngram"])
     lengths = lengths.masked_fill(tokens[:, 1:] < 0, 0)
     length = lengths.amax(-1, keepdim=True)  # (n, 1)
 
-    excess = length - numbers["dry_allowed"]
-    penalty = (numbers["dry_multiplier"] * numbers["dry_base"] ** excess).clamp_max(STRONGEST)
-    penalty = penalty.masked_fill(excess < 0, 0)
+    excess = length - numbers["dry_allowed_length"]
+    growth = (numbers["dry_base"] ** excess).clamp_max(STRONGEST)
+    penalty = (numbers["dry_multiplier"] * growth).clamp_max(STRONGEST).masked_fill(excess < 0, 0)
     after = ids[:, 1:].long()
     times = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     times = times.scatter_add_(1, after, (lengths == length).int()).gather(1, after)
-    found = logits.gather(1, after) - penalty * torch.minimum(times, numbers["dry_count"])
+    found = logits.gather(1, after) - penalty * torch.minimum(times, numbers["dry_counts"])
     logits.scatter_(1, after, found.float())

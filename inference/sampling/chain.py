@@ -110,7 +110,7 @@ def weigh(
     scaled, places = ordered.double(), places[: ordered.shape[1]]
     scaled = scaled - scaled[:, :1]
     if kind.rest:
-        factor = numbers["smoothing"]
+        factor = numbers["smoothing_factor"]
         scaled = torch.where(factor > 0, -factor * scaled * scaled, scaled)
     weights = torch.exp(scaled / numbers["temperature"])
     weights = weights.nan_to_num_(nan=1.0)  # rows with NaN only need indices in range
@@ -153,7 +153,7 @@ def draw(ids: torch.Tensor, weights: torch.Tensor, draws: torch.Tensor, top: int
     sums = running_sums(weights).masked_fill_(weights <= 0, 0)  # impossible ids are never reached
     total = sums.amax(-1, keepdim=True)
     limit = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = (sums > limit).byte().argmax(-1, keepdim=True)  # the first
+    place = (sums > limit).view(torch.uint8).argmax(-1, keepdim=True)  # the first
     shares = weights[:, :top] / total if top else None
     return Sampled(
         ids=ids.gather(1, place)[:, 0],
@@ -167,8 +167,8 @@ def learn(slots: SamplerSlots, numbers: Numbers, sampled: Sampled) -> None:
     """Advance Mirostat's bound: mu + eta (tau + log2 p)."""
     assert sampled.probabilities is not None
     rows = len(sampled.ids)
-    error = numbers["tau"][:, 0] + sampled.probabilities.log2()
-    slots.mu[:rows] += slots.active[:rows] * numbers["eta"][:, 0] * error
+    error = numbers["mirostat_tau"][:, 0] + sampled.probabilities.log2()
+    slots.mu[:rows] += slots.active[:rows] * numbers["mirostat_eta"][:, 0] * error
 
 
 def finish(sampled: Sampled, slots: SamplerSlots, fine: torch.Tensor, kind: Kind) -> Sampled:

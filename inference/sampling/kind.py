@@ -1,9 +1,8 @@
 """Settings as the sampler reads them: a row of numbers per slot, and which operations to launch."""
 
 import math
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from exl2flow.core.sampling import SamplingSettings
@@ -11,54 +10,42 @@ from exl2flow.core.sampling import SamplingSettings
 FEW = 64  # settings that keep at most this many candidates share the same operations
 LONG = 32  # repetitions of at most this length share the same operations
 EVERYTHING = 2**31  # more than any vocabulary or history has
-HOTTEST = sys.float_info.max  # -infinity divided by it is still -infinity
+COLUMNS = tuple(field.name for field in fields(SamplingSettings) if field.metadata)
 
 
 def numbers_of(settings: SamplingSettings) -> dict[str, float]:
-    """Return the row of a slot by column; a disabled step has a value that changes nothing."""
+    """Return the row of a slot by column; a disabled step has a value that changes nothing.
+
+    `repetition_range` is where penalties end, `repetition_decay` the steps to there; the late
+    temperature goes from `min_temp` to `max_temp`; `skew` is an exponent; `dry_counts` a most.
+    """
     s, unit = settings, max(settings.repetition_decay, 1)
     is_late = s.temperature_last and not s.is_greedy
     low = high = s.temperature if is_late else 1.0
     if s.max_temp > s.min_temp:
         low, high = s.min_temp, s.max_temp
-    return {
-        "cfg_scale": 1.0 if s.cfg_scale is None else s.cfg_scale,
-        "repetition": s.repetition_penalty,
-        "frequency": s.frequency_penalty,
-        "presence": s.presence_penalty,
-        "unit": unit,
-        "reach": (EVERYTHING if s.repetition_range < 0 else s.repetition_range) + unit - 1,
-        "dry_multiplier": s.dry_multiplier,
-        "dry_base": s.dry_base,
-        "dry_allowed": s.dry_allowed_length,
-        "dry_range": s.dry_range or EVERYTHING,
-        "dry_longest": s.dry_max_ngram,
-        "dry_count": EVERYTHING if s.dry_counts else 1,
+    return {name: getattr(s, name) for name in COLUMNS} | {
         "temperature": 1.0 if s.is_greedy or is_late else s.temperature,
-        "smoothing": s.smoothing_factor,
+        "temperature_last": is_late,
+        "min_temp": low,
+        "max_temp": high,
         "top_k": most_of(s),
         "top_p": s.top_p if 0 < s.top_p < 1 else math.inf,
-        "top_a": s.top_a,
-        "min_p": s.min_p,
         "tfs": s.tfs if 0 < s.tfs < 1 else math.inf,
         "typical": s.typical if 0 < s.typical < 1 else math.inf,
-        "tau": s.mirostat_tau,
-        "eta": s.mirostat_eta if s.mirostat else 0.0,
-        "low": low,
-        "high": high,
-        "exponent": s.temp_exponent,
-        "xtc_probability": s.xtc_probability,
-        "xtc_threshold": s.xtc_threshold,
         "skew": math.exp(-max(-700.0, min(s.skew, 700.0))),
+        "repetition_range": (EVERYTHING if s.repetition_range < 0 else s.repetition_range) + unit,
+        "repetition_decay": unit,
+        "mirostat_eta": s.mirostat_eta if s.mirostat else 0.0,
+        "cfg_scale": 1.0 if s.cfg_scale is None else s.cfg_scale,
+        "dry_range": s.dry_range or EVERYTHING,
+        "dry_counts": EVERYTHING if s.dry_counts else 1,
     }
 
 
 def most_of(settings: SamplingSettings) -> int:
     """Return how many candidates the settings keep at most."""
     return 1 if settings.is_greedy else min(settings.top_k or EVERYTHING, EVERYTHING)
-
-
-COLUMNS = tuple(numbers_of(SamplingSettings()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ import torch
 from torch.nn.functional import pad
 
 Numbers = dict[str, torch.Tensor]  # settings by column, (n, 1) each
-RUN = 512  # numbers summed by one scan
+RUN = 128  # numbers summed by one scan; vocabularies are often multiples of it
+LEAST = 1e-300  # dropped tokens weigh less
 
 
 def drop_tail(
@@ -30,8 +31,8 @@ def keep_typical(weights: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     distances = (shares.log() + entropy).abs_().float()  # sorted in half the time
     order = torch.sort(distances, dim=-1, stable=True).indices
     sums = running_sums(shares.gather(1, order))
-    before = pad(sums[:, :-1], (1, 0))
-    return weights * torch.empty_like(weights).scatter_(1, order, (before < bound).double())
+    dropped = pad(sums[:, :-1], (1, 0)) >= bound  # the mass of those before suffices
+    return weights.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), 0)
 
 
 def entropy_of(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +52,8 @@ def reheat(weights: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     """Return p^(1/T), T = low + (high - low) (H / ln n)^exponent for n candidates of entropy H."""
     _, entropy = entropy_of(weights)
     count = (weights > 0).sum(-1, keepdim=True).clamp_min_(2)
-    flatness = (entropy / count.log()).clamp_min_(0) ** numbers["exponent"]
-    heat = numbers["low"] + (numbers["high"] - numbers["low"]) * flatness
+    flatness = (entropy / count.log()).clamp_min_(0) ** numbers["temp_exponent"]
+    heat = numbers["min_temp"] + (numbers["max_temp"] - numbers["min_temp"]) * flatness
     return (weights / weights.amax(-1, keepdim=True)) ** (1 / heat)
 
 
@@ -64,8 +65,8 @@ def spare_unlikely(
     Likely are all with p >= threshold that are not spared; the least likely of them counts as
     unlikely. With x their mass, they keep p (1 - P); others get p (1 + P x / (1 - x)).
     """
-    total = weights.sum(-1, keepdim=True)
-    likely = (weights >= numbers["xtc_threshold"] * total) & (weights > 0) & ~spared
+    least = numbers["xtc_threshold"] * weights.sum(-1, keepdim=True)
+    likely = (weights >= least.clamp_min_(LEAST)) & ~spared
     last = torch.where(likely, places, -1).amax(-1, keepdim=True)
     likely &= places < last
     mass = (weights * likely).sum(-1, keepdim=True)
@@ -83,6 +84,6 @@ def running_sums(x: torch.Tensor) -> torch.Tensor:
     n, c = x.shape
     if c <= RUN:
         return x.cumsum(-1)
-    runs = pad(x, (0, -c % RUN)).view(n, -1, RUN).cumsum(-1)
+    runs = (pad(x, (0, -c % RUN)) if c % RUN else x).view(n, -1, RUN).cumsum(-1)
     before = pad(runs[:, :-1, -1].cumsum(-1), (1, 0))
     return (runs + before[..., None]).view(n, -1)[:, :c]

@@ -77,7 +77,7 @@ class SamplerSlots:
 
     def numbers(self, rows: int) -> dict[str, torch.Tensor]:
         """Return the settings of the first slots by column, fp64 (rows, 1) each."""
-        return dict(zip(COLUMNS, self.table[:rows].split(1, dim=1), strict=True))
+        return dict(zip(COLUMNS, self.table[:rows, :, None].unbind(1), strict=True))
 
     @torch.inference_mode()
     def enter(
@@ -101,6 +101,7 @@ class SamplerSlots:
         """
         if len(ids) > self.max_tokens:
             raise InferenceError(f"{len(ids)} ids exceed a history of {self.max_tokens}")
+        bias = self._biases(settings.token_bias)
         self.table[slot] = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
         known = torch.tensor(ids, dtype=torch.int64)
         known[(known < 0) | (known >= self.vocab_size)] = self.vocab_size
@@ -111,7 +112,7 @@ class SamplerSlots:
         self.mu[slot] = start if settings.mirostat else math.inf
         self._unpair(slot)
         self._set("allowed", slot, None)
-        self._set("bias", slot, self._biases(settings.token_bias))
+        self._set("bias", slot, bias)
         broken, ignored = settings.dry_breakers, settings.xtc_ignored
         self._set("breakers", slot, None if broken is None else self._broken(broken))
         self._set("ignored", slot, None if ignored is None else words_of(ignored, self.width))
@@ -135,7 +136,10 @@ class SamplerSlots:
 
     @torch.inference_mode()
     def pair(self, slot: int, negative: int) -> None:
-        """Mix the logits of `negative` into those of `slot`; both get the id sampled there."""
+        """Mix the logits of `negative` into those of `slot`; both get the id sampled there.
+
+        From now on both are among the rows that are sampled together, or neither.
+        """
         self._unpair(slot)
         self._pairs[slot] = negative
         self.partner[slot], self.lead[negative] = negative, slot

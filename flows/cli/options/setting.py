@@ -84,7 +84,7 @@ class Setting:
             help=self.help,
             metavar=self.metavar,
             parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
-            show_default=str(shown) if shown or shown == 0 and shown is not False else False,
+            show_default=False if any(shown is x for x in (None, False)) or shown == [] else str(shown),
             rich_help_panel=panel,
             hidden=self.is_rare,
         )

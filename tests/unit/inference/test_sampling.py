@@ -364,6 +364,9 @@ def test_any_temperature_leaves_impossible_tokens_out() -> None:
         ("repetition_range", -2),
         ("dry_allowed_length", 0),
         ("xtc_probability", 1.5),
+        ("top_k", 1.5),
+        ("temperature", "hot"),
+        ("top_p", None),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> None:

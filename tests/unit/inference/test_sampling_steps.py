@@ -335,7 +335,7 @@ NEUTRAL = {
     "repetition_decay": 5,
     "repetition_range": 3,
     "mirostat_tau": 9.0,
-    "dry_base": 9.0,
+    "dry_base": 1e300,
     "xtc_threshold": 0.01,
 }
 
@@ -346,7 +346,7 @@ def test_disabled_steps_change_nothing(field: str) -> None:
     settings = replace(PLAIN, **{field: NEUTRAL[field]})
     other = replace(PLAIN, typical=0.5, repetition_penalty=2.0, dry_multiplier=1.0)
     draws = torch.rand(2, dtype=torch.float64)
-    history = [1, 2, 5, 1, 2]
+    history = [1, 2, 3, 4, 5, 1, 2, 3, 4]
     kind = Kind.of([other], top=8, probabilities=True)
     slots = slots_of([settings, other], 8, histories=[history, history])
 
