@@ -55,7 +55,7 @@ class Footprint:
         widths = 4 * spec.hidden_size + 3 * mlp.intermediate_size
         widths += 2 * attention.num_heads * attention.head_dim
         activations = min(PROMPT_TOKENS, context * sequences) * widths
-        logits = (1 + sequences) * 2 * spec.vocab_size  # fp32; a step's, and each slot's
+        logits = (1 + 8 * sequences) * 2 * spec.vocab_size  # fp32, and what sorts them
         return cls(
             context=context,
             cache_format=cache_format,

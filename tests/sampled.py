@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from exl2flow.inference.sampling import Drawn, Kind, Sampled, SamplerSlots, SamplingSettings
+from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, SamplingSettings
 from exl2flow.inference.sampling import sample as sample_rows
 
 PLAIN = SamplingSettings(temperature=1.0, top_k=0, top_p=0.0)
@@ -68,7 +68,7 @@ def sample(logits: torch.Tensor, settings: SamplingSettings, draw: float) -> int
     """Return the token that logits (v,) and a draw give."""
     draws = torch.tensor([draw], dtype=torch.float64)
     slots = slots_of([settings], len(logits))
-    (token,) = Drawn(sample_rows(logits[None], slots, draws, Kind.of([settings])).ids).read()
+    (token,) = sample_rows(logits[None], slots, draws, Kind.of([settings])).ids.tolist()
     return token
 
 

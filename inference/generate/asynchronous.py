@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job
@@ -75,7 +76,7 @@ class AsyncGenerator:
 
         with self._wake:
             if not self._is_open:
-                raise RuntimeError("the generator is closed")
+                raise ConfigError("the generator is closed; make a new `AsyncGenerator`")
             job = self._generator.submit(request, deliver=deliver)
             self._wake.notify()
         return job

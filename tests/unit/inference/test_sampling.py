@@ -11,9 +11,8 @@ from sampled import PLAIN, distribution, reference, sample, sampled, slots_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.inference.sampling import Kind, SamplingSettings, breakers, newline_ids
+from exl2flow.inference.sampling import NOT_FINITE, Kind, SamplingSettings, breakers, newline_ids
 from exl2flow.inference.sampling import sample as sample_rows
-from exl2flow.inference.sampling.chain import NOT_FINITE
 from exl2flow.inference.sampling.shape import RUN, running_sums
 
 GREEDY = SamplingSettings.greedy()
@@ -186,11 +185,12 @@ def test_greedy_settings_always_take_the_likeliest(settings: SamplingSettings) -
 @pytest.mark.parametrize(
     "logits", [[0.0, math.nan], [0.0, -math.nan], [1.0, math.inf], [-math.inf, -math.inf]]
 )
-def test_logits_that_are_not_finite_are_refused(
+def test_logits_that_are_not_finite_give_no_token(
     logits: list[float], settings: SamplingSettings
 ) -> None:
-    with pytest.raises(InferenceError, match="the logits are not finite"):
-        sample(torch.tensor(logits), replace(settings, token_bias=()), 0.5)
+    token = sample(torch.tensor(logits), replace(settings, token_bias=()), 0.5)
+
+    assert token == NOT_FINITE
 
 
 @pytest.mark.parametrize("vocab", [50, 3 * RUN + 1])
