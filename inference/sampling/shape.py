@@ -78,12 +78,12 @@ def spare_unlikely(
 def running_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the running sums of x (n, c) along each row.
 
-    Long rows are summed in runs: torch's scan of a single long row has no fixed order on a GPU,
-    and for several rows it uses one CTA each.
+    Long rows are summed in runs, and those in runs again: torch's scan of a single long row has no
+    fixed order on a GPU, and for several rows it uses one CTA each.
     """
     n, c = x.shape
     if c <= RUN:
         return x.cumsum(-1)
     runs = (pad(x, (0, -c % RUN)) if c % RUN else x).view(n, -1, RUN).cumsum(-1)
-    before = pad(runs[:, :-1, -1].cumsum(-1), (1, 0))
+    before = pad(running_sums(runs[:, :-1, -1]), (1, 0))
     return (runs + before[..., None]).view(n, -1)[:, :c]

@@ -300,7 +300,7 @@ def test_top_tokens_are_those_of_the_final_distribution() -> None:
     torch.testing.assert_close(found.probabilities.tolist(), [0.9375])
 
 
-@pytest.mark.parametrize("count", [1, RUN, RUN + 1, 5 * RUN])
+@pytest.mark.parametrize("count", [1, RUN, RUN + 1, 5 * RUN, RUN * RUN + RUN + 1])
 def test_running_sums_add_up_to_each_place(count: int) -> None:
     x = torch.rand(3, count, dtype=torch.float64)
 
