@@ -59,8 +59,12 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
         rows.data[slots], rows.scales[slots] = data, scales
 
 
-def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.read_cache`."""
+    return _read(store, slots)
+
+
+def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
 
@@ -80,7 +84,7 @@ def paged_attention(
     """See `Ops.paged_attention`."""
     outputs = []
     for row, length in enumerate(lengths.tolist()):
-        held_k, held_v = read_cache(store, _slots(tables[row], length))
+        held_k, held_v = _read(store, _slots(tables[row], length))
         keys, values = (
             torch.cat((held.to(new.dtype), new)).float()
             for held, new in ((held_k, k[row]), (held_v, v[row]))

@@ -12,6 +12,7 @@ from exl2flow.inference.sampling import Kind, Sampled, SamplingSettings
 from exl2flow.kernels import CACHE_FORMATS
 
 GREEDY = SamplingSettings.greedy()
+LENGTHS = (5, 260, 1, 31, 80)
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
 
 
@@ -92,6 +93,19 @@ class Slots:
                 self.sampled[slot].append(int(found.ids[slot]))
                 self.logits[slot].append(self.steps.logits[slot].clone())
         return found
+
+
+def prompts_of(model: LoadedModel) -> list[list[int]]:
+    """Return random prompts of `LENGTHS`."""
+    return [torch.randint(2, model.spec.vocab_size, (count,)).tolist() for count in LENGTHS]
+
+
+def text_alone(model: LoadedModel, ids: list[int], settings: SamplingSettings, count: int) -> Slots:
+    """Return the only slot after so many steps."""
+    alone = Slots(model, slots=1)
+    alone.enter(0, ids, settings)
+    alone.run(count)
+    return alone
 
 
 class Again:

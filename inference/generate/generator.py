@@ -105,6 +105,7 @@ class Generator:
             request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
             pages=self.pages, slots=self.slots,
         )  # fmt: skip
+        self._steps.sampler.check(request.settings)
         job = Job(
             request, prompt, tokenizer, max_new_tokens=most, begin=self._schedule.table.begin,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,

@@ -101,6 +101,7 @@ class SamplerSlots:
         """
         if len(ids) > self.max_tokens:
             raise InferenceError(f"{len(ids)} ids exceed a history of {self.max_tokens}")
+        self.check(settings)
         bias = self._biases(settings.token_bias)
         self.table[slot] = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
         known = torch.tensor(ids, dtype=torch.int64)
@@ -116,6 +117,14 @@ class SamplerSlots:
         broken, ignored = settings.dry_breakers, settings.xtc_ignored
         self._set("breakers", slot, None if broken is None else self._broken(broken))
         self._set("ignored", slot, None if ignored is None else words_of(ignored, self.width))
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Raise `InferenceError` if there is a bias for an id outside the vocabulary."""
+        for token, _ in settings.token_bias:
+            if token >= self.vocab_size:
+                raise InferenceError(
+                    f"`token_bias` has id {token} of a vocabulary of {self.vocab_size}"
+                )
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
@@ -178,9 +187,5 @@ class SamplerSlots:
     def _biases(self, pairs: tuple[tuple[int, float], ...]) -> torch.Tensor | None:
         bias = torch.zeros(self.width)
         for token, value in pairs:
-            if token >= self.vocab_size:
-                raise InferenceError(
-                    f"`token_bias` has id {token} of a vocabulary of {self.vocab_size}"
-                )
             bias[token] += max(-STRONGEST, min(value, STRONGEST)) if value > -math.inf else value
         return bias if pairs else None

@@ -261,6 +261,11 @@ def test_ten_thousand_waiting_jobs_end(model: LoadedModel) -> None:
     [
         (Request(()), InferenceError, "no tokens"),
         (Request((VOCAB_SIZE,)), InferenceError, f"id {VOCAB_SIZE} in the prompt"),
+        (
+            Request((5,), settings=SamplingSettings(token_bias=((VOCAB_SIZE - 1, 1.0),))),
+            InferenceError,
+            "`token_bias` has id",  # the tokenizer has fewer ids than the model
+        ),
         (Request((5,) * 1025), ContextOverflow, "1025 prompt tokens"),
         (Request((5,) * 600), CacheFull, "600 prompt tokens"),
         (Request((5,), max_new_tokens=600), CacheFull, "600 new ones"),
