@@ -60,7 +60,9 @@ class Footprint:
             context=context,
             cache_format=cache_format,
             cache=cache_bytes(
-                spec, context=sequences * pages(context) * PAGE_TOKENS, cache_format=cache_format
+                spec,
+                context=(sequences * pages(context) + 1) * PAGE_TOKENS,  # and a spare page
+                cache_format=cache_format,
             ),
             layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices),
             work=HALF * (activations + held + largest + logits),
