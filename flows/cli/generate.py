@@ -138,7 +138,7 @@ def _complete(
 ) -> None:
     """Print the continuation of one prompt as it comes."""
     generator, [made] = _generator(model, options, [request])
-    text, shown = "", request["prompt"] if isinstance(request["prompt"], str) else made.prompts[0]
+    text, shown = "", str(made.prompts[0])
     if not as_json:
         sys.stdout.write(printable(shown))
     ids: list[int] = []
@@ -214,7 +214,7 @@ def _complete_all(
 ) -> None:
     """Write the answers to all prompts, each as soon as it ends."""
     requests = [
-        {**common, "seed": seed + index, **line, "tag": (index, line.get("tag"))}
+        {**common, "seed": seed + index, **line, "tag": index}
         for index, line in enumerate(lines)
     ]
     generator, made = _generator(model, options, requests)
@@ -225,14 +225,15 @@ def _complete_all(
         texts = [""] * len(made)
         tokens = failed = 0
         for event in generator.stream(*made):
-            index, tag = event.tag  # type: ignore[misc]  # see above
+            assert isinstance(event.tag, int)
+            index = event.tag
             texts[index] += event.text
             if event.reason is None:
                 continue
             assert event.statistics is not None
             tokens += event.statistics.new_tokens
             failed += event.error is not None
-            answer = {"index": index, "tag": tag, "prompt": lines[index]["prompt"]}
+            answer = {"index": index, "tag": lines[index].get("tag"), "prompt": lines[index]["prompt"]}
             answer |= {"text": texts[index], "reason": event.reason, "seed": made[index].seed}
             answer |= {"error": str(event.error)} if event.error is not None else {}
             out.write(json.dumps(answer, ensure_ascii=False) + "\n")
