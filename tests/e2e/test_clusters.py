@@ -177,6 +177,7 @@ def test_ray_cluster_makes_the_same_bytes_though_a_worker_is_killed(
         check_killed_worker(config.model_copy(update=options), env, tmp_path)
 
 
+@pytest.mark.slow
 def test_cluster_that_does_not_answer_is_told(env: Environment, config: SweepConfig) -> None:
     pytest.importorskip("prefect_dask", reason="comes with the extra `dask`")
     import dask

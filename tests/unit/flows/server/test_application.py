@@ -31,7 +31,10 @@ async def rows_written(config: AioSqliteConfiguration) -> int:
                 await asyncio.sleep(0.1)  # others read meanwhile, if they may
                 await session.execute(sa.text("INSERT INTO seen VALUES (1)"))
 
-        await asyncio.gather(*(read_then_write() for _ in range(WRITERS)))
+        writers = (read_then_write() for _ in range(WRITERS))
+        for error in await asyncio.gather(*writers, return_exceptions=True):  # all have ended
+            if error is not None:
+                raise error
         async with engine.connect() as connection:
             found = await connection.exec_driver_sql("SELECT count(*) FROM seen")
             return int(found.scalar_one())
