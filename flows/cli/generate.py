@@ -214,8 +214,7 @@ def _complete_all(
 ) -> None:
     """Write the answers to all prompts, each as soon as it ends."""
     requests = [
-        {**common, "seed": seed + index, **line, "tag": index}
-        for index, line in enumerate(lines)
+        {**common, "seed": seed + index, **line, "tag": index} for index, line in enumerate(lines)
     ]
     generator, made = _generator(model, options, requests)
     with ExitStack() as stack:
@@ -233,7 +232,11 @@ def _complete_all(
             assert event.statistics is not None
             tokens += event.statistics.new_tokens
             failed += event.error is not None
-            answer = {"index": index, "tag": lines[index].get("tag"), "prompt": lines[index]["prompt"]}
+            answer = {
+                "index": index,
+                "tag": lines[index].get("tag"),
+                "prompt": lines[index]["prompt"],
+            }
             answer |= {"text": texts[index], "reason": event.reason, "seed": made[index].seed}
             answer |= {"error": str(event.error)} if event.error is not None else {}
             out.write(json.dumps(answer, ensure_ascii=False) + "\n")

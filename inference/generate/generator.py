@@ -188,9 +188,11 @@ class Generator:
         jobs: list[Job] = []
         try:
             jobs += [self.submit(request, deliver=events.append) for request in requests]
-            while events or not all(job.is_done for job in jobs):
+            left = len(jobs)
+            while events or left:
                 while events:
                     event = events.popleft()
+                    left -= event.reason is not None
                     yield event
                     if event.error is not None and len(jobs) == 1:
                         raise event.error
@@ -230,15 +232,17 @@ class Generator:
         seeds = [None if seed is None else seed + index for index in range(len(texts))]
         requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
         jobs: list[Job] = []
-        errors: list[Exception] = []
+        left, errors = len(requests), list[Exception]()
 
         def deliver(event: Event) -> None:
+            nonlocal left
+            left -= event.reason is not None
             if event.error is not None:
                 errors.append(event.error)
 
         try:
             jobs += [self.submit(request, deliver=deliver) for request in requests]
-            while not (errors or all(job.is_done for job in jobs)):
+            while left and not errors:
                 if abort_event is not None and abort_event.is_set():
                     break
                 self._events.extend(self.step())

@@ -111,11 +111,12 @@ class Schedule:
         found, names, room = Pass(), set[object](), self._chunk
         for job in [*self.running]:
             for sequence in job.sequences:
-                if job.steps or not self._takes_over(job, sequence):
+                is_back = job not in self.running  # another one took its pages
+                if is_back or job.steps or not self._takes_over(job, sequence):
                     continue
                 name = self.table.next_key(sequence.held, sequence.ids)
                 count = self._part(sequence, room)
-                if not count or name in names or job not in self.running:
+                if not count or name in names:
                     continue
                 if not self._reserve(job, sequence, sequence.held.filled + count):
                     break
@@ -197,7 +198,12 @@ class Schedule:
                 if s.held.filled + self.table.page_tokens < len(s.ids):
                     self._settle(s)
             elif count < len(s.ids):
-                self._rewind(job, s, count)
+                self._rewind(s, count)
+        if job.steps and any(s.unread for s in job.sequences):  # no page was free for a copy
+            job.steps = False
+            for s in job.sequences:
+                assert s.slot is not None
+                self._steps.leave(s.slot)
 
     def _settle(self, sequence: Sequence) -> None:
         """Enter decoded tokens into the page table."""
@@ -205,17 +211,13 @@ class Schedule:
         if self.table.fill(held, sequence.ids[held.filled : -1]) and sequence.slot is not None:
             self._steps.set_pages(sequence.slot, held.pages)
 
-    def _rewind(self, job: Job, sequence: Sequence, count: int) -> None:
+    def _rewind(self, sequence: Sequence, count: int) -> None:
         self._settle(sequence)
         del sequence.ids[count:]
         copy = self.table.cut(sequence.held, min(count - 1, sequence.held.filled))
         if copy is not None:
             self._steps.cache.copy([copy])
         assert sequence.slot is not None
-        if sequence.unread:  # no page was free for a copy
-            job.steps = False
-            self._steps.leave(sequence.slot)
-            return
         self._steps.set_pages(sequence.slot, sequence.held.pages)
         self._steps.stand_at(sequence.slot, sequence.ids)
         self._steps.sampler.cut(sequence.slot, count)
