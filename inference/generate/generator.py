@@ -20,22 +20,22 @@ from exl2flow.inference.generate.decoding import Decoding
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.prompt import check, encoded
+from exl2flow.inference.generate.reading import Reading
 from exl2flow.inference.generate.request import Request, Text
-from exl2flow.inference.generate.schedule import Pass, Schedule
+from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes
 
-CANDIDATES = 64  # that a hook sees
 SHARE = 0.7  # of the free memory for a cache whose size nobody states
 
 
 class Generator:
     """Generates texts; not thread-safe but for `submit` and `Job.cancel`.
 
-    spec: of the model. context: positions of one sequence. pages: of the cache.
+    context: positions of one sequence; pages: of the cache, all sequences together.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Generator:
         self._steps = Steps(
             model, pool, slots=slots, max_tokens=min(self.context, self.pages * PAGE_TOKENS)
         )
-        self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots, chunk=chunk)
+        self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)
+        self._reading = Reading(self._steps, self._schedule, chunk=chunk)
         self._decoding = Decoding(self._steps, self._schedule)
         self._cancelled = deque[Job]()
         self._events: list[Event] = []
@@ -129,41 +130,13 @@ class Generator:
         try:
             self._end_cancelled()
             self._schedule.admit()
-            self._read_prompts()
+            self._reading.step()
             self._decoding.step()
         except Exception as error:  # nothing is known of the device any more
             self._fail(error)
         events = self._events[:]
         del self._events[: len(events)]
         return events
-
-    def _read_prompts(self) -> None:
-        work = self._schedule.next_pass()
-        if work is None:
-            return
-        try:
-            self._read(work)
-        except torch.OutOfMemoryError as error:
-            for part in work.parts:
-                self._read_alone(part[0], Pass([part]), error)
-
-    def _read(self, work: Pass) -> None:
-        self._steps.read(work.ids, work.segments)
-        self._schedule.has_read(work)
-
-    def _read_alone(self, job: Job, work: Pass, error: Exception) -> None:
-        torch.cuda.empty_cache()
-        try:
-            if job in self._schedule.running:
-                self._read(work)
-        except torch.OutOfMemoryError:
-            count = sum(count for *_, count in work.parts)
-            failure = OutOfDeviceMemory(
-                f"no memory is left on the GPU to read {count} tokens of a prompt; give the "
-                "generator a smaller `chunk` or fewer `tokens`"
-            )
-            failure.__cause__ = error
-            self._schedule.end(job, job.output.finish("error", error=failure), keep=False)
 
     def _fail(self, error: Exception) -> None:
         """End all jobs after an error that may have left the device in any state."""

@@ -6,40 +6,15 @@ the queue with its tokens; its pages stay cached, so it soon continues where it 
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from exl2flow.inference.cache.paged import Segment
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import FREE, Job, Sequence
 from exl2flow.inference.generate.steps import Steps, bucket
 
 LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
-
-
-@dataclass(slots=True)
-class Pass:
-    """Tokens to read together: for each part its job, sequence and how many of its tokens."""
-
-    parts: list[tuple[Job, Sequence, int]] = field(default_factory=list)
-
-    @property
-    def ids(self) -> list[int]:
-        """Tokens of all parts, one after another."""
-        return [
-            token
-            for _, s, count in self.parts
-            for token in s.ids[s.held.filled : s.held.filled + count]
-        ]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """Where the parts belong."""
-        return [
-            Segment(pages=tuple(s.held.pages), begin=s.held.filled, end=s.held.filled + count)
-            for _, s, count in self.parts
-        ]
 
 
 class Schedule:
@@ -55,11 +30,10 @@ class Schedule:
         table: PageTable,
         *,
         slots: int,
-        chunk: int,
     ) -> None:
         self.table, self.running = table, list[Job]()
         self.catch_up: Callable[[], None] = lambda: None
-        self._steps, self._chunk = steps, chunk
+        self._steps = steps
         self._waiting = deque[Job]()
         self._free = list(range(slots))
 
@@ -103,57 +77,7 @@ class Schedule:
         self.running.append(job)
         job.started()
 
-    def next_pass(self) -> Pass | None:
-        """Return what to read next, with pages for it; None if all prompts are read.
-
-        Of several sequences that continue alike, one reads, and the others take over its pages.
-        """
-        found, names, room = Pass(), set[object](), self._chunk
-        for job in [*self.running]:
-            for sequence in job.sequences:
-                is_back = job not in self.running  # another one took its pages
-                if is_back or job.steps or not self._takes_over(job, sequence):
-                    continue
-                name = self.table.next_key(sequence.held, sequence.ids)
-                count = self._part(sequence, room)
-                if not count or name in names:
-                    continue
-                if not self._reserve(job, sequence, sequence.held.filled + count):
-                    break
-                names.add(name or object())
-                found.parts.append((job, sequence, count))
-                room -= count
-        found.parts = [part for part in found.parts if part[0] in self.running]
-        return found if found.parts else None
-
-    def _takes_over(self, job: Job, sequence: Sequence) -> bool:
-        """Use what the cache holds; return whether something must be read."""
-        copy = self.table.match(sequence.held, sequence.ids)
-        if copy is not None:
-            self._steps.cache.copy([copy])
-        if sequence.unread:
-            return True
-        self._begin_steps(job)
-        return False
-
-    def _part(self, sequence: Sequence, room: int) -> int:
-        """Return how many tokens to read; passes end at page borders, or with the prompt."""
-        if sequence.unread <= room:
-            return sequence.unread
-        end = sequence.held.filled + room
-        return max(0, end - end % self.table.page_tokens - sequence.held.filled)
-
-    def has_read(self, done: Pass) -> None:
-        """Note that a pass has been made."""
-        for job, sequence, count in done.parts:
-            held = sequence.held
-            self.table.fill(held, sequence.ids[held.filled : held.filled + count])
-            total = sum(len(s.ids) - 1 for s in job.sequences)
-            read = total - sum(s.unread for s in job.sequences)
-            job.deliver(Event(stage="prompt", tag=job.request.tag, read=read, total=total))
-            self._begin_steps(job)
-
-    def _begin_steps(self, job: Job) -> None:
+    def begin_steps(self, job: Job) -> None:
         """Let a job take part in decode steps once all of its sequences are read."""
         if job.steps or any(s.unread for s in job.sequences):
             return
@@ -180,7 +104,7 @@ class Schedule:
                 self._steps.set_pages(s.slot, s.held.pages)
         return True
 
-    def _reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:
+    def reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:
         """Take pages for a prompt, from younger jobs if need be; False: the job went back."""
         while not self.table.reserve(sequence.held, tokens):
             self.send_back(self.running[-1])
