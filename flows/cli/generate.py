@@ -3,6 +3,7 @@
 import json
 import secrets
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, printable, say
@@ -124,7 +125,13 @@ def _generator(
         rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
     )  # fmt: skip
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
-    made = [Request(**{"stops": (*ends, *options.stop), **request}) for request in requests]
+    made = []
+    for request in requests:
+        where = request.pop("line", None)
+        try:
+            made.append(Request(**{"stops": (*ends, *options.stop), **request}))
+        except ConfigError as error:
+            raise error if where is None else ConfigError(f"{where}: {error}") from None
     tokens, slots = options.tokens, options.slots
     if options.prompts is None:
         slots, longest = len(made[0].prompts), loaded.max_tokens
@@ -202,7 +209,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 f"line {number} of `{path}` has `{unknown[0]}`; it may have `prompt`, `tag`, "
                 + ", ".join(f"`{name}`" for name in OF_A_LINE)
             )
-        yield value
+        yield {**value, "line": f"line {number} of `{path}`"}
 
 
 def _complete_all(
@@ -212,34 +219,42 @@ def _complete_all(
     common: dict[str, Any],
     seed: int,
 ) -> None:
-    """Write the answers to all prompts, each as soon as it ends."""
+    """Write the answers to all prompts, each as soon as it ends; one that fails stops no other."""
     requests = [
         {**common, "seed": seed + index, **line, "tag": index} for index, line in enumerate(lines)
     ]
     generator, made = _generator(model, options, requests)
+    texts, events = [""] * len(made), deque["Event"]()
+    tokens = failed = 0
     with ExitStack() as stack:
         out: TextIO = sys.stdout
         if options.out is not None:
             out = stack.enter_context(options.out.open("w", encoding="utf-8"))
-        texts = [""] * len(made)
-        tokens = failed = 0
-        for event in generator.stream(*made):
-            assert isinstance(event.tag, int)
-            index = event.tag
-            texts[index] += event.text
-            if event.reason is None:
-                continue
-            assert event.statistics is not None
-            tokens += event.statistics.new_tokens
-            failed += event.error is not None
-            answer = {
-                "index": index,
-                "tag": lines[index].get("tag"),
-                "prompt": lines[index]["prompt"],
-            }
-            answer |= {"text": texts[index], "reason": event.reason, "seed": made[index].seed}
-            answer |= {"error": str(event.error)} if event.error is not None else {}
-            out.write(json.dumps(answer, ensure_ascii=False) + "\n")
+
+        def answer(index: int, **more: object) -> None:
+            line = lines[index]
+            head = {"index": index, "tag": line.get("tag"), "prompt": line["prompt"]}
+            out.write(
+                json.dumps({**head, "seed": made[index].seed, **more}, ensure_ascii=False) + "\n"
+            )
             out.flush()
-            texts[index] = ""
+
+        for index, request in enumerate(made):
+            try:
+                generator.submit(request, deliver=events.append)
+            except Exl2FlowError as error:
+                failed += 1
+                answer(index, text="", reason="error", error=str(error))
+        while not generator.is_idle:
+            generator.step()
+            while events:
+                event = events.popleft()
+                assert isinstance(event.tag, int)
+                texts[event.tag] += event.text
+                if event.statistics is None:
+                    continue
+                tokens += event.statistics.new_tokens
+                failed += event.error is not None
+                more = {} if event.error is None else {"error": str(event.error)}
+                answer(event.tag, text=texts[event.tag], reason=event.reason, **more)
     say(f"{len(made)} prompts, {tokens} tokens, {failed} failed, seed {seed}", style="dim")

@@ -11,6 +11,7 @@ from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli import convert, generate, inspection, measure, refine, sweep, validate
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options import Panel
+from exl2flow.flows.cli.options.generation import GENERATION
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
 from exl2flow.flows.cli.options.table import (
     CALIBRATION,
@@ -30,7 +31,7 @@ COMMANDS = {
     "refine": (refine.EXAMPLES, (QUALITY, CALIBRATION, VALIDATION, RUNNING)),
     "inspect": (inspection.EXAMPLES, ()),
     "validate": (validate.EXAMPLES, (EVALUATION,)),
-    "generate": (generate.EXAMPLES, (SAMPLING,)),
+    "generate": (generate.EXAMPLES, (*GENERATION, SAMPLING)),
 }
 
 
@@ -55,6 +56,7 @@ def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -
     assert all(words(example) in text for example in examples)
     for setting in settings(panels):
         default = setting.default or setting.field_info().default
+        default = None if default is False or default == [] else default
         assert f" {setting.flag} " in text
         assert words(setting.help) in text
         if default is None:
