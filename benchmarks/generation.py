@@ -10,12 +10,12 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
 import torch
-from decode import write_model
+from decode import seconds, write_model
 from layers import SHAPES
 
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
@@ -231,18 +231,6 @@ def sampler(model: LoadedModel, form: str) -> None:
         taken = seconds(work.replay)
         plain = plain or taken
         print(f"| {name} | {1e3 * taken:.3f} ms | + {1e3 * (taken - plain):.3f} ms |", flush=True)
-
-
-def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median time of calls."""
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return median(times[2:])
 
 
 def fit(model: LoadedModel, form: str) -> None:

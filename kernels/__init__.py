@@ -32,7 +32,7 @@ from exl2flow.kernels.packed import (
     pack_zeros,
     whole_tiles,
 )
-from exl2flow.kernels.streams import Threads, at_the_same_time, used_here
+from exl2flow.kernels.streams import Threads, at_the_same_time, on_device, used_here
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "device_table",
     "get_ops",
     "half_ranges",
+    "on_device",
     "pack_codes",
     "pack_scales",
     "pack_zeros",

@@ -7,7 +7,7 @@ tokens of several prompts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -20,7 +20,9 @@ from exl2flow.kernels import (
     Element,
     LayerStore,
     get_ops,
+    on_device,
     slots_at,
+    slots_of,
 )
 from exl2flow.model import ModelSpec, RopeTable, attend
 
@@ -61,7 +63,7 @@ class PagedCache:
         if not copies:
             return
         source, target = (
-            torch.tensor(pages, device=self.device)
+            on_device(torch.tensor(pages), self.device)
             for pages in ([c.source for c in copies], [c.target for c in copies])
         )
         for store in self.stores:
@@ -142,30 +144,23 @@ class PromptView:
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
         device = cache.device
-        starts, total = [], 0
-        for segment in segments:
-            starts.append(total)
-            total += segment.count
-        self.positions = torch.cat([torch.arange(s.begin, s.end, device=device) for s in segments])
-        tables = [torch.tensor(s.pages, dtype=torch.int32, device=device)[None] for s in segments]
-        self.slots = torch.cat(
-            [
-                slots_at(table, torch.arange(s.begin, s.end, device=device)[None])[0]
-                for table, s in zip(tables, segments, strict=True)
-            ]
-        )
-        fresh = [(s.count, start) for s, start in zip(segments, starts, strict=True) if not s.begin]
+        starts = [0, *accumulate(s.count for s in segments)]
+        slots = [slots_of(torch.tensor(s.pages, dtype=torch.int32), 0, s.end) for s in segments]
+        positions = torch.cat([torch.arange(s.begin, s.end) for s in segments])
+        self.positions = on_device(positions, device)
+        new = [x[s.begin :] for x, s in zip(slots, segments, strict=True)]
+        self.slots = on_device(torch.cat(new), device)
+        fresh = [
+            (s.count, start) for s, start in zip(segments, starts, strict=False) if not s.begin
+        ]
         fresh.sort(key=lambda pair: pair[0].bit_length())  # within a group twice as long at most
         self.groups = [
             _group(list(members), device)
             for _, members in groupby(fresh, key=lambda pair: pair[0].bit_length())
         ]
         self.behind = [  # place in the pass, and slots of all positions up to the end
-            (
-                slice(start, start + s.count),
-                slots_at(table, torch.arange(s.end, device=device)[None])[0],
-            )
-            for table, s, start in zip(tables, segments, starts, strict=True)
+            (slice(start, start + s.count), on_device(x, device))
+            for x, s, start in zip(slots, segments, starts, strict=False)
             if s.begin
         ]
         self.layers = [_PromptLayer(store, self) for store in cache.stores]
@@ -179,9 +174,9 @@ def _group(members: list[tuple[int, int]], device: torch.device) -> _Group:
     rows = torch.tensor([start for _, start in members])[:, None] + steps.clamp(max=counts - 1)
     is_kept = (steps < counts).flatten()
     return _Group(
-        rows=rows.to(device),
-        kept=is_kept.nonzero()[:, 0].to(device),
-        places=rows.flatten()[is_kept].to(device),
+        rows=on_device(rows, device),
+        kept=on_device(is_kept.nonzero()[:, 0], device),
+        places=on_device(rows.flatten()[is_kept], device),
     )
 
 

@@ -26,6 +26,7 @@ from exl2flow.inference.sampling import (
     newline_ids,
     sample,
 )
+from exl2flow.kernels import on_device
 from exl2flow.model import RopeTable, check_ids, step_table
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class Steps:
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Set the pages of a slot's sequence."""
         self.tables[slot] = self.cache.spare
-        self.tables[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        there = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
+        self.tables[slot, : len(pages)] = there
 
     def replace(self, slot: int, place: int, token: int) -> None:
         """Put another id in the place of the one that was sampled last.
@@ -139,7 +141,7 @@ class Steps:
         table = RopeTable(
             cos=self._angles.cos[view.positions], sin=self._angles.sin[view.positions]
         )
-        self._decoder.hidden(torch.tensor([ids], device=self.cache.device), view, table)
+        self._decoder.hidden(on_device(torch.tensor([ids]), self.cache.device), view, table)
 
     def run(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
         """Decode and sample a token for each of the first slots; see `sample`.
@@ -147,7 +149,8 @@ class Steps:
         The result is overwritten by the next step.
         """
         rows = min(bucket(slots), len(self.ids))
-        self.draws[:slots] = torch.tensor(draws, dtype=torch.float64)
+        there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
+        self.draws[:slots] = there
         self._replay(rows, lambda: self._forward(rows))
         sampled: Sampled = self._replay((rows, kind), lambda: self._sample(rows, kind))
         return sampled

@@ -9,6 +9,7 @@ from exl2flow.core.errors import InferenceError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.inference.sampling.kind import COLUMNS, numbers_of
+from exl2flow.kernels import on_device
 
 STRONGEST = 1e30  # greatest change of a logit; sums of them are finite in fp32
 
@@ -103,10 +104,12 @@ class SamplerSlots:
             raise InferenceError(f"{len(ids)} ids exceed a history of {self.max_tokens}")
         self.check(settings)
         bias = self._biases(settings.token_bias)
-        self.table[slot] = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
+        device = self.table.device
+        numbers = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
+        self.table[slot] = on_device(numbers, device)
         known = torch.tensor(ids, dtype=torch.int64)
         known[(known < 0) | (known >= self.vocab_size)] = self.vocab_size
-        self.history[slot, : len(ids)] = known.int().to(self.history.device)
+        self.history[slot, : len(ids)] = on_device(known.int(), device)
         self.cut(slot, len(ids))
         self.active[slot] = 1
         start = 2 * settings.mirostat_tau if mu is None else mu
@@ -179,7 +182,7 @@ class SamplerSlots:
         """Set a row of a late tensor, which need not exist to hold its default."""
         if value is not None or name in self._late:
             row = self._defaults[name] if value is None else value
-            self.late(name)[slot] = row.to(self.table.device)
+            self.late(name)[slot] = on_device(row, self.table.device)
 
     def _broken(self, ids: Iterable[int]) -> torch.Tensor:
         return words_of((*ids, self.vocab_size), self.width + 1)
