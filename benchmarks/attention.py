@@ -12,6 +12,7 @@ from timing import copy_rate, milliseconds
 
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, get_ops
 
+FORMATS = [name for name in CACHE_FORMATS if name != "fp32"]  # which only a CPU has
 LAYERS = 8
 HEAD_DIM = 128
 
@@ -59,7 +60,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies at {peak:.0f} GB/s\n")
     print("| heads | batch | context | cache | MB | µs | GB/s | of copies |")
     print("|---|---|---|---|---|---|---|---|")
-    chosen = product(arguments.heads, arguments.batch, arguments.context, CACHE_FORMATS)
+    chosen = product(arguments.heads, arguments.batch, arguments.context, FORMATS)
     for heads, batch, context, name in chosen:
         queries, kv_heads = map(int, heads.split("/"))
         size, taken = measured((queries, kv_heads), batch, context, name)

@@ -1,7 +1,7 @@
 """The cost of each cache format: perplexity and divergence of tokens that read it one by one.
 
     python benchmarks/cache_formats.py --model DIR [--text FILE] [--rows 10] [--row-tokens 512]
-        [--device cpu] [--formats fp16 fp8 q8 q6 q4]
+        [--device cpu] [--formats fp16 fp8 q8 q6 q4 fp32]
 
 The tokens of a row are appended one at a time, so each reads all earlier ones as they are stored.
 The reference is the same model with full forward passes.
@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from exl2flow.inference import LoadedModel, load_model
-from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.inference.cache.paged import PagedCache, StepView, cache_format, pages_of
 from exl2flow.inference.text import text_rows
 from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.model import step_table
 
 
 @torch.inference_mode()
@@ -28,16 +29,19 @@ def full_passes(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def single_steps(model: LoadedModel, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
-    """Return log-probabilities fp32 (rows, t, v) with a cache, and the cache's bytes."""
-    cache = PagedCache(
-        model.spec,
-        batch=len(ids),
-        max_tokens=ids.shape[1],
-        form=cache_format(name),
-        device=ids.device,
-    )
-    logits = [model.decoder.forward(token, cache) for token in ids.split(1, dim=1)]
-    return torch.log_softmax(torch.cat(logits, dim=1).float(), dim=-1), cache.nbytes
+    """Return log-probabilities fp32 (rows, t, v) with a cache, and the bytes of its pages."""
+    rows, device = len(ids), ids.device
+    pages = rows * pages_of(ids.shape[1])
+    cache = PagedCache(model.spec, pages=pages, form=cache_format(name, device), device=device)
+    tables = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
+    lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+    angles, logits = step_table(model.spec.rope, ids.shape[1], device), []
+    for token in ids.split(1, dim=1):
+        view = StepView(cache, tables, lengths)
+        logits.append(model.decoder.forward(token, view, angles.at(lengths)))
+        lengths += 1
+    nbytes = cache.nbytes * pages // (pages + 1)  # without the spare one
+    return torch.log_softmax(torch.cat(logits, dim=1).float(), dim=-1), nbytes
 
 
 def row_of(name: str, ids: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> str:
@@ -57,7 +61,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10)
     parser.add_argument("--row-tokens", type=int, default=512)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--formats", nargs="+", default=list(CACHE_FORMATS), choices=CACHE_FORMATS)
+    parser.add_argument(
+        "--formats", nargs="+", default=list(CACHE_FORMATS)[:5], choices=CACHE_FORMATS
+    )
     arguments = parser.parse_args()
     model = load_model(arguments.model, device=arguments.device)
     ids = text_rows(

@@ -20,10 +20,11 @@ from layers import SHAPES, linear_shapes, norms, write_config
 
 from exl2flow.core.files import write_tensors
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.cache.paged import PagedCache, cache_format
-from exl2flow.inference.sampling import SamplerRows
-from exl2flow.inference.step import LaunchedStep, RecordedStep
-from exl2flow.model import QuantizedMatrix, QuantParams
+from exl2flow.inference.cache.paged import PagedCache, Segment, StepView, cache_format, pages_of
+from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.sampling import Kind
+from exl2flow.model import QuantizedMatrix, QuantParams, step_table
+from exl2flow.model.footprint import PROMPT_TOKENS
 
 HEAD_BITS = 6
 GROUP_ROWS = 128
@@ -68,43 +69,52 @@ def seconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 @torch.inference_mode()
-def measure(model: LoadedModel, batch: int, context: int, form: str) -> list[float]:
-    """Return the seconds of a prompt, a step, and recorded steps, greedy and drawn."""
-    decoder, spec = model.decoder, model.spec
+def measure(model: LoadedModel, rows: int, context: int, form: str) -> list[float]:
+    """Return the seconds of a prompt for each row, a step, and recorded steps, greedy and drawn."""
+    device, each = model.decoder.embedding.weight.device, pages_of(context + 1)
     cache = PagedCache(
-        spec, batch=batch, max_tokens=context + 1, form=cache_format(form), device="cuda"
+        model.spec, pages=rows * each, form=cache_format(form, device), device=device
     )
-    ids = torch.randint(0, spec.vocab_size, (batch, context), device="cuda")
-
-    launched = LaunchedStep(decoder, cache)
-    draws = torch.rand(batch, dtype=torch.float64, device="cuda")
-    greedy, drawn = (
-        SamplerRows.of([settings] * batch, "cuda")
-        for settings in (SamplingSettings.greedy(), SamplingSettings())
-    )
+    steps = Steps(model, cache, slots=rows, max_tokens=context + 1)
+    ids = torch.randint(0, model.spec.vocab_size, (rows, context + 1)).tolist()
+    pages = torch.arange(rows * each).view(rows, each).tolist()
+    parts = [
+        (row, Segment(pages=pages[row], begin=begin, end=min(begin + PROMPT_TOKENS, context)))
+        for row in range(rows)
+        for begin in range(0, context, PROMPT_TOKENS)
+    ]
+    together = max(1, PROMPT_TOKENS // context)
 
     def prompt() -> None:
-        cache.truncate(0)
-        launched.begin(ids, greedy)
-        launched(draws)
+        for first in range(0, len(parts), together):
+            chosen = parts[first : first + together]
+            tokens = [token for row, s in chosen for token in ids[row][s.begin : s.end]]
+            steps.read(tokens, [segment for _, segment in chosen])
 
-    def step() -> None:
-        cache.truncate(context)
-        decoder.forward(ids[:, :1], cache)
+    def enter(settings: SamplingSettings) -> None:
+        for row in range(rows):
+            steps.enter(row, pages[row], ids[row], settings, None)
 
-    times = [seconds(prompt, 3), seconds(step, 5)]
-    cache.truncate(context)
-    recorded = RecordedStep(decoder, cache)
+    def launched() -> None:
+        view = StepView(cache, steps.tables, steps.lengths)
+        model.decoder.forward(steps.ids, view, angles.at(steps.lengths))
 
-    def replay() -> None:
-        cache.truncate(context)
-        recorded(draws)
-
-    for rows in (greedy, drawn):
-        cache.truncate(context)
-        recorded.begin(ids[:, :1], rows)
-        times.append(seconds(replay))
+    angles = step_table(model.spec.rope, context + 1, device)
+    times = [seconds(prompt, 3)]
+    enter(SamplingSettings.greedy())
+    times.append(seconds(launched, 5))
+    for settings in (SamplingSettings.greedy(), SamplingSettings()):
+        enter(settings)
+        kind, draws = Kind.of([settings]), [0.5] * rows
+        times.append(seconds(lambda kind=kind, draws=draws: replayed(steps, kind, draws)))
     return times
+
+
+def replayed(steps: Steps, kind: Kind, draws: list[float]) -> None:
+    """Run a step of all slots, which then stand where they stood."""
+    steps.run(len(draws), kind, draws)
+    steps.lengths -= 1
+    steps.sampler.counts -= 1
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ Exl2FlowError
 ├── AllocationError      ─ BudgetUnreachable
 ├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · ReadFailed · WriteFailed
 ├── KernelError          ─ BackendUnavailable
-├── InferenceError       ─ ContextOverflow
+├── InferenceError       ─ ContextOverflow · CacheFull · OutOfDeviceMemory
 ├── ValidationFailed
 ├── PreflightFailed
 ├── SweepFailed
@@ -121,6 +121,14 @@ class InferenceError(Exl2FlowError):
 
 class ContextOverflow(InferenceError):
     """Prompt and requested tokens exceed the model's positions."""
+
+
+class CacheFull(InferenceError):
+    """Prompt and requested tokens exceed the empty cache."""
+
+
+class OutOfDeviceMemory(InferenceError):
+    """The device has too little free memory for a computation."""
 
 
 class ValidationFailed(Exl2FlowError):

@@ -1,34 +1,181 @@
-"""Sampling settings: scalars only; state that depends on history lives with its sequence."""
+"""Sampling settings: frozen values only; state that depends on history lives with its sequence."""
 
-from dataclasses import dataclass
-from typing import Self
+import math
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, Self
 
 from exl2flow.core.errors import ConfigError
 
 GREEDY_BELOW = 0.01  # lower temperatures always take the likeliest token
 
 
+def _value(
+    default: Any, help: str, *, metavar: str = "", low: float | None = None, high: float = math.inf
+) -> Any:
+    """Return a field with its help text and its bounds, which the command line shows as well."""
+    metadata = {"help": help, "metavar": metavar, "low": low, "high": high}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """Neutral values disable a step: top_k 0, top_p 0 or 1, min_p 0."""
+    """How the next token is chosen; except for temperature, top-k and top-p, all steps are off.
 
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 0.8
-    min_p: float = 0.0
+    token_bias: (id, logit to add) pairs; -infinity excludes an id.
+    dry_breakers: ids that no repetition found by DRY may contain; None: the tokenizer's, which are
+        punctuation, quotes, brackets, white space that ends a line, and special tokens.
+    xtc_ignored: ids that XTC leaves alone; None: the tokenizer's line ends and special tokens.
+
+    Raises:
+        ConfigError: a value is out of range, by name.
+    """
+
+    temperature: float = _value(
+        0.8, "Divide logits by T; below 0.01: always the likeliest token.", metavar="T", low=0
+    )
+    temperature_last: bool = _value(False, "Apply the temperature after tokens are dropped.")
+    smoothing_factor: float = _value(
+        0.0, "Square the distances to the greatest logit, times F; 0: off.", metavar="F", low=0
+    )
+    min_temp: float = _value(
+        0.0, "Dynamic temperature of a certain distribution.", metavar="T", low=0
+    )
+    max_temp: float = _value(
+        0.0, "Dynamic temperature of a flat distribution; off unless greater.", metavar="T", low=0
+    )
+    temp_exponent: float = _value(
+        1.0, "Power of the entropy that moves the dynamic temperature.", metavar="X", low=0
+    )
+    top_k: int = _value(50, "Draw from the K likeliest tokens; 0: from all.", metavar="K", low=0)
+    top_p: float = _value(
+        0.8,
+        "Draw from the fewest tokens whose probabilities sum to P; 0 or 1: off.",
+        metavar="P",
+        low=0,
+        high=1,
+    )
+    top_a: float = _value(
+        0.0, "Drop tokens below A times the squared greatest probability.", metavar="A", low=0
+    )
+    min_p: float = _value(
+        0.0,
+        "Drop tokens less likely than P times the likeliest; 0: off.",
+        metavar="P",
+        low=0,
+        high=1,
+    )
+    tfs: float = _value(
+        0.0,
+        "Drop the tail where the curve of probabilities flattens; 0 or 1: off.",
+        metavar="Z",
+        low=0,
+        high=1,
+    )
+    typical: float = _value(
+        0.0,
+        "Keep tokens near the mean surprise that sum to P; 0 or 1: off.",
+        metavar="P",
+        low=0,
+        high=1,
+    )
+    skew: float = _value(
+        0.0, "Favour less likely tokens if positive, likelier if negative.", metavar="S"
+    )
+    repetition_penalty: float = _value(
+        1.0, "Divide positive and multiply negative logits of seen tokens by R.", metavar="R", low=0
+    )
+    repetition_range: int = _value(
+        -1, "Tokens back that the penalties reach; -1: all.", metavar="N", low=-1
+    )
+    repetition_decay: int = _value(
+        0, "Further tokens back over which the penalties fade.", metavar="N", low=0
+    )
+    frequency_penalty: float = _value(
+        0.0, "Subtract F from a token's logit for each time it was seen.", metavar="F"
+    )
+    presence_penalty: float = _value(
+        0.0, "Subtract F from the logit of a token that was seen.", metavar="F"
+    )
+    mirostat: bool = _value(False, "Keep the surprise near a target (Mirostat 2).")
+    mirostat_tau: float = _value(1.5, "Mirostat's target surprise, in bits.", metavar="TAU", low=0)
+    mirostat_eta: float = _value(
+        0.1, "Mirostat's learning rate; 0: the bound stays at twice tau.", metavar="ETA", low=0
+    )
+    token_bias: tuple[tuple[int, float], ...] = ()
+    cfg_scale: float | None = _value(
+        None, "Weight of the prompt against the second one; 1: the prompt alone.", metavar="S"
+    )
+    dry_multiplier: float = _value(
+        0.0, "DRY: penalty for a token that continues a repetition; 0: off.", metavar="M", low=0
+    )
+    dry_base: float = _value(
+        1.75, "DRY: growth of the penalty per token of the repetition.", metavar="B", low=0
+    )
+    dry_allowed_length: int = _value(
+        2, "DRY: shortest repetition that is penalized.", metavar="N", low=1
+    )
+    dry_range: int = _value(0, "DRY: tokens back that are searched; 0: all.", metavar="N", low=0)
+    dry_max_ngram: int = _value(
+        20, "DRY: longest repetition that counts.", metavar="N", low=1, high=1024
+    )
+    dry_counts: bool = _value(True, "DRY: multiply the penalty by how often the token followed.")
+    dry_breakers: tuple[int, ...] | None = None
+    xtc_probability: float = _value(
+        0.0, "XTC: share by which all likely tokens but the last lose.", metavar="P", low=0, high=1
+    )
+    xtc_threshold: float = _value(
+        0.1, "XTC: probability from which a token counts as likely.", metavar="P", low=0, high=1
+    )
+    xtc_ignored: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 or more"),
-            "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-        }
-        for name, (holds, rule) in checks.items():
-            if not holds:
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must be {rule}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.metadata and value is not each.default:
+                _check(each, value)
+        if self.repetition_penalty == 0:
+            raise ConfigError(
+                f"`repetition_penalty` is {self.repetition_penalty}; it must be above 0"
+            )
+        if self.dry_multiplier and 0 < self.dry_range <= self.dry_max_ngram:
+            raise ConfigError(
+                f"`dry_range` is {self.dry_range}; it must be above `dry_max_ngram`, "
+                f"{self.dry_max_ngram}, or 0"
+            )
+        for token, bias in self.token_bias:
+            if token < 0 or math.isnan(bias) or bias == math.inf:
+                raise ConfigError(
+                    f"`token_bias` has ({token}, {bias}); it must have ids from 0 and numbers, "
+                    "-inf to exclude an id"
+                )
 
     @classmethod
-    def greedy(cls) -> Self:
-        """Return settings that always take the likeliest token."""
-        return cls(temperature=1.0, top_k=1, top_p=0.0)
+    def greedy(cls, **overrides: Any) -> Self:
+        """Return settings that always take the likeliest token; penalties may be given."""
+        return cls(**{"temperature": 1.0, "top_k": 1, "top_p": 0.0, **overrides})
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+
+def _check(field: "Field[Any]", value: Any) -> None:
+    """Refuse a value of another type, or one that is not finite or out of bounds.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    low, high = field.metadata["low"], field.metadata["high"]
+    kind: type = Integral if isinstance(field.default, int) else Real
+    is_number = isinstance(value, kind)
+    if not is_number:
+        rule = "a whole number" if kind is Integral else "a number"
+    elif not math.isfinite(value):
+        rule = "a finite number"
+    elif low is not None and not low <= value <= high:
+        rule = f"{low} or more" if high == math.inf else f"between {low} and {high}"
+    else:
+        return
+    raise ConfigError(f"`{field.name}` is {value}; it must be {rule}")

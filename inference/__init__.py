@@ -1,7 +1,16 @@
 """Load, run, score and inspect models."""
 
-from exl2flow.inference.generate import BaseGenerator, Generation
+from exl2flow.inference.generate import AsyncGenerator, Event, Generator, Job, Request
 from exl2flow.inference.load import LoadedModel, load_model
 from exl2flow.inference.sampling import SamplingSettings
 
-__all__ = ["BaseGenerator", "Generation", "LoadedModel", "SamplingSettings", "load_model"]
+__all__ = [
+    "AsyncGenerator",
+    "Event",
+    "Generator",
+    "Job",
+    "LoadedModel",
+    "Request",
+    "SamplingSettings",
+    "load_model",
+]

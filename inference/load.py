@@ -13,6 +13,7 @@ from typing import overload
 
 import torch
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
@@ -32,17 +33,18 @@ from exl2flow.model import (
 from exl2flow.model.footprint import Footprint
 from exl2flow.model.spec import expected_tensors
 
-PROMPT_TOKENS = 512  # of a sample, to estimate memory
+SAMPLE_PROMPT_TOKENS = 512  # of a sample, to estimate memory
 THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cores anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run."""
+    """A model ready to run; `max_tokens` is the longest text that it reads."""
 
     spec: ModelSpec
     decoder: Decoder
     tokenizer: Tokenizer
+    max_tokens: int
 
 
 class StreamedSublayers(Sequence[Sublayer]):
@@ -87,6 +89,10 @@ def load_model(
     model_dir: Path | str,
     *,
     device: str = "auto",
+    max_tokens: int | None = None,
+    rope_scale: float | None = None,
+    rope_alpha: float | None = None,
+    rope_yarn: float | None = None,
     streamed: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
@@ -95,6 +101,10 @@ def load_model(
     Args:
         model_dir: folder with config.json, a tokenizer and *.safetensors; index files are ignored.
         device: auto, cpu or cuda. The CPU computes in fp32, CUDA in fp16.
+        max_tokens: longest text, prompt included; None: what the model was trained for.
+        rope_scale: divides positions.
+        rope_alpha: NTK factor, which stretches the base of the rotation.
+        rope_yarn: YaRN factor, in place of the model's own way to stretch its context.
         streamed: read sublayers from disk in every forward pass instead of keeping them.
         progress: called with the number of parts loaded, in order, and their total: the embedding,
             the sublayers that are kept, the head.
@@ -106,7 +116,9 @@ def load_model(
     folder = Path(model_dir)
     place = resolve_device(device)
     dtype = torch.float16 if place.type == "cuda" else torch.float32
-    spec = resolve(folder)
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"`max_tokens` is {max_tokens}; it must be 1 or more")
+    spec = resolve(folder).with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
     tensors = TensorFiles(folder)
     check_layers(spec, tensors)
     packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
@@ -116,7 +128,12 @@ def load_model(
     with Threads(THREADS[place.type], place) as threads:
         tokenizer = threads.begin(partial(Tokenizer.load, folder))
         decoder = _decoder(threads, sublayers, streamed=streamed, progress=progress)
-        return LoadedModel(spec=spec, decoder=decoder, tokenizer=tokenizer.result())
+        return LoadedModel(
+            spec=spec,
+            decoder=decoder,
+            tokenizer=tokenizer.result(),
+            max_tokens=max_tokens or spec.max_positions,
+        )
 
 
 def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel:
@@ -125,12 +142,12 @@ def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel
     Args:
         model_dir: as for `load_model`.
         device: auto, cpu or cuda.
-        tokens: generated after a prompt of up to `PROMPT_TOKENS` tokens.
+        tokens: generated after a prompt of up to `SAMPLE_PROMPT_TOKENS` tokens.
 
     Raises:
         SourceModelError, BackendUnavailable: see `load_model`.
     """
-    fits = _fits_in_memory(model_dir, resolve_device(device), tokens=PROMPT_TOKENS + tokens)
+    fits = _fits_in_memory(model_dir, resolve_device(device), tokens=SAMPLE_PROMPT_TOKENS + tokens)
     return load_model(model_dir, device=device, streamed=not fits)
 
 

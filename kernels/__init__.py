@@ -7,6 +7,7 @@ from exl2flow.kernels.cache_formats import (
     LARGEST_HALF,
     PAGE_TOKENS,
     CacheFormat,
+    Element,
     LayerStore,
     slots_at,
     slots_of,
@@ -31,7 +32,7 @@ from exl2flow.kernels.packed import (
     pack_zeros,
     whole_tiles,
 )
-from exl2flow.kernels.streams import Threads, at_the_same_time, used_here
+from exl2flow.kernels.streams import Threads, at_the_same_time, on_device, used_here
 from exl2flow.kernels.torch_refit import times_output
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "PANEL_ROWS",
     "BegunGroups",
     "CacheFormat",
+    "Element",
     "Group",
     "LayerStore",
     "Ops",
@@ -56,6 +58,7 @@ __all__ = [
     "device_table",
     "get_ops",
     "half_ranges",
+    "on_device",
     "pack_codes",
     "pack_scales",
     "pack_zeros",

@@ -1,4 +1,4 @@
-"""How the cache stores keys and values: fp16, its upper byte, or rotated, in 8 or 4 bits.
+"""How the cache stores keys and values: fp32, fp16, its upper byte, or rotated in 8 or 4 bits.
 
 A format is a row of `CACHE_FORMATS`; `docs/concepts/cache.md` defines each.
 """
@@ -22,6 +22,7 @@ class Element(Enum):
     UPPER_BYTE = (8, False)  # E5M2, truncated towards zero
     ROTATED_8 = (8, True)
     ROTATED_4 = (4, True)
+    FULL = (32, False)  # on a CPU
 
     def __init__(self, bits: int, has_scales: bool) -> None:
         self.bits = bits
@@ -42,6 +43,7 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
     "q8": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_8),
     "q6": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_4),
     "q4": CacheFormat(keys=Element.ROTATED_4, values=Element.ROTATED_4),
+    "fp32": CacheFormat(keys=Element.FULL, values=Element.FULL),
 }
 
 
@@ -74,6 +76,12 @@ class CacheRows:
     def nbytes(self) -> int:
         """Allocated bytes."""
         return self.data.numel() + self.scales.numel() * self.scales.element_size()
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole pages, int64 (n,) each; no page is both source and target."""
+        for x in (self.data, self.scales):
+            pages = x.view(len(x) // PAGE_TOKENS, PAGE_TOKENS, x.shape[1])
+            pages[target] = pages[source]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

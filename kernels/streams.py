@@ -108,6 +108,14 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
     return ask
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small CPU tensor on a device, without waiting for the device.
+
+    CUDA copies pageable memory into a buffer of its own before it returns.
+    """
+    return tensor.to(device, non_blocking=True)
+
+
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a small tensor on a device, ready for every stream, without waiting for other work.
 

@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from exl2flow.kernels.cache_formats import (
     LARGEST_HALF,
+    PAGE_TOKENS,
     RUN,
     UNIT,
     CacheRows,
@@ -18,10 +19,11 @@ from exl2flow.kernels.torch_steps import rotate
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stored form of fp16 rows (t, width): uint8 (t, bytes), scales fp16 (t, runs)."""
-    x = functional.pad(x.half(), (0, padded_width(x.shape[-1]) - x.shape[-1]))
-    none = x.new_empty(len(x), 0)
-    if element is Element.HALF:
+    """Return the stored form of rows (t, width): uint8 (t, bytes), scales fp16 (t, runs)."""
+    x = x.float() if element is Element.FULL else x.half()
+    x = functional.pad(x, (0, padded_width(x.shape[-1]) - x.shape[-1]))
+    none = x.new_empty(len(x), 0, dtype=torch.float16)
+    if element in (Element.HALF, Element.FULL):
         return x.contiguous().view(torch.uint8), none
     if element is Element.UPPER_BYTE:
         return (x.view(torch.int16) >> 8).to(torch.uint8), none
@@ -35,11 +37,12 @@ def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return codes, (largest[..., 0] / center).half()
 
 
-def decode(rows: CacheRows, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows at slots int64 (t,) as fp16 (t, width)."""
+def decode(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
+    """Return the rows at slots, int64 (t,) or a slice, as fp16 (t, width); fp32 if they are."""
     data, element = rows.data[slots], rows.element
-    if element is Element.HALF:
-        return data.view(torch.float16)[:, : rows.width]
+    if element in (Element.HALF, Element.FULL):
+        dtype = torch.float16 if element is Element.HALF else torch.float32
+        return data.view(dtype)[:, : rows.width]
     if element is Element.UPPER_BYTE:
         return (data.to(torch.int16) << 8).view(torch.float16)[:, : rows.width]
     if element is Element.ROTATED_4:
@@ -58,7 +61,11 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
 
 def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.read_cache`."""
-    shape = (len(slots), store.kv_heads, store.head_dim)
+    return _read(store, slots)
+
+
+def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
 
 
@@ -77,13 +84,21 @@ def paged_attention(
     """See `Ops.paged_attention`."""
     outputs = []
     for row, length in enumerate(lengths.tolist()):
-        held_k, held_v = read_cache(store, slots_of(tables[row], 0, length))
+        held_k, held_v = _read(store, _slots(tables[row], length))
         keys, values = (
             torch.cat((held.to(new.dtype), new)).float()
             for held, new in ((held_k, k[row]), (held_v, v[row]))
         )
         outputs.append(_attention(q[row].float(), keys, values, scale, window, softcap))
     return torch.stack(outputs).to(q.dtype)
+
+
+def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:
+    """Return the slots of the first positions; a slice, which copies nothing, if they are one."""
+    first, *others = table[: max(1, -(-length // PAGE_TOKENS))].tolist()
+    if all(page == first + i for i, page in enumerate(others, 1)):
+        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
+    return slots_of(table, 0, length)
 
 
 def attend_step(

@@ -45,13 +45,10 @@ class LayerCache(Protocol):
 
 
 class KvCache(Protocol):
-    """One `LayerCache` per layer, and the number of positions that all of them hold."""
+    """One `LayerCache` per layer."""
 
     @property
     def layers(self) -> Sequence[LayerCache]: ...
-
-    @property
-    def length(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

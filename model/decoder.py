@@ -97,9 +97,9 @@ class Decoder:
         Args:
             ids: token ids (b, t) that follow what the cache holds.
             cache: receives the keys and values of these tokens.
-            table: their rotation; by default that of the positions after the cache.
+            table: their rotation; by default that of positions from 0 on.
         """
-        start = table or (0 if cache is None else cache.length)
+        start = table or 0
         hidden = self.embed(ids)
         if self._chains and ids.numel() <= FEW_ROWS and hidden.dtype == torch.float16:
             return self._chains(hidden, start=start, cache=cache)

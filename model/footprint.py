@@ -44,21 +44,28 @@ class Footprint:
         return self.cache + self.layout + self.work + self.device
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, context: int, cache_format: str) -> "Footprint":
-        """Return the needs for one sequence of `context` tokens; they do not depend on the bits."""
+    def of(
+        cls, spec: ModelSpec, *, context: int, cache_format: str, sequences: int = 1
+    ) -> "Footprint":
+        """Return the needs for sequences of `context` tokens; they do not depend on the bits."""
         attention, mlp = spec.attention, spec.mlp
         matrices = [p for s in spec.sublayers for p in s.projections] + [spec.head]
         largest = max(p.in_features * p.out_features for p in matrices[:-1])
         held = 2 * attention.num_kv_heads * attention.head_dim * pages(context) * PAGE_TOKENS
         widths = 4 * spec.hidden_size + 3 * mlp.intermediate_size
         widths += 2 * attention.num_heads * attention.head_dim
-        activations = min(PROMPT_TOKENS, context) * widths
+        activations = min(PROMPT_TOKENS, context * sequences) * widths
+        logits = (1 + 8 * sequences) * 2 * spec.vocab_size  # fp32, and what sorts them
         return cls(
             context=context,
             cache_format=cache_format,
-            cache=cache_bytes(spec, context=context, cache_format=cache_format),
+            cache=cache_bytes(
+                spec,
+                context=(sequences * pages(context) + 1) * PAGE_TOKENS,  # and a spare page
+                cache_format=cache_format,
+            ),
             layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices),
-            work=HALF * (activations + held + largest + 2 * spec.vocab_size),
+            work=HALF * (activations + held + largest + logits),
         )
 
 

@@ -75,6 +75,17 @@ class RopeSpec:
             theta=self.theta * (alpha or 1.0) ** exponent,
         )
 
+    def with_yarn(self, factor: float, original: int) -> "RopeSpec":
+        """Return YaRN with default bounds, stretching `original` positions by a factor."""
+        return RopeSpec(
+            kind=RopeKind.YARN,
+            theta=self.theta,
+            rotary_dim=self.rotary_dim,
+            original_max_positions=original,
+            factor=factor,
+            position_scale=self.position_scale,
+        )
+
 
 def read_rope(
     config: Fields, *, head_dim: int, max_positions: int, default_theta: float

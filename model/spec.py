@@ -141,9 +141,18 @@ class ModelSpec:
         block = self.config.get("quantization_config")
         return block if isinstance(block, Mapping) else {}
 
-    def with_rope(self, *, scale: float | None = None, alpha: float | None = None) -> "ModelSpec":
-        """Return this model with positions divided by `scale` and NTK factor `alpha`."""
-        return replace(self, rope=self.rope.scaled(scale=scale, alpha=alpha))
+    def with_rope(
+        self, *, scale: float | None = None, alpha: float | None = None, yarn: float | None = None
+    ) -> "ModelSpec":
+        """Return this model with positions divided by `scale`, NTK factor `alpha`, YaRN `yarn`.
+
+        YaRN takes the place of the config's own kind, and stretches the original positions.
+        """
+        rope, reach = self.rope.scaled(scale=scale, alpha=alpha), self.max_positions
+        if yarn is not None:
+            original = min(rope.original_max_positions, reach)
+            rope, reach = rope.with_yarn(yarn, original), int(original * max(yarn, 1.0))
+        return replace(self, rope=rope, max_positions=reach)
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

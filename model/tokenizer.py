@@ -8,6 +8,7 @@ import re
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from exl2flow.core.errors import SourceModelError
 from exl2flow.model.fields import Fields
 from exl2flow.model.foreign import is_lfs_pointer, pointer_advice
+from exl2flow.model.pieces import Pieces, is_whole
 from exl2flow.model.sentencepiece_model import (
     ModelType,
     PieceType,
@@ -53,14 +55,26 @@ class Tokenizer:
         *,
         bos_token_id: int | None,
         eos_token_ids: Sequence[int],
+        pad_token_id: int | None = None,
         source: Path = Path("tokenizer.json"),
     ) -> None:
-        """Take over `backend` from a file; its truncation and padding settings are dropped."""
+        """Take over `backend` from a file; its truncation and padding settings are dropped.
+
+        `pad_token_id` defaults to the id of `<pad>`, then to EOS if that differs from BOS.
+        """
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
+        self.pad_token_id = backend.token_to_id("<pad>") if pad_token_id is None else pad_token_id
+        if self.pad_token_id is None and self.eos_token_id != bos_token_id:
+            self.pad_token_id = self.eos_token_id
+        added = backend.get_added_tokens_decoder().items()
+        named = {*self.eos_token_ids, *(() if bos_token_id is None else (bos_token_id,))}
+        self.special_ids = frozenset(
+            {token_id for token_id, token in added if token.special} | named
+        )
         self.source = source
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self._lock = Lock()  # the backend holds whether it parses special tokens
@@ -78,6 +92,7 @@ class Tokenizer:
             backend,
             bos_token_id=next(bos_ids, None),
             eos_token_ids=tuple(dict.fromkeys(_token_ids(model_dir, backend, "eos"))),
+            pad_token_id=next(_token_ids(model_dir, backend, "pad"), None),
             source=model_dir,
         )
 
@@ -106,8 +121,36 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids; special tokens are spelled out only on request."""
+        if not special and not self.special_ids.isdisjoint(ids):
+            ids = [token_id for token_id in ids if token_id not in self.special_ids]
         with _panics_are_errors(self.source):
             return self.backend.decode(list(ids), skip_special_tokens=not special)
+
+    @property
+    def pieces(self) -> list[str]:
+        """The text that each id adds within a text; empty for special ids.
+
+        Incomplete characters are U+FFFD. The first use decodes all pieces.
+        """
+        return self._pieces.texts
+
+    def healing(self, token_id: int) -> tuple[int, ...]:
+        """Return the ids, ascending, whose pieces start with the piece of `token_id`.
+
+        Special tokens and incomplete characters return only themselves.
+        """
+        piece = self.pieces[token_id] if token_id < self.vocab_size else ""
+        return self._pieces.beginning_with(piece) if is_whole(piece) else (token_id,)
+
+    def single_id(self, text: str) -> int | None:
+        """Return the id of a token by its exact text, special tokens included."""
+        token_id = self.backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else self._pieces.single_id(text)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        with _panics_are_errors(self.source):
+            return Pieces(self.backend, self.vocab_size, self.special_ids)
 
 
 def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:

@@ -20,8 +20,7 @@ from exl2flow.core.files import digest, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.inference.generate import BaseGenerator
-from exl2flow.inference.load import load_for_sample
+from exl2flow.inference.generate import sample_text
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.publication import (
     CARD_FILE,
@@ -266,8 +265,7 @@ def _differences(place: Path, contents: Contents, repository: Repository) -> lis
 def _trial(place: Path, config: PublishConfig) -> list[str]:
     """Generate with a downloaded model; describe the failure, if any."""
     try:
-        model = load_for_sample(place, device=config.device, tokens=config.sample_tokens)
-        BaseGenerator(model).generate(PROMPT, max_new_tokens=config.sample_tokens, seed=0)
+        sample_text(place, PROMPT, tokens=config.sample_tokens, seed=0, device=config.device)
     except Exl2FlowError as error:
         return [f"the downloaded model does not run: {error}"]
     return []

@@ -1,28 +1,39 @@
-"""`exl2flow generate`: complete a prompt, printing the text as it is generated."""
+"""`exl2flow generate`: complete a prompt, printing the text as it comes, or a file of prompts."""
 
+import json
 import secrets
 import sys
-import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from exl2flow.core.config import CacheName, Device
+from exl2flow.core.errors import ConfigError, Exl2FlowError
+from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, printable, say
-from exl2flow.flows.cli.options import Values, one_of, with_settings
+from exl2flow.flows.cli.options import Values, with_settings
+from exl2flow.flows.cli.options.generation import GENERATION, build_generation
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
+
+if TYPE_CHECKING:  # these import torch
+    from exl2flow.inference import Event, Generator, Request
 
 EXAMPLES = (
     "Examples:",
     "exl2flow generate ./Llama-3.2-1B-4.0bpw --prompt 'Once upon a time'",
     "exl2flow generate ./model --prompt 'The capital of France is' --greedy --max-new-tokens 8",
     "exl2flow generate ./model --prompt 'Dear Sir' --seed 1 --temperature 1 --min-p 0.1 --json",
+    "exl2flow generate ./model --prompts prompts.jsonl --out answers.jsonl --slots 32 --cache q6",
 )
+# what a line of a file of prompts may hold besides `prompt`
+OF_A_LINE = ("max_new_tokens", "min_new_tokens", "seed", "stops", "banned_strings", "heal")
 
 
-@with_settings(SAMPLING)
+@with_settings(*GENERATION, SAMPLING)
 def generate(
     model: Annotated[
         Path,
@@ -30,41 +41,9 @@ def generate(
     ],
     *,
     prompt: Annotated[
-        str,
+        str | None,
         typer.Option("--prompt", metavar="TEXT", help="Text to continue.", show_default=False),
-    ],
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-new-tokens",
-            metavar="N",
-            min=1,
-            help="Maximum number of tokens; an end-of-text token stops earlier.",
-        ),
-    ] = 128,
-    no_bos: Annotated[
-        bool,
-        typer.Option("--no-bos", metavar="", help="Do not begin with the model's BOS token."),
-    ] = False,
-    cache: Annotated[
-        CacheName | None,
-        typer.Option(
-            "--cache",
-            metavar="FORMAT",
-            parser=one_of(CacheName),
-            help="Format of the key-value cache: fp16, fp8, q8, q6 or q4.",
-            show_default="as computed",
-        ),
     ] = None,
-    device: Annotated[
-        Device,
-        typer.Option(
-            "--device",
-            metavar="auto|cpu|cuda",
-            parser=one_of(Device),
-            help="Device to compute on; auto: CUDA if there is a usable GPU, else the CPU.",
-        ),
-    ] = "auto",
     as_json: Annotated[
         bool,
         typer.Option(
@@ -96,34 +75,95 @@ def generate(
     ] = False,
     values: Values,
 ) -> None:
-    """Generate text from a model. The prompt is plain text: special tokens in it have no effect."""
-    settings = build_sampling(values)
-    from exl2flow.flows.conversion import choose_allocator  # these import torch
-    from exl2flow.inference.generate import BaseGenerator
-    from exl2flow.inference.load import load_model
+    """Generate text from a model. The prompt is plain text unless --special is given."""
+    options = build_generation(values)
+    sampler = {s.field: values[s.field] for s in SAMPLING[1] if s.field in values}
+    settings = SamplingSettings.greedy() if greedy else build_sampling(sampler)
+    if (prompt is None) == (options.prompts is None):
+        raise ConfigError("give either `--prompt` or `--prompts`")
+    if options.prompts is None and options.out is not None:
+        raise ConfigError("`--out` goes with `--prompts`")
+    if prompt is None and (as_json or options.negative_prompt is not None):
+        raise ConfigError("`--json` and `--negative-prompt` go with `--prompt`")
+    used_seed = secrets.randbelow(2**31) if seed is None else seed
+    common = _common(options, settings)
+    if prompt is not None:
+        pair = prompt if options.negative_prompt is None else (prompt, options.negative_prompt)
+        _complete(model, options, {**common, "prompt": pair, "seed": used_seed}, as_json=as_json)
+    else:
+        assert options.prompts is not None
+        _complete_all(model, options, [*_lines(options.prompts)], common, used_seed)
+
+
+def _common(options: GenerationOptions, settings: SamplingSettings) -> dict[str, Any]:
+    """Return what all requests share."""
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "min_new_tokens": options.min_new_tokens,
+        "settings": settings,
+        "banned_strings": options.ban,
+        "heal": options.heal,
+        "add_bos": not options.no_bos,
+        "encode_special": options.special,
+        "decode_special": options.special,
+        "end_loops": options.end_loops,
+    }
+
+
+def _generator(
+    model: Path, options: GenerationOptions, requests: list[dict[str, Any]]
+) -> "tuple[Generator, list[Request]]":
+    """Load the model, and check the requests; a cache for one prompt is no larger than needed."""
+    from exl2flow.flows.conversion import choose_allocator
+    from exl2flow.inference import Generator, Request, load_model
+    from exl2flow.inference.generate.prompt import encoded
+    from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()
-    used_seed = secrets.randbelow(2**31) if seed is None else seed
-    generator = BaseGenerator(load_model(model, device=device), cache=cache)
-    begun = time.monotonic()
-    made = generator.generate(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        settings=SamplingSettings.greedy() if greedy else settings,
-        seed=used_seed,
-        add_bos=not no_bos,
-        show=None if as_json else _Printer(prompt),
-    )
-    seconds = time.monotonic() - begun
-    speed = len(made.ids) / seconds  # the prompt's forward pass included
+    loaded = load_model(
+        model, device=options.device, max_tokens=options.max_tokens,
+        rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
+    )  # fmt: skip
+    ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
+    made = []
+    for request in requests:
+        where = request.pop("line", None)
+        try:
+            made.append(Request(**{"stops": (*ends, *options.stop), **request}))
+        except ConfigError as error:
+            raise error if where is None else ConfigError(f"{where}: {error}") from None
+    tokens, slots = options.tokens, options.slots
+    if options.prompts is None:
+        slots, longest = len(made[0].prompts), loaded.max_tokens
+        needed = encoded(made[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
+        tokens = tokens or needed * PAGE_TOKENS
+    return Generator(loaded, cache=options.cache, tokens=tokens, slots=slots), made
+
+
+def _complete(
+    model: Path, options: GenerationOptions, request: dict[str, Any], *, as_json: bool
+) -> None:
+    """Print the continuation of one prompt as it comes."""
+    generator, [made] = _generator(model, options, [request])
+    text, shown = "", str(made.prompts[0])
+    if not as_json:
+        sys.stdout.write(printable(shown))
+    ids: list[int] = []
+    for event in generator.stream(made):
+        ids += event.ids
+        text += event.text
+        if not as_json:
+            sys.stdout.write(printable(event.text))
+            sys.stdout.flush()
+    seconds, speed = _speed(event)
     if as_json:
         emit_json(
             {
-                "seed": used_seed,
-                "prompt": prompt,
-                "text": made.text,
-                "tokens": made.ids,
-                "reason": made.reason,
+                "seed": made.seed,
+                "prompt": shown,
+                "text": text,
+                "tokens": ids,
+                "reason": event.reason,
                 "seconds": round(seconds, 3),
                 "tokens_per_second": round(speed, 2),
             }
@@ -131,19 +171,90 @@ def generate(
         return
     sys.stdout.write("\n")
     say(
-        f"{len(made.ids)} tokens in {seconds:.1f} s, {speed:.1f} tokens/s, "
-        f"stopped by {made.reason}, seed {used_seed}",
+        f"{len(ids)} tokens in {seconds:.1f} s, {speed:.1f} tokens/s, "
+        f"stopped by {event.reason}, seed {made.seed}",
         style="dim",
     )
 
 
-class _Printer:
-    """Prints the prompt with the first piece of text, then every piece as it comes."""
+def _speed(last: "Event") -> tuple[float, float]:
+    """Return the seconds from the start of the prompt to the last token, and tokens per second."""
+    counts = last.statistics
+    assert counts is not None
+    seconds = counts.prompt_seconds + counts.text_seconds
+    return seconds, counts.new_tokens / seconds if seconds else 0.0
 
-    def __init__(self, prompt: str) -> None:
-        self._before = prompt
 
-    def __call__(self, piece: str) -> None:
-        sys.stdout.write(printable(self._before + piece))
-        sys.stdout.flush()
-        self._before = ""
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of prompts.
+
+    Raises:
+        ConfigError: naming the line that is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read `{path}`: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"line {number} of `{path}` is no JSON: {error}") from error
+        if not isinstance(value, dict) or "prompt" not in value:
+            raise ConfigError(f"line {number} of `{path}` is no object with a `prompt`")
+        if unknown := [key for key in value if key not in ("prompt", "tag", *OF_A_LINE)]:
+            raise ConfigError(
+                f"line {number} of `{path}` has `{unknown[0]}`; it may have `prompt`, `tag`, "
+                + ", ".join(f"`{name}`" for name in OF_A_LINE)
+            )
+        yield {**value, "line": f"line {number} of `{path}`"}
+
+
+def _complete_all(
+    model: Path,
+    options: GenerationOptions,
+    lines: list[dict[str, Any]],
+    common: dict[str, Any],
+    seed: int,
+) -> None:
+    """Write the answers to all prompts, each as soon as it ends; one that fails stops no other."""
+    requests = [
+        {**common, "seed": seed + index, **line, "tag": index} for index, line in enumerate(lines)
+    ]
+    generator, made = _generator(model, options, requests)
+    texts, events = [""] * len(made), deque["Event"]()
+    tokens = failed = 0
+    with ExitStack() as stack:
+        out: TextIO = sys.stdout
+        if options.out is not None:
+            out = stack.enter_context(options.out.open("w", encoding="utf-8"))
+
+        def answer(index: int, **more: object) -> None:
+            line = lines[index]
+            head = {"index": index, "tag": line.get("tag"), "prompt": line["prompt"]}
+            out.write(
+                json.dumps({**head, "seed": made[index].seed, **more}, ensure_ascii=False) + "\n"
+            )
+            out.flush()
+
+        for index, request in enumerate(made):
+            try:
+                generator.submit(request, deliver=events.append)
+            except Exl2FlowError as error:
+                failed += 1
+                answer(index, text="", reason="error", error=str(error))
+        while not generator.is_idle:
+            generator.step()
+            while events:
+                event = events.popleft()
+                assert isinstance(event.tag, int)
+                texts[event.tag] += event.text
+                if event.statistics is None:
+                    continue
+                tokens += event.statistics.new_tokens
+                failed += event.error is not None
+                more = {} if event.error is None else {"error": str(event.error)}
+                answer(event.tag, text=texts[event.tag], reason=event.reason, **more)
+    say(f"{len(made)} prompts, {tokens} tokens, {failed} failed, seed {seed}", style="dim")

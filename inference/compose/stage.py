@@ -19,9 +19,9 @@ from exl2flow.core.errors import InferenceError
 from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.memory import limit_memory
 from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.inference.cache.paged import PagedCache, StepView, cache_format, pages_of
 from exl2flow.inference.load import LoadedModel, load_model
-from exl2flow.model import Composition, Tokenizer, resolve
+from exl2flow.model import Composition, Tokenizer, resolve, step_table
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +120,14 @@ def write_rows(
         InferenceError: the logits are not finite.
     """
     decoder, spec = model.decoder, model.spec
-    dtype, device = decoder.embedding.weight.dtype, decoder.embedding.weight.device
+    device = decoder.embedding.weight.device
     span = min(tokens, spec.max_positions)
-    cache = ContiguousCache(spec, batch=len(rows), max_tokens=span, dtype=dtype, device=device)
+    name = "fp16" if device.type == "cuda" else "fp32"
+    pages = len(rows) * pages_of(span)
+    cache = PagedCache(spec, pages=pages, form=cache_format(name, device), device=device)
+    tables = torch.arange(pages, dtype=torch.int32, device=device).view(len(rows), -1)
+    lengths = torch.zeros(len(rows), dtype=torch.int32, device=device)
+    angles = step_table(spec.rope, span, device)
     chance = _Chance.of(model.tokenizer, rows, tokens=tokens, texts=-(-tokens // span), seed=seed)
     chance = chance.to(device)
     below = min(spec.vocab_size, model.tokenizer.vocab_size)
@@ -131,10 +136,12 @@ def write_rows(
     token = chance.openings[:, 0]
     for position in range(tokens):
         if position % span == 0:
-            cache.truncate(0)
+            lengths.zero_()
             token = chance.openings[:, position // span]
         ids[:, position] = token
-        logits = decoder.forward(token[:, None], cache)[:, 0, :below]  # (b, v)
+        view = StepView(cache, tables, lengths)
+        logits = decoder.forward(token[:, None], view, angles.at(lengths))[:, 0, :below]  # (b, v)
+        lengths += 1
         finite &= logits.isfinite().all()
         token = chance.following(token, logits, position)
         if position % LOOK_EVERY == 0:

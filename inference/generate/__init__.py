@@ -1,5 +1,18 @@
-"""Generators: loops over a decoder, a cache and a sampler."""
+"""Text generation: `Generator` and what it takes and gives."""
 
-from exl2flow.inference.generate.base import BaseGenerator, Generation
+from exl2flow.inference.generate.asynchronous import AsyncGenerator
+from exl2flow.inference.generate.event import Event, Statistics
+from exl2flow.inference.generate.generator import Generator
+from exl2flow.inference.generate.job import Job
+from exl2flow.inference.generate.request import Request
+from exl2flow.inference.generate.sample import sample_text
 
-__all__ = ["BaseGenerator", "Generation"]
+__all__ = [
+    "AsyncGenerator",
+    "Event",
+    "Generator",
+    "Job",
+    "Request",
+    "Statistics",
+    "sample_text",
+]

@@ -27,11 +27,9 @@ from exl2flow.core.files import (
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate_texts
-from exl2flow.inference.generate import BaseGenerator
-from exl2flow.inference.load import load_for_sample
+from exl2flow.inference.generate import sample_text
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
-from exl2flow.inference.sampling import SamplingSettings
 from exl2flow.inference.text import text_rows
 from exl2flow.kernels import get_ops
 from exl2flow.model import Tokenizer, resolve
@@ -107,14 +105,10 @@ def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tens
 def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
     """Return the prompt and the model's seeded continuation."""
     tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
-    model = load_for_sample(folder, device=device, tokens=tokens)
-    made = BaseGenerator(model).generate(
-        options.sample_prompt,
-        max_new_tokens=tokens,
-        settings=SamplingSettings(),
-        seed=options.sample_seed,
+    prompt = options.sample_prompt
+    return prompt + sample_text(
+        folder, prompt, tokens=tokens, seed=options.sample_seed, device=device
     )
-    return made.prompt + made.text
 
 
 def validate(run: StageRun) -> None:

@@ -10,7 +10,7 @@ from conversions import small_config
 from exl2flow.core.config import CalibrationOptions, ValidateOptions
 from exl2flow.core.files import read_json
 from exl2flow.flows.local import run_locally
-from exl2flow.inference import BaseGenerator, SamplingSettings, load_model
+from exl2flow.inference import Generator, Request, SamplingSettings, load_model
 from exl2flow.model import Tokenizer, expected_tensors, resolve
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -113,14 +113,17 @@ def test_bits_per_weight_are_kept_to_within_a_thousandth(poor: Converted) -> Non
 def test_greedy_text_is_language_and_does_not_loop() -> None:
     model = load_model(DEMO, device="cpu")
 
-    made = BaseGenerator(model).generate(
-        "One morning", max_new_tokens=200, settings=SamplingSettings.greedy(), stop_tokens=()
+    request = Request(
+        "One morning", max_new_tokens=200, settings=SamplingSettings.greedy(), stops=()
     )
+    events = list(Generator(model).stream(request))
 
-    trigrams = list(zip(made.ids, made.ids[1:], made.ids[2:], strict=False))
-    assert len(made.ids) == 200
+    made = [token for event in events for token in event.ids]
+    text = "".join(event.text for event in events)
+    trigrams = list(zip(made, made[1:], made[2:], strict=False))
+    assert len(made) == 200
     assert len(set(trigrams)) >= 0.6 * len(trigrams)
-    assert sum(_words(made.text)) >= 0.9 * len(_words(made.text))
+    assert sum(_words(text)) >= 0.9 * len(_words(text))
 
 
 def _words(text: str) -> list[bool]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from caches import GPU_FORMATS
 
 from exl2flow.kernels import CACHE_FORMATS, LayerStore, get_ops, slots_at, slots_of, torch_cache
 
@@ -24,7 +25,7 @@ def store_of(name: str, *, pages: int, kv_heads: int, head_dim: int) -> LayerSto
 
 
 @pytest.mark.parametrize("shape", [(4, 64), (1, 64), (5, 24), (8, 128), (40, 64)])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_rows_are_stored_as_the_twin_stores_them(name: str, shape: tuple[int, int]) -> None:
     kv_heads, head_dim = shape
     found, expected = (
@@ -49,7 +50,7 @@ def test_rows_are_stored_as_the_twin_stores_them(name: str, shape: tuple[int, in
 
 
 @pytest.mark.parametrize("shape", [(4, 64), (1, 64), (5, 24), (8, 128), (3, 15)])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_rows_are_read_as_the_twin_reads_them(name: str, shape: tuple[int, int]) -> None:
     store = store_of(name, pages=2, kv_heads=shape[0], head_dim=shape[1])
     slots = torch.randperm(512, device=DEVICE)[:100]
@@ -77,7 +78,7 @@ def test_rows_at_an_odd_address_are_stored() -> None:
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (28, 4), (32, 2), (3, 3)])
 @pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_a_new_token_attends_as_the_twin_does(
     name: str, head_dim: int, heads: tuple[int, int]
 ) -> None:
@@ -104,7 +105,7 @@ def test_a_new_token_attends_as_the_twin_does(
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
 @pytest.mark.parametrize("head_dim", [96, 128, 256])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_a_new_token_attends_to_many_parts_in_many_steps(
     name: str, head_dim: int, heads: tuple[int, int]
 ) -> None:
@@ -145,7 +146,7 @@ def test_what_no_kernel_is_made_for_is_left_to_torch() -> None:
     ("head_dim", "half"),
     [(64, 32), (128, 64), (128, 16), (96, 48), (80, 40), (80, 16), (256, 128)],
 )
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_a_new_token_is_rotated_and_stored(
     name: str, head_dim: int, half: int, heads: tuple[int, int]
 ) -> None:

@@ -1,32 +1,31 @@
-"""Replayed steps give the same logits and samples as launched ones."""
+"""Recorded steps give the same logits and samples as launched ones."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from conversions import small_config
+from decoding import GREEDY, HOT, Slots
 from stage_runs import run_until
 from tiny import make_tiny
 
-from exl2flow.core.errors import ContextOverflow
-from exl2flow.inference import BaseGenerator, LoadedModel, SamplingSettings, load_model, step
-from exl2flow.inference.cache.paged import PagedCache
-from exl2flow.inference.generate.base import Generation
-from exl2flow.inference.sampling import SamplerRows, sample
-from exl2flow.inference.step import LaunchedStep, RecordedStep, Recording
-from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.inference import LoadedModel, SamplingSettings, load_model
+from exl2flow.inference.generate import steps
+from exl2flow.inference.generate.recording import Recording
+from exl2flow.inference.sampling import Kind, SamplerSlots, sample
 
 pytestmark = pytest.mark.gpu
 
-GREEDY = SamplingSettings.greedy()
-HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
+DEVICE = "cuda"
 KINDS = {
     "greedy": (GREEDY,),
     "default": (SamplingSettings(),),
     "hot": (HOT,),
     "mixed": (GREEDY, SamplingSettings(temperature=1.5, top_k=100, min_p=0.02), HOT),
+    "penalties": (SamplingSettings(repetition_penalty=1.2, dry_multiplier=0.8), GREEDY),
 }
+ROWS = (1, 2, 4, 16, 32, 64)
 NEAR_TIE = 2**-6  # of the greatest logit: a hidden state is rounded by 2^-11, some dozens of times
 
 
@@ -37,174 +36,213 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     source = make_tiny(request.param, folder / "source", head_dim=64, **windows)
     config = small_config(source, folder / "out", bpw=4.0)
     run_until(config, "compile")
-    return load_model(config.out, device="cuda")
-
-
-def cache_of(model: LoadedModel, name: str, batch: int) -> PagedCache:
-    return PagedCache(
-        model.spec, batch=batch, max_tokens=64, form=CACHE_FORMATS[name], device="cuda"
-    )
-
-
-def rows_of(kind: str, batch: int) -> SamplerRows:
-    settings = KINDS[kind]
-    return SamplerRows.of([settings[i % len(settings)] for i in range(batch)], "cuda")
-
-
-def draws_of(count: int, batch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(batch)
-    return torch.rand(count, batch, generator=generator, dtype=torch.float64).cuda()
+    return load_model(config.out, device=DEVICE)
 
 
 @pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """Return all recordings made from now on."""
     made: list[Recording] = []
 
-    class Listed(Recording):
+    class Listed(steps.Recording):
         def __init__(self, *arguments, **options) -> None:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(step, "Recording", Listed)
-    yield made
-    made.clear()
+    monkeypatch.setattr(steps, "Recording", Listed)
+    return made
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
+def prompts_of(model: LoadedModel, count: int) -> list[list[int]]:
+    """Return prompts of different lengths."""
+    rows = torch.randint(2, model.spec.vocab_size, (count, 60)).tolist()
+    return [row[: 3 + 7 * index % 57] for index, row in enumerate(rows)]
+
+
+def entered(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[SamplingSettings] = (GREEDY,),
+    *,
+    places: Sequence[int] = (),
+    **options: object,
+) -> Slots:
+    """Return slots that the prompts have entered, in order or at the places."""
+    slots = Slots(model, **{"slots": len(prompts), "tokens": 128, "name": "fp16", **options})
+    for index, ids in enumerate(prompts):
+        slots.enter(places[index] if places else index, ids, settings[index % len(settings)])
+    return slots
+
+
+def stacked(slots: Slots, slot: int) -> torch.Tensor:
+    return torch.stack(slots.logits[slot])
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", ["fp16", "q4"])
-@torch.inference_mode()
-def test_a_replay_is_a_step(model: LoadedModel, name: str, batch: int) -> None:
-    ids = torch.randint(0, model.spec.vocab_size, (batch, 64), device="cuda")
-    cache, again = cache_of(model, name, batch), cache_of(model, name, batch)
-    for each in (cache, again):
-        model.decoder.forward(ids[:, :20], each)
-    recorded, rows = RecordedStep(model.decoder, again), rows_of("greedy", batch)
-    draws = draws_of(1, batch)[0]
+def test_a_replay_is_a_step(
+    model: LoadedModel, name: str, rows: int, recordings: list[Recording]
+) -> None:
+    prompts = prompts_of(model, rows)
+    recorded = entered(model, prompts, name=name)
+    launched = entered(model, prompts, name=name, launched=True)
 
-    for position in range(20, 64):
-        token = ids[:, position : position + 1]
-        recorded.begin(token, rows)
-        recorded(draws)
-        assert torch.equal(recorded.logits, model.decoder.forward(token, cache))
+    for slots in (recorded, launched):
+        slots.run(30)
 
-    assert again.length == 64
-    with pytest.raises(ContextOverflow):
-        recorded(draws)
+    assert len(recordings) == 2
+    assert recorded.sampled == launched.sampled
+    for slot in range(rows):
+        assert torch.equal(stacked(recorded, slot), stacked(launched, slot))
+    assert torch.equal(recorded.steps.lengths, launched.steps.lengths)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
-def test_recorded_samples_are_those_of_the_chain(model: LoadedModel, kind: str, batch: int) -> None:
-    ids = torch.randint(0, model.spec.vocab_size, (batch, 20), device="cuda")
-    rows, draws = rows_of(kind, batch), draws_of(44, batch)
-    on_cpu = SamplerRows(table=rows.table.cpu(), most=rows.most)
-    cache, again = cache_of(model, "fp16", batch), cache_of(model, "fp16", batch)
-    for each in (cache, again):
-        model.decoder.forward(ids[:, :19], each)
-    launched, recorded = LaunchedStep(model.decoder, cache), RecordedStep(model.decoder, again)
-    for each in (launched, recorded):
-        each.begin(ids[:, 19:], rows)
+def test_recorded_samples_are_those_of_the_chain(model: LoadedModel, kind: str, rows: int) -> None:
+    prompts = prompts_of(model, rows)
+    recorded = entered(model, prompts, KINDS[kind])
+    launched = entered(model, prompts, KINDS[kind], launched=True)
+    at = launched.steps
+    cpu = SamplerSlots(
+        slots=rows,
+        max_tokens=128,
+        vocab_size=at.sampler.vocab_size,
+        width=at.sampler.width,
+        device="cpu",
+    )
+    for slot, ids in enumerate(prompts):
+        cpu.enter(slot, at._completed(launched.settings[slot]), ids)
+    chosen = Kind.of(launched.settings.values())
 
-    for draw in draws:
-        found = recorded(draw).tolist()
-        assert found == launched(draw).tolist()
-        assert found == sample(recorded.logits[:, 0].cpu(), on_cpu, draw.cpu()).tolist()
+    for draws in torch.rand(20, rows, dtype=torch.float64):
+        found = recorded.run(draws=draws.tolist()).ids[:rows].tolist()
+        assert found == launched.run(draws=draws.tolist()).ids[:rows].tolist()
+        assert found == sample(at.logits[:rows].cpu(), cpu, draws, chosen).ids.tolist()
+    for mine, theirs in zip(recorded.steps.sampler.tensors(), at.sampler.tensors(), strict=True):
+        kept = slice(None) if mine.dim() == 1 else (slice(None), slice(-1))
+        assert torch.equal(mine[kept], theirs[kept])
 
 
-@torch.inference_mode()
 def test_kinds_of_settings_may_alternate(model: LoadedModel, recordings: list[Recording]) -> None:
-    ids = torch.randint(0, model.spec.vocab_size, (3, 20), device="cuda")
-    cache, again = cache_of(model, "fp16", 3), cache_of(model, "fp16", 3)
-    for each in (cache, again):
-        model.decoder.forward(ids[:, :19], each)
-    launched, recorded = LaunchedStep(model.decoder, cache), RecordedStep(model.decoder, again)
-    pending = ids[:, 19:]
+    prompts = prompts_of(model, 3)
+    recorded, launched = (entered(model, prompts, launched=b) for b in (False, True))
 
-    for draw, kind in zip(draws_of(20, 3), [*KINDS] * 5, strict=True):
-        for each in (launched, recorded):
-            each.begin(pending, rows_of(kind, 3))
-        pending = launched(draw)[:, None]
-        assert torch.equal(recorded(draw), pending[:, 0])
+    for step, kind in enumerate(["greedy", "default", "hot", "mixed"] * 5, 1):
+        for slots in (recorded, launched):
+            for slot in range(3):
+                settings = KINDS[kind][slot % len(KINDS[kind])]
+                ids = [*prompts[slot], *slots.sampled[slot]]
+                with torch.inference_mode():
+                    slots.steps.enter(slot, slots.pages[slot], ids, settings, None)
+                slots.settings[slot] = settings
+            slots.run()
+        assert recorded.sampled == launched.sampled
+        assert all(len(ids) == step for ids in recorded.sampled.values())
 
-    assert len(recordings) == 3  # hot and mixed settings are of one kind
-
-
-@torch.inference_mode()
-def text_with_launches(model: LoadedModel, *, max_new_tokens: int) -> Generation:
-    """Return greedy text, with each step launched separately."""
-    prompt, made = "The quick", list[int]()
-    ids = model.tokenizer.encode(prompt, add_bos=True)
-    cache = cache_of(model, "fp16", 1)
-    pending = torch.tensor([ids], device="cuda")
-    for _ in range(max_new_tokens):
-        made.append(int(model.decoder.forward(pending, cache)[0, -1].argmax()))
-        pending = torch.tensor([made[-1:]], device="cuda")
-    text = model.tokenizer.decode([*ids, *made]).removeprefix(model.tokenizer.decode(ids))
-    return Generation(prompt=prompt, text=text, ids=tuple(made), reason="max_new_tokens")
+    assert len(recordings) == 4  # hot and mixed settings are of one kind
 
 
-def test_greedy_text_is_the_same(model: LoadedModel) -> None:
-    options = {"max_new_tokens": 30, "settings": GREEDY, "stop_tokens": ()}
+@pytest.mark.parametrize("places", [(0, 3, 1), (5, 0, 2), (7, 6, 4)], ids=str)
+def test_slots_may_be_taken_in_any_order(
+    model: LoadedModel, places: tuple[int, ...], recordings: list[Recording]
+) -> None:
+    prompts = prompts_of(model, 3)
+    recorded, launched = (
+        entered(model, prompts, KINDS["mixed"], places=places, slots=8, launched=b)
+        for b in (False, True)
+    )
 
-    recorded = BaseGenerator(model).generate("The quick", **options)
+    for slots in (recorded, launched):
+        slots.run(10)
+        slots.move(places[0], 1 if 1 not in places else 4)
+        slots.run(5)
+        slots.enter(places[0], prompts[0], HOT)
+        slots.run(5)
 
-    assert recorded == text_with_launches(model, max_new_tokens=30)
+    assert recordings
+    assert recorded.sampled == launched.sampled
+    for slot in recorded.sampled:
+        assert torch.equal(stacked(recorded, slot), stacked(launched, slot))
 
 
-def test_a_step_that_cannot_be_recorded_is_launched(tmp_path: Path) -> None:
+def test_recordings_share_memory(model: LoadedModel, recordings: list[Recording]) -> None:
+    slots = entered(model, prompts_of(model, 16))
+    for settings in (GREEDY, HOT, SamplingSettings(top_k=100)):
+        for slot in range(16):
+            slots.settings[slot] = settings
+        slots.run()
+
+    assert len(recordings) == 4
+    assert len({recording._graph.pool() for recording in recordings}) == 1
+
+
+def test_a_recording_is_made_beside_texts(model: LoadedModel) -> None:
+    prompts = prompts_of(model, 9)
+    recorded, launched = (
+        entered(model, prompts[:1], (HOT,), slots=16, launched=b) for b in (False, True)
+    )
+
+    for slots in (recorded, launched):
+        for slot, ids in enumerate(prompts[1:], 1):
+            slots.run(2)
+            slots.enter(slot, ids, KINDS["mixed"][slot % 3])
+        slots.run(2)
+
+    # rows of the texts' recordings grow at the same steps as those of the launches
+    assert recorded.sampled == launched.sampled
+
+
+def test_greedy_text_is_that_of_full_passes(model: LoadedModel) -> None:
+    ids = prompts_of(model, 8)[7]
+    slots = entered(model, [ids])
+
+    slots.run(30)
+
+    with torch.inference_mode():
+        whole = torch.tensor([ids + slots.sampled[0][:-1]], device=DEVICE)
+        expected = model.decoder.forward(whole)[0, len(ids) - 1 :]
+    bound = NEAR_TIE * float(expected.abs().max())
+    torch.testing.assert_close(stacked(slots, 0), expected, rtol=0, atol=bound / 2)
+    known = expected[:, : model.tokenizer.vocab_size]
+    for logits, token in zip(known, slots.sampled[0], strict=True):
+        assert float(logits.max() - logits[token]) < bound
+
+
+def test_a_step_that_cannot_be_recorded_is_launched(
+    tmp_path: Path, recordings: list[Recording]
+) -> None:
     few = {"num_attention_heads": 8}  # of 8 dims each: no kernel attends to heads so small
     folder = make_tiny("llama", tmp_path / "source", **few)
-    options = {"max_new_tokens": 10, "settings": GREEDY, "stop_tokens": ()}
-    model = load_model(folder, device="cuda")
-    cache = cache_of(model, "fp16", 1)
-    with torch.inference_mode(), pytest.raises(RuntimeError):
-        RecordedStep(model.decoder, cache).begin(
-            torch.zeros(1, 1, dtype=torch.int64), rows_of("greedy", 1)
-        )
-    assert cache.length == 0
+    model = load_model(folder, device=DEVICE)
+    prompts = prompts_of(model, 3)
+    slots, launched = (entered(model, prompts, launched=b) for b in (False, True))
 
-    text = BaseGenerator(model).generate("The quick", **options)
+    for each in (slots, launched):
+        each.run(10)
 
-    assert text == text_with_launches(model, max_new_tokens=10)
+    assert recordings == []
+    assert slots.sampled == launched.sampled
 
 
-@torch.inference_mode()
-def greedy(
-    model: LoadedModel, ids: torch.Tensor, kind: type[LaunchedStep] | type[RecordedStep]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 30 greedy ids (b, 30) after the prompts, and their logits (b, 30, v)."""
-    batch = len(ids)
-    rows, draws = rows_of("greedy", batch), draws_of(1, batch)[0]
-    cache = cache_of(model, "fp16", batch)
-    prompt = LaunchedStep(model.decoder, cache)
-    prompt.begin(ids, rows)
-    made, logits = [prompt(draws)], [prompt.logits]
-    step = kind(model.decoder, cache)
-    step.begin(prompt.ids, rows)
-    for _ in range(29):
-        made.append(step(draws).clone())
-        logits.append(step.logits.clone())
-    return torch.stack(made, dim=1), torch.cat(logits, dim=1)
-
-
-def test_greedy_texts_of_a_batch_are_those_of_each_alone(model: LoadedModel) -> None:
-    """Launches depend on the batch: a text may diverge at a near-tie, and only there."""
-    ids = torch.randint(0, model.spec.vocab_size, (16, 20), device="cuda")
-
-    together, together_logits = greedy(model, ids, RecordedStep)
-    assert torch.equal(together, greedy(model, ids, LaunchedStep)[0])
-    for row in range(16):
-        alone, logits = (x[0] for x in greedy(model, ids[row : row + 1], RecordedStep))
-        differs = (alone != together[row]).nonzero()
-        until = int(differs[0]) + 1 if len(differs) else len(alone)
+def test_greedy_texts_of_many_slots_are_those_of_each_alone(model: LoadedModel) -> None:
+    """Launches depend on the rows: a text may diverge at a near-tie, and only there."""
+    prompts = prompts_of(model, 16)
+    together = entered(model, prompts)
+    together.run(30)
+    for slot, ids in enumerate(prompts):
+        alone = entered(model, [ids])
+        alone.run(30)
+        mine, other = together.sampled[slot], alone.sampled[0]
+        differs = [place for place in range(30) if mine[place] != other[place]]
+        until = differs[0] + 1 if differs else 30
+        logits = stacked(alone, 0)
         bound = NEAR_TIE * float(logits.abs().max())
         torch.testing.assert_close(
-            together_logits[row, :until], logits[:until], rtol=0, atol=bound / 2
+            stacked(together, slot)[:until], logits[:until], rtol=0, atol=bound / 2
         )
-        if len(differs):
-            first, second = logits[until - 1].topk(2).values
+        if differs:
+            first, second = logits[until - 1, : model.tokenizer.vocab_size].topk(2).values
             assert float(first - second) < bound
 
 
@@ -212,28 +250,19 @@ def test_greedy_texts_of_a_batch_are_those_of_each_alone(model: LoadedModel) -> 
 def test_texts_reuse_a_recording(
     model: LoadedModel, settings: SamplingSettings, recordings: list[Recording]
 ) -> None:
-    options = {"max_new_tokens": 30, "settings": settings, "seed": 3, "stop_tokens": ()}
-    prompts = ("The quick brown fox jumps over", "The", "A tokenizer", "The")
-    fresh = [BaseGenerator(model).generate(prompt, **options) for prompt in prompts]
+    prompts = prompts_of(model, 4)
+    fresh = []
+    for ids in prompts:
+        fresh.append(entered(model, [ids], (settings,)))
+        fresh[-1].run(20, draws=[0.3])
     recordings.clear()
-    generator = BaseGenerator(model)
+    slots = entered(model, prompts[:1], (settings,))
 
-    for prompt, expected in zip(prompts, fresh, strict=True):
-        assert generator.generate(prompt, **options) == expected
-        stream = generator.stream([5, 6], max_new_tokens=30, settings=settings)
-        assert len([next(stream) for _ in range(4)]) == 4
-        del stream  # abandoned while a replay is in flight
+    for ids, expected in zip(prompts, fresh, strict=True):
+        slots.enter(0, ids, settings)
+        slots.run(20, draws=[0.3])
+        assert slots.sampled[0] == expected.sampled[0]
+        slots.enter(0, [5, 6], settings)
+        slots.run(4)
 
-    assert len(recordings) == 1
-
-
-def test_a_text_may_begin_before_another_one_ends(model: LoadedModel) -> None:
-    options = {"max_new_tokens": 20, "settings": HOT, "seed": 4}
-    generator = BaseGenerator(model)
-    expected = list(generator.stream([5, 6, 7], **options))
-
-    first = generator.stream([5, 6, 7], **options)
-    begun = [next(first) for _ in range(5)]
-    within = list(generator.stream([5, 6, 7], **options))
-
-    assert begun + list(first) == within == expected
+    assert len(recordings) == 2

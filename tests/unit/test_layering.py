@@ -44,7 +44,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "rich": ("flows/cli/",),
     "highspy": ("quant/allocate/knapsack.py",),
     "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
-    "tokenizers": ("model/tokenizer.py", "model/sentencepiece_model.py"),
+    "tokenizers": ("model/tokenizer.py", "model/pieces.py", "model/sentencepiece_model.py"),
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda_ops.py", "kernels/compiler.py"),
     "huggingface_hub": ("tasks/",),

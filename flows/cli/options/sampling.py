@@ -1,26 +1,31 @@
-"""The options that set a field of `SamplingSettings`: one row per field."""
+"""The options that set a field of `SamplingSettings`: one row per field that holds one value."""
+
+from dataclasses import Field, fields
+from typing import Any
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values
 from exl2flow.flows.cli.options.setting import Panel, Setting
 
+COMMON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-def _row(field: str, metavar: str, help: str) -> Setting:
-    flag = f"--{field.replace('_', '-')}"
-    return Setting(flag=flag, field=field, metavar=metavar, help=help, model=SamplingSettings)
+
+def _row(field: "Field[Any]") -> Setting:
+    return Setting(
+        flag=f"--{field.name.replace('_', '-')}",
+        field=field.name,
+        metavar=field.metadata["metavar"],
+        help=field.metadata["help"],
+        default="off" if field.default is None else None,
+        is_rare=field.name not in COMMON,
+        model=SamplingSettings,
+    )
 
 
 SAMPLING: Panel = (
     "Sampling",
-    (
-        _row("temperature", "T", "Divide logits by T; below 0.01: always the likeliest token."),
-        _row("top_k", "K", "Draw from the K likeliest tokens; 0: from all."),
-        _row(
-            "top_p", "P", "Draw from the fewest tokens whose probabilities sum to P; 0 or 1: off."
-        ),
-        _row("min_p", "P", "Drop tokens less likely than P times the likeliest; 0: off."),
-    ),
+    tuple(_row(field) for field in fields(SamplingSettings) if field.metadata),
 )
 
 

@@ -77,13 +77,17 @@ class Setting:
     def parameter(self, panel: str) -> inspect.Parameter:
         """Return the command's parameter, None unless given: presets fill the others."""
         field = self.field_info()
-        shown = self.default or field.default
+        is_off = field.default is False or field.default == []
+        shown = self.default or (None if is_off else field.default)
+        is_on = field.default is True  # then it needs a name to switch it off
         option = typer.Option(
-            self.flag,
+            f"{self.flag}/--no-{self.flag[2:]}" if is_on else self.flag,
             help=self.help,
             metavar=self.metavar,
             parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
-            show_default=False if shown is None else str(shown),
+            show_default=False
+            if any(shown is x for x in (None, False)) or shown == []
+            else str(shown),
             rich_help_panel=panel,
             hidden=self.is_rare,
         )

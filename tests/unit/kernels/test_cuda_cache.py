@@ -1,6 +1,7 @@
 """Launches of attention to a cache."""
 
 import pytest
+from caches import GPU_FORMATS
 
 from exl2flow.kernels import CACHE_FORMATS, LayerStore
 from exl2flow.kernels.compiler import ATTENTION_WARPS
@@ -29,7 +30,7 @@ def test_common_heads_have_a_kernel_and_odd_ones_have_none() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_stages_fit(name: str, width: int, room: int) -> None:
     store = LayerStore.empty(
         CACHE_FORMATS[name], pages=1, kv_heads=1, head_dim=width, device="meta"

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from caches import GPU_FORMATS
 from cupy_backends.cuda.libs import nvrtc
 
 from exl2flow.kernels.cache_formats import CACHE_FORMATS
@@ -14,7 +15,7 @@ DEVICES = [
     pytest.param([80, 86, 89, 120], marks=pytest.mark.slow),
 ]
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
-FORMATS = {(form.keys.name, form.values.name) for form in CACHE_FORMATS.values()}
+FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
 INSTANCES = {
     "attention.cu": [f"attend<{w}, {k}, {v}>" for w in WIDTHS for k, v in sorted(FORMATS)],
     "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],

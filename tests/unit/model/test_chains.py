@@ -1,19 +1,22 @@
 """Few tokens through the products between attentions: as sublayer after sublayer."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from caches import Sequences
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.kernels import FEW_ROWS, Group
 from exl2flow.model import (
     Decoder,
     DenseLinear,
+    KvCache,
     ModelSpec,
     QuantizedMatrix,
+    RopeTable,
     Sublayer,
     TensorFiles,
     build_embedding,
@@ -74,17 +77,15 @@ def decoder_of(spec: ModelSpec, *, dtype: torch.dtype = torch.float16) -> Decode
     )
 
 
-def cache_of(spec: ModelSpec, *, batch: int = 1) -> ContiguousCache:
-    return ContiguousCache(spec, batch=batch, max_tokens=64, dtype=torch.float16, device="cpu")
-
-
 def one_by_one(
-    sublayers: list[Sublayer], hidden: torch.Tensor, cache: ContiguousCache | None = None
+    sublayers: list[Sublayer],
+    hidden: torch.Tensor,
+    cache: KvCache | None = None,
+    table: RopeTable | None = None,
 ) -> torch.Tensor:
-    start = 0 if cache is None else cache.length
     for sublayer in sublayers:
         layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
-        hidden = sublayer(hidden, start=start, cache=layer)
+        hidden = sublayer(hidden, start=table or 0, cache=layer)
     return hidden
 
 
@@ -109,16 +110,15 @@ def test_chains_say_what_sublayers_say(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_chains_go_on_from_a_cache(family: str, tmp_path: Path) -> None:
     spec = make_packed(family, tmp_path)
-    sublayers, caches = sublayers_of(spec), [cache_of(spec, batch=2) for _ in range(2)]
+    sublayers = sublayers_of(spec)
+    mine, plain = (Sequences(spec, batch=2, tokens=64, name="fp16") for _ in range(2))
     chains = Chains.of(sublayers)
     assert chains is not None
 
     for count in (4, 1, 3):
         hidden = torch.randn(2, count, 64).half()
-        found = chains(hidden, start=caches[0].length, cache=caches[0])
-        close(found, one_by_one(sublayers, hidden, caches[1]))
-
-    assert caches[0].length == caches[1].length == 8
+        found = mine.read(lambda x, cache, table: chains(x, start=table, cache=cache), hidden)
+        close(found, plain.read(partial(one_by_one, sublayers), hidden))
 
 
 def test_the_hidden_state_that_comes_in_is_kept(tmp_path: Path) -> None:
@@ -170,15 +170,14 @@ def test_few_tokens_of_a_decoder_go_through_chains(
     tmp_path: Path, seen: list[tuple[int, ...]]
 ) -> None:
     spec = make_packed("qwen2", tmp_path)
-    decoder, cache = decoder_of(spec), cache_of(spec)
+    decoder, cache = decoder_of(spec), Sequences(spec, tokens=64, name="fp16")
     ids = torch.randint(0, VOCAB_SIZE, (1, FEW_ROWS + 3))
 
     many = decoder.hidden(ids)
     assert seen == []
-    few = [decoder.hidden(part, cache) for part in ids.split([FEW_ROWS + 1, 1, 1], 1)]
+    few = [cache.read(decoder.hidden, part) for part in ids.split([FEW_ROWS + 1, 1, 1], 1)]
 
     assert seen == [(1, 1, 64), (1, 1, 64)]
-    assert cache.length == FEW_ROWS + 3
     close(torch.cat(few, 1), many)
 
 

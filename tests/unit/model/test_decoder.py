@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from caches import Sequences
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.core.errors import ContextOverflow, MissingTensor, TensorShapeError
-from exl2flow.inference.cache.contiguous import ContiguousCache
+from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.model import (
     Decoder,
     Embedding,
@@ -36,12 +36,6 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 
 def ids(*shape: int) -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, shape)
-
-
-def cache_for(decoder: Decoder, *, batch: int, max_tokens: int) -> ContiguousCache:
-    return ContiguousCache(
-        decoder.spec, batch=batch, max_tokens=max_tokens, dtype=torch.float32, device="cpu"
-    )
 
 
 def test_logits_are_fp32_over_the_vocabulary(tmp_path: Path) -> None:
@@ -138,40 +132,17 @@ def test_embedding_of_another_width_is_refused(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def test_truncated_cache_continues_like_a_fresh_one(tmp_path: Path) -> None:
+def test_a_cache_goes_on_where_it_stands_back(tmp_path: Path) -> None:
     decoder, tokens = build(make_tiny("mistral", tmp_path, sliding_window=6)), ids(2, 20)
-    cache = cache_for(decoder, batch=2, max_tokens=20)
-    decoder.forward(tokens.flip(1), cache)
+    cache = Sequences(decoder.spec, batch=2, tokens=20)
+    cache.read(decoder.forward, tokens.flip(1))
 
-    cache.truncate(0)
-    decoder.forward(tokens[:, :12], cache)
-    cache.truncate(8)
-    logits = decoder.forward(tokens[:, 8:], cache)
+    cache.length = 0
+    cache.read(decoder.forward, tokens[:, :12])
+    cache.length = 8
+    logits = cache.read(decoder.forward, tokens[:, 8:])
 
-    assert cache.length == 20
     torch.testing.assert_close(logits, decoder.forward(tokens)[:, 8:], rtol=0, atol=1e-4)
-
-
-def test_truncating_to_more_than_is_held_changes_nothing(tmp_path: Path) -> None:
-    decoder = build(make_tiny("llama", tmp_path))
-    cache = cache_for(decoder, batch=1, max_tokens=8)
-    decoder.forward(ids(1, 3), cache)
-
-    cache.truncate(5)
-
-    assert cache.length == 3
-
-
-def test_full_cache_is_an_error_that_leaves_it_usable(tmp_path: Path) -> None:
-    decoder = build(make_tiny("llama", tmp_path))
-    cache = cache_for(decoder, batch=1, max_tokens=8)
-    decoder.forward(ids(1, 6), cache)
-
-    with pytest.raises(ContextOverflow, match="9 tokens do not fit a cache of 8"):
-        decoder.forward(ids(1, 3), cache)
-
-    assert cache.length == 6
-    decoder.forward(ids(1, 2), cache)
 
 
 def test_vocabulary_of_the_config_decides(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from caches import Sequences
 from tiny import make_tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from exl2flow.inference.cache.contiguous import ContiguousCache
 from exl2flow.model import Decoder, TensorFiles, build_decoder, resolve
 
 TOLERANCE = 1e-4  # logits are of size 1 to 4, sums are fp32 in another order
@@ -132,14 +132,12 @@ def assert_same_steps(folder: Path, *, prompt: int, steps: int) -> None:
         ids[:, prompt + steps :],
     ]
     past = DynamicCache(config=reference.config)
-    cache = ContiguousCache(
-        ours.spec, batch=1, max_tokens=ids.shape[1], dtype=torch.float32, device="cpu"
-    )
+    cache = Sequences(ours.spec, tokens=ids.shape[1])
     for chunk in chunks:
         with torch.no_grad():
             expected = reference(chunk, past_key_values=past, use_cache=True).logits
 
-        logits = ours.forward(chunk, cache)
+        logits = cache.read(ours.forward, chunk)
 
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 from tiny import TEXT, TOKENIZER_SIZE, tiny_tokenizer
 
 from exl2flow.core.errors import SourceModelError
@@ -322,3 +323,33 @@ def test_a_git_lfs_pointer_says_how_to_get_the_tokenizer(folder: Path) -> None:
 
     with pytest.raises(SourceModelError, match="is a Git LFS pointer"):
         Tokenizer.load(folder)
+
+
+def test_special_ids_are_those_that_decoding_leaves_out(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    ids = range(tokenizer.vocab_size)
+
+    assert tokenizer.special_ids == {0, 1, 7}  # 7 is a letter, but ends texts
+    assert {token_id for token_id in ids if not tokenizer.decode([token_id])} == {0, 1, 7}
+    assert all(tokenizer.decode([token_id], special=True) for token_id in ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "pad"),
+    [
+        ({"pad_token_id": 5}, (), 5),
+        ({"pad_token_id": -1}, (), 1),
+        ({}, ("<pad>",), TOKENIZER_SIZE),
+        ({}, (), 1),  # EOS
+        ({"eos_token_id": 0}, (), None),  # which is BOS
+    ],
+)
+def test_pad_id_has_fallbacks(
+    config: dict[str, int], tokens: tuple[str, ...], pad: int | None, folder: Path
+) -> None:
+    write(folder, "config.json", {"bos_token_id": 0, "eos_token_id": 1} | config)
+    backend = tokenizers.Tokenizer.from_str(tiny_tokenizer())
+    backend.add_special_tokens(list(tokens))
+    (folder / "tokenizer.json").write_text(backend.to_str())
+
+    assert Tokenizer.load(folder).pad_token_id == pad

@@ -7,7 +7,8 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.inference.cache.paged import PagedCache, cache_format
+from exl2flow.inference.cache.paged import PagedCache, pages_of
+from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
 from exl2flow.model.footprint import DEVICE_BYTES, cache_bytes
 from exl2flow.quant.forecast.fit import find_fit, fitted
@@ -19,12 +20,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("fit") / "tiny", max_position_embeddings=2048)
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "q8", "q6", "q4"])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_cache_is_counted_as_it_is_reserved(source: Path, name: str) -> None:
     spec = resolve(source)
-    cache = PagedCache(spec, batch=1, max_tokens=300, form=cache_format(name), device="cpu")
+    cache = PagedCache(spec, pages=pages_of(300), form=CACHE_FORMATS[name], device="cpu")
 
-    assert cache_bytes(spec, context=300, cache_format=name) == cache.nbytes
+    used = cache.nbytes * cache.pages // (cache.pages + 1)  # without the spare page
+    assert cache_bytes(spec, context=300, cache_format=name) == used
 
 
 def test_weights_and_everything_else_fill_the_memory(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,283 @@
+"""Time the generator against recorded steps of the same rows and context.
+
+    python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16]
+
+Modes: overhead, mixed, admit, gap, prefix, sampler, fit. Unless a model is given, one of random
+codes is written to a temporary folder; texts end by their number of tokens only.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+import torch
+from decode import seconds, write_model
+from layers import SHAPES
+
+from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.generate.recording import Recording
+from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.sampling import Kind, SamplerSlots, sample
+from exl2flow.model.footprint import Footprint
+
+GREEDY, DEFAULT = SamplingSettings.greedy(), SamplingSettings()
+MIXED = (GREEDY, DEFAULT, SamplingSettings(top_k=0, min_p=0.05), SamplingSettings(top_p=0.95))
+EVERYTHING = {
+    "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_a": 0.01,
+    "min_p": 0.001, "tfs": 0.99, "typical": 0.99, "xtc_probability": 0.5, "dry_multiplier": 0.8,
+    "skew": 0.1, "mirostat": True, "min_temp": 0.5, "max_temp": 1.5, "smoothing_factor": 0.2,
+    "token_bias": ((5, 1.0),),
+}  # fmt: skip
+
+
+def prompt(tokens: int, vocab: int, seed: int) -> tuple[int, ...]:
+    """Return random ids."""
+    source = random.Random(seed)
+    return tuple(source.randrange(5, vocab) for _ in range(tokens))
+
+
+def request(model: LoadedModel, tokens: int, new: int, seed: int, **more: object) -> Request:
+    """Return a request with a prompt of random ids."""
+    ids = prompt(tokens, model.spec.vocab_size, seed)
+    return Request(ids, max_new_tokens=new, stops=(), seed=seed, **more)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def static(model: LoadedModel, rows: int, context: int, form: str, kind: Kind) -> float:
+    """Return the median seconds of a recorded step, nothing but replays on a full device."""
+    device = torch.device("cuda")
+    per_row = pages_of(context + 64)
+    cache = PagedCache(
+        model.spec, pages=rows * per_row, form=cache_format(form, device), device=device
+    )
+    steps = Steps(model, cache, slots=rows, max_tokens=context + 64)
+    ids = prompt(context, model.spec.vocab_size, 0)
+    for row in range(rows):
+        pages = range(row * per_row, (row + 1) * per_row)
+        steps.enter(row, [*pages], ids, GREEDY, None)
+    times = []
+    for _ in range(25):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        steps.run(rows, kind, [0.5] * rows)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return median(times[5:])
+
+
+def stepped(generator: Generator, steps: int) -> float:
+    """Return the seconds per step of so many steps."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        generator.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / steps
+
+
+def overhead(model: LoadedModel, form: str) -> None:
+    """Compare steps of 1, 16 and 64 jobs with their replays."""
+    for jobs in (1, 16, 64):
+        generator = Generator(model, cache=form, tokens=jobs * 512, slots=jobs)
+        for seed in range(jobs):
+            generator.submit(request(model, 32, 400, seed, settings=GREEDY))
+        for _ in range(100):
+            generator.step()
+        found = stepped(generator, 100)
+        del generator
+        expected = static(model, jobs, 182, form, Kind.of([GREEDY]))
+        print(
+            f"| {jobs} jobs | {1e3 * found:.3f} ms | {1e3 * expected:.3f} ms "
+            f"| {found / expected:.3f} |",
+            flush=True,
+        )
+
+
+def mixed(model: LoadedModel, form: str) -> None:
+    """Generate many texts of all lengths; count tokens while all slots are in use."""
+    for jobs, slots in ((64, 16), (256, 64)):
+        source = random.Random(1)
+        generator = Generator(model, cache=form, tokens=slots * 1600, slots=slots)
+        generator.warmup()
+        for seed in range(jobs):
+            tokens, new = source.randint(16, 1024), source.randint(64, 512)
+            generator.submit(request(model, tokens, new, seed, settings=MIXED[seed % 4]))
+        counts, decoding, whole, ended = 0, [], 0.0, 0
+        waiting = jobs - slots
+        context = []
+        while ended < waiting:  # later, slots stay empty
+            begun = time.perf_counter()
+            events = generator.step()
+            taken = time.perf_counter() - begun
+            new = sum(len(event.ids) for event in events)
+            ended += sum(event.reason is not None for event in events)
+            counts, whole = counts + new, whole + taken
+            if not any(event.stage == "prompt" for event in events) and new:
+                decoding.append((taken, new))
+            context.append(sum(len(s.ids) for s in generator._schedule._sequences()) / slots)
+        del generator
+        rate = sum(n for _, n in decoding) / sum(t for t, _ in decoding)
+        step = static(model, slots, int(median(context)), form, Kind.of(MIXED))
+        print(
+            f"| {jobs} jobs in {slots} slots | {rate:.0f} tokens/s between prompts "
+            f"| {slots / step:.0f} static | {rate * step / slots:.3f} "
+            f"| {counts / whole:.0f} tokens/s with prompts |",
+            flush=True,
+        )
+
+
+def admit(model: LoadedModel, form: str) -> None:
+    """Submit 64 short prompts at once."""
+    generator = Generator(model, cache=form, tokens=64 * 512, slots=64)
+    times = []
+    for trial in range(4):
+        first = set[object]()
+        begun = time.perf_counter()
+        jobs = [
+            generator.submit(request(model, 32, 8, 64 * trial + i, settings=GREEDY, tag=i))
+            for i in range(64)
+        ]
+        while len(first) < 64:
+            first |= {event.tag for event in generator.step() if event.ids}
+        times.append(time.perf_counter() - begun)
+        for job in jobs:
+            job.cancel()
+        generator.step()
+    print(
+        f"| 64 prompts of 32 tokens | all have a token in {median(times[1:]):.3f} s |", flush=True
+    )
+
+
+def gap(model: LoadedModel, form: str) -> None:
+    """Read a long prompt while 15 jobs are decoded."""
+    generator = Generator(model, cache=form, tokens=16 * 2048 + 16384, slots=16)
+    for trial in range(2):
+        jobs = [
+            generator.submit(request(model, 32, 900, trial * 16 + i, settings=GREEDY))
+            for i in range(15)
+        ]
+        for _ in range(40):
+            generator.step()
+        step = stepped(generator, 20)
+        jobs.append(generator.submit(request(model, 16384 - 64, 32, 1000 + trial, tag="long")))
+        waits, read = [], 0
+        while read < 16384 - 66:
+            begun = time.perf_counter()
+            events = generator.step()
+            waits.append(time.perf_counter() - begun)
+            read = max([read, *(e.read for e in events if e.tag == "long")])
+        for job in jobs:
+            job.cancel()
+        generator.step()
+    print(
+        f"| longest wait of 15 jobs | {1e3 * max(waits):.1f} ms | median with a pass "
+        f"{1e3 * median(waits):.1f} ms | step {1e3 * step:.1f} ms | {len(waits)} passes |",
+        flush=True,
+    )
+
+
+def prefix(model: LoadedModel, form: str) -> None:
+    """Repeat a long prompt; read a common beginning once."""
+    generator = Generator(model, cache=form, tokens=64 * 1536 + 16384, slots=64)
+    for _ in range(2):
+        steps, first = 0, False
+        generator.submit(request(model, 8192, 4, 7, settings=GREEDY))
+        begun = time.perf_counter()
+        while not first:
+            steps += 1
+            first = any(event.ids for event in generator.step())
+        taken = time.perf_counter() - begun
+        while not generator.is_idle:
+            generator.step()
+    print(f"| 8,192 tokens seen before | first token in {steps} steps, {1e3 * taken:.1f} ms |")
+    common = prompt(1000, model.spec.vocab_size, 11)
+    last = []
+    for i in range(64):
+        ids = (*common, *prompt(20, model.spec.vocab_size, 100 + i))
+        generator.submit(Request(ids, max_new_tokens=4, stops=(), settings=GREEDY))
+    while not generator.is_idle:
+        last += [e.statistics for e in generator.step() if e.statistics]
+    read = sum(s.prompt_tokens - 1 - s.cached_tokens for s in last if s)
+    print(
+        f"| 64 prompts of 1,020, 1,000 in common | {read} tokens read (1,000 + 64 · 19 = 2,216) |"
+    )
+
+
+@torch.inference_mode()
+def sampler(model: LoadedModel, form: str) -> None:
+    """Time sampling alone, 16 rows of a vocabulary of 152k, as a recording."""
+    width, rows = 152_064, 16
+    logits = 3 * torch.randn(rows, width, device="cuda")
+    draws = torch.rand(rows, dtype=torch.float64, device="cuda")
+    plain = 0.0
+    for name, settings in (
+        ("greedy", GREEDY),
+        ("default", DEFAULT),
+        ("all steps, top-k 50", SamplingSettings(**EVERYTHING)),  # type: ignore[arg-type]
+        ("all steps, all candidates", SamplingSettings(top_k=0, **EVERYTHING)),  # type: ignore[arg-type]
+    ):
+        slots = SamplerSlots(
+            slots=rows, max_tokens=2048, vocab_size=width, width=width, device="cuda"
+        )
+        for row in range(rows):
+            slots.enter(row, settings, prompt(1000, width, row))
+        kind = Kind.of([settings])
+        work = Recording(lambda s=slots, k=kind: sample(logits, s, draws, k))  # type: ignore[misc]
+        taken = seconds(work.replay)
+        plain = plain or taken
+        print(f"| {name} | {1e3 * taken:.3f} ms | + {1e3 * (taken - plain):.3f} ms |", flush=True)
+
+
+def fit(model: LoadedModel, form: str) -> None:
+    """Fill 64 slots of 2,048 tokens; compare tensors with the forecast."""
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    generator = Generator(model, cache="q6", tokens=64 * 2048, slots=64)
+    for seed in range(64):
+        generator.submit(request(model, 1984, 64, seed, settings=DEFAULT))
+    while not generator.is_idle:
+        generator.step()
+    found = torch.cuda.max_memory_allocated() - held
+    needs = Footprint.of(model.spec, context=2048, cache_format="q6", sequences=64)
+    expected = needs.cache + needs.work
+    print(
+        f"| 64 slots of 2,048, q6 | tensors {found / 1e9:.2f} GB | forecast {expected / 1e9:.2f} |"
+    )
+
+
+MODES = {f.__name__: f for f in (overhead, mixed, admit, gap, prefix, sampler, fit)}
+
+
+def run(modes: Iterable[str], model: LoadedModel, form: str) -> None:
+    """Print the rows of some modes."""
+    for mode in modes:
+        print(f"\n{mode}\n", flush=True)
+        MODES[mode](model, form)
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modes", nargs="+", choices=MODES)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--model", type=Path, help="an EXL2 folder instead of random codes")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--bpw", type=int, default=4)
+    parser.add_argument("--cache", default="fp16")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        source = arguments.model or Path(folder) / "model"
+        if arguments.model is None:
+            write_model(source, arguments.shape, arguments.layers, arguments.bpw)
+        model = load_model(source, device="cuda", max_tokens=20480)
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.cache} cache")
+        run(arguments.modes, model, arguments.cache)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Which page holds which tokens, who uses it, what may be reused: integers and hashes, no tensors.
+
+The key of a full page is a hash of all ids up to its end, so equal beginnings share pages. Content
+forms a tree: a page is *listed* under the key of the pages before it, and only while those are
+listed, too. Without users it stays listed until it is evicted: least recently used first, the end
+of a sequence before its beginning.
+
+The caller runs everything in one stream and issues a `Copy` as soon as it gets one: whatever
+overwrites the source, which may be evicted at any time, then comes later.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from exl2flow.inference.cache.listing import ID_BYTES, Listing, Page, Pages, packed
+from exl2flow.kernels.cache_formats import PAGE_TOKENS
+
+__all__ = ["Copy", "PageTable", "Pages"]
+
+LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
+WORTH_WAITING = 32  # tokens in common; to read fewer costs less than to wait for a pass
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Rows to copy from one page to another in every layer, the first `tokens` of each."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class PageTable:
+    """Hands out pages and finds those that hold the beginning of a sequence.
+
+    Ids are always those of one sequence, which only grows between cuts. Misuse fails an assertion.
+    """
+
+    def __init__(self, pages: int, *, page_tokens: int = PAGE_TOKENS) -> None:
+        self.page_tokens = page_tokens
+        self._pages = [Page() for _ in range(pages)]
+        self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
+        self._listed = Listing(self._pages, page_tokens)
+
+    @property
+    def free(self) -> int:
+        """Number of pages without users, with or without content."""
+        return len(self._free)
+
+    def begin(self, salt: bytes = b"") -> Pages:
+        """Return an empty sequence; sequences with different salts share nothing."""
+        return Pages(salt)
+
+    def match(self, held: Pages, ids: Sequence[int]) -> Copy | None:
+        """Fill a sequence from the cache, up to its last id at most, from a page boundary only.
+
+        It shares full pages, then copies the longest known beginning of the next one. Pages that
+        were reserved but not written are given back first.
+        """
+        first = index = self._boundary(held)
+        if index is None or first is None:
+            return None
+        self._give_back(held, index)
+        while (page := self._listed.known(held, index, ids)) is not None:
+            held.pages.append(self._use(page))
+            index += 1
+        held.cached_pages += index - first
+        held.cached += (index - first) * self.page_tokens
+        held.filled = index * self.page_tokens
+        end = min(held.filled + self.page_tokens, len(ids) - 1)
+        source, tokens = self._listed.alike(
+            self._key_before(held, index), packed(ids[held.filled : end])
+        )
+        if tokens < LEAST_COPIED or not self._free:
+            return None
+        held.filled += tokens
+        held.cached += tokens
+        return self._copy(held, source, tokens)
+
+    def needs(self, held: Pages, ids: Sequence[int]) -> int:
+        """Return how many of the free pages `match` and `reserve` take for all ids."""
+        index = self._boundary(held)
+        while index is not None and (page := self._listed.known(held, index, ids)) is not None:
+            if not self._pages[page].users:
+                break  # nor has any page after it users
+            index += 1
+        return max(0, -(-len(ids) // self.page_tokens) - max(index or 0, len(held.pages)))
+
+    def next_key(self, held: Pages, ids: Sequence[int]) -> tuple[bytes, bytes] | None:
+        """Return a name for what a prompt pass reads next, None if nobody could take it over.
+
+        Let one of the sequences with equal names read in a pass; after it, `match` gives the
+        others `WORTH_WAITING` tokens or more.
+        """
+        index, end = self._boundary(held), held.filled + min(WORTH_WAITING, self.page_tokens)
+        if index is None or end >= len(ids):
+            return None
+        before = self._key_before(held, index)
+        return None if before is None else (before, packed(ids[held.filled : end]))
+
+    def reserve(self, held: Pages, tokens: int) -> bool:
+        """Take pages for the first `tokens` positions, or none at all if too few are free."""
+        assert not held.released, "the sequence has been released"
+        missing = -(-tokens // self.page_tokens) - len(held.pages)
+        if missing > self.free:
+            return False
+        held.pages += [self._take() for _ in range(missing)]
+        return True
+
+    def fill(self, held: Pages, ids: Sequence[int]) -> list[int]:
+        """Record that keys and values of the next ids have been written.
+
+        A page that becomes full is exchanged for one with equal content, if there is one.
+
+        Returns:
+            The indexes into `held.pages` that were exchanged.
+        """
+        assert held.filled + len(ids) <= len(held.pages) * self.page_tokens, "pages not reserved"
+        exchanged, done = [], 0
+        while done < len(ids):
+            index, inside = divmod(held.filled, self.page_tokens)
+            new = ids[done : done + self.page_tokens - inside]
+            if self._fill_page(held, index, packed(new), is_fresh=not inside):
+                exchanged.append(index)
+            held.filled += len(new)
+            done += len(new)
+        return exchanged
+
+    def cut(self, held: Pages, tokens: int) -> Copy | None:
+        """Rewind to the first `tokens`, and give back the pages after them, also reserved ones.
+
+        If others use the last page, its first rows move to another one. If none is free, `filled`
+        becomes the page's first position, and the tokens after it have to be computed again.
+        """
+        assert 0 <= tokens <= held.filled, f"cannot rewind from {held.filled} to {tokens} tokens"
+        index, inside = divmod(tokens, self.page_tokens)
+        self._give_back(held, index + (inside > 0))
+        del held.keys[index:]
+        held.filled = tokens
+        if not inside:
+            return None
+        last = held.pages[index]
+        if self._pages[last].users == 1:
+            self._forget(self._listed.following(last))
+            self._listed.put(last, self._pages[last].content[: inside * ID_BYTES])
+            return None
+        self._give_back(held, index)
+        if self._free:
+            return self._copy(held, last, inside)
+        held.filled -= inside
+        return None
+
+    def release(self, held: Pages, *, keep: bool = True) -> None:
+        """End a sequence. Its pages stay listed, unless their values are not finite (`keep=False`).
+
+        Then forget all content that begins with the same two ids, and so includes copies of its
+        pages, their sources, and what was computed from either; who uses such a page keeps it.
+        """
+        assert not held.released, "the sequence has been released"
+        content = self._pages[held.pages[0]].content if held.pages and not keep else b""
+        if start := content[: LEAST_COPIED * ID_BYTES]:
+            listed = self._listed.after[held.root]
+            self._forget([page for content, page in listed if content.startswith(start)])
+        self._give_back(held, 0)
+        held.filled, held.released = 0, True
+
+    def clear(self) -> None:
+        """Forget the content of all free pages."""
+        self._forget(list(self._free))
+
+    def _boundary(self, held: Pages) -> int | None:
+        """Return the index of the next page, None inside a page or after forgotten ones."""
+        assert not held.released, "the sequence has been released"
+        index, inside = divmod(held.filled, self.page_tokens)
+        return None if inside or self._key_before(held, index) is None else index
+
+    def _key_before(self, held: Pages, index: int) -> bytes | None:
+        """Return the key of the pages before an index, None if they are not listed."""
+        return self._pages[held.pages[index - 1]].key if index else held.root
+
+    def _copy(self, held: Pages, source: int, tokens: int) -> Copy | None:
+        """Add a page that begins like the source; None if it is the source, evicted."""
+        page = self._pages[source]
+        before, content = page.before, page.content[: tokens * ID_BYTES]
+        target = self._take()
+        self._pages[target].before = before
+        self._listed.put(target, content)
+        held.pages.append(target)
+        return Copy(source, target, tokens) if source != target else None
+
+    def _fill_page(self, held: Pages, index: int, new: bytes, *, is_fresh: bool) -> bool:
+        """Add ids to a page, and return whether it was exchanged for an equal one."""
+        own = held.pages[index]
+        page = self._pages[own]
+        assert page.users == 1, f"page {own} is shared"
+        before = self._key_before(held, index)
+        if before is None or not (is_fresh or page.content):
+            return False  # forgotten
+        page.before = before
+        self._listed.put(own, page.content + new)
+        if len(page.content) < self.page_tokens * ID_BYTES:
+            return False
+        if index == len(held.keys):
+            held.add_key(page.content)
+        key = held.keys[index]
+        if key in self._listed.full:
+            self._listed.put(own, b"")
+            self._drop(own)
+            held.pages[index] = self._use(self._listed.full[key])
+            return True
+        page.key = key
+        self._listed.full[key] = own
+        return False
+
+    def _use(self, index: int) -> int:
+        self._free.pop(index, None)
+        self._pages[index].users += 1
+        return index
+
+    def _drop(self, index: int) -> None:
+        page = self._pages[index]
+        page.users -= 1
+        if not page.users:
+            self._free[index] = None
+            self._free.move_to_end(index, last=bool(page.content))
+
+    def _give_back(self, held: Pages, index: int) -> None:
+        """Drop the pages of a sequence from an index on, the last one first."""
+        while len(held.pages) > index:
+            self._drop(held.pages.pop())
+
+    def _take(self) -> int:
+        """Evict the page that has been free for longest."""
+        index = next(iter(self._free))
+        self._forget([index])
+        return self._use(index)
+
+    def _forget(self, pages: list[int]) -> None:
+        """Forget the content of pages and of all that follows them."""
+        while pages:
+            index = pages.pop()
+            pages += self._listed.following(index)
+            self._listed.put(index, b"")
+            if index in self._free:
+                self._free.move_to_end(index, last=False)

@@ -1,0 +1,46 @@
+"""What a step sampled, on its way from the device to the host."""
+
+from collections.abc import Sequence
+
+import torch
+
+from exl2flow.inference.generate.event import Token
+from exl2flow.inference.sampling import Sampled
+
+
+class Arrival:
+    """A step's result, copied as soon as it is computed; `token` waits for the copy."""
+
+    def __init__(self, sampled: Sampled, logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """Copy what was sampled, and the logits (slots, v) of some rows."""
+        self._ids = _copied(sampled.ids)
+        self._probabilities = _copied(sampled.probabilities)
+        self._top_ids = _copied(sampled.top_ids)
+        self._top_probabilities = _copied(sampled.top_probabilities)
+        self._logits = {row: _copied(logits[row]) for row in rows}
+        self._end: torch.cuda.Event | None = None
+        if sampled.ids.is_cuda:
+            self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped
+            self._end.record(torch.cuda.current_stream(sampled.ids.device))
+        self._list: list[int] = []
+
+    def wait(self) -> None:
+        """Return when everything is here."""
+        if self._end is not None:
+            self._end.synchronize()
+        assert self._ids is not None
+        self._list = self._ids.tolist()
+
+    def token(self, row: int, top: int) -> Token:
+        """Return the token of a row with its `top` likeliest ids; see `Sampled` for its id."""
+        probability, ids, probabilities = None, (), ()
+        if self._probabilities is not None:
+            probability = float(self._probabilities[row])
+        if top and self._top_ids is not None and self._top_probabilities is not None:
+            ids = tuple(self._top_ids[row, :top].tolist())
+            probabilities = tuple(self._top_probabilities[row, :top].tolist())
+        return Token(self._list[row], probability, ids, probabilities, self._logits.get(row))
+
+
+def _copied(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.to("cpu", non_blocking=True, copy=True)

@@ -1,0 +1,101 @@
+"""What a running request reports: its text as it grows, its progress, how it ended and why."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from exl2flow.inference.generate.request import Request
+
+Stage = Literal["started", "prompt", "text"]
+Reason = Literal["stop_token", "stop_string", "max_new_tokens", "loop", "cancelled", "error"]
+
+
+class Token(NamedTuple):
+    """A sampled token with the extras that its request wants.
+
+    probability: in the distribution it was drawn from; top_ids: the likeliest ids of that
+    distribution; logits: the model's row, in any form.
+    """
+
+    id: int
+    probability: float | None = None
+    top_ids: tuple[int, ...] = ()
+    top_probabilities: tuple[float, ...] = ()
+    logits: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What an ended text does not show: a stop token, or a stop string and the text behind it.
+
+    ids: the stop token, or the tokens that are not shown completely.
+    """
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_probabilities: tuple[tuple[float, ...], ...] = ()
+    logits: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Tokens and pages, summed over sequences, and times.
+
+    new_tokens: includes the stop token, not the healed one; waiting: until the first pass over the
+    prompt; prompt: from then to the first token; text: from the first token to the last.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    cached_pages: int
+    new_tokens: int
+    waiting_seconds: float
+    prompt_seconds: float
+    text_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One step of a request; only the last event has a `reason`.
+
+    The texts of all events join to the completion. `ids`, and with one entry per id probabilities,
+    top tokens and logits, are empty if nothing is shown or they were not requested. After a stop
+    string, `ids` includes its tokens, which are in `held` as well.
+
+    read, total: prompt tokens in the cache, and how many must be there.
+    trigger: the id or string that stopped the text.
+    suppressed_text, suppressed_ids: cut because of a banned string, and never shown.
+    """
+
+    stage: Stage
+    tag: object = None
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_probabilities: tuple[tuple[float, ...], ...] = ()
+    logits: tuple[object, ...] = ()
+    read: int = 0
+    total: int = 0
+    suppressed_text: str = ""
+    suppressed_ids: tuple[int, ...] = ()
+    reason: Reason | None = None
+    trigger: int | str | None = None
+    held: Held | None = None
+    error: Exception | None = None
+    statistics: Statistics | None = None
+
+
+def columns(request: Request, tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return the fields of `Event` and `Held` that have one entry per token."""
+    fields: dict[str, Any] = {"ids": tuple([token.id for token in tokens])}
+    if request.probabilities:
+        fields["probabilities"] = tuple(token.probability for token in tokens)
+    if request.top_tokens:
+        fields["top_ids"] = tuple(token.top_ids for token in tokens)
+        fields["top_probabilities"] = tuple(token.top_probabilities for token in tokens)
+    if request.logits:
+        fields["logits"] = tuple(token.logits for token in tokens)
+    return fields

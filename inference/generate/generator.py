@@ -1,0 +1,254 @@
+"""`Generator`: many texts at once from one model; prompts and texts that begin alike share pages.
+
+Each step starts waiting jobs, reads at most `chunk` tokens of their prompts in one pass, and
+decodes one token for all jobs whose prompts are read. On a GPU the host reads the tokens of a step
+while the next one runs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from threading import Event as Flag
+from typing import Any, overload
+
+import torch
+
+from exl2flow.core.errors import ConfigError, InferenceError, OutOfDeviceMemory
+from exl2flow.core.memory import available_memory, free_memory
+from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.cache.pages import PageTable
+from exl2flow.inference.generate.decoding import Decoding
+from exl2flow.inference.generate.event import Event
+from exl2flow.inference.generate.job import Job
+from exl2flow.inference.generate.prompt import check, encoded
+from exl2flow.inference.generate.reading import Reading
+from exl2flow.inference.generate.request import Request, Text
+from exl2flow.inference.generate.schedule import Schedule
+from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.sampling import Kind, SamplingSettings
+from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes
+
+SHARE = 0.7  # of the free memory for a cache whose size nobody states
+
+
+class Generator:
+    """Generates texts; not thread-safe but for `submit` and `Job.cancel`.
+
+    context: positions of one sequence; pages: of the cache, all sequences together.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        cache: str | None = None,
+        tokens: int | None = None,
+        slots: int = 16,
+        chunk: int = PROMPT_TOKENS,
+    ) -> None:
+        """Reserve a cache for a model.
+
+        Args:
+            model: what generates.
+            cache: name of the cache's format; None: fp16 on a GPU, fp32 on a CPU.
+            tokens: that the cache holds, of all texts together; None: one context, or as many as
+                fit in the free memory.
+            slots: sequences that run at once.
+            chunk: tokens of prompts that one pass reads, a multiple of 256.
+
+        Raises:
+            ConfigError: there is no such format, or a number is out of range.
+            OutOfDeviceMemory: the cache does not fit.
+        """
+        if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
+            raise ConfigError(
+                f"`slots` is {slots} and `chunk` {chunk}; give one slot or more, and a chunk that "
+                f"is a multiple of {PAGE_TOKENS}"
+            )
+        self.model, self.slots, self.context = model, slots, model.max_tokens
+        device = model.decoder.embedding.weight.device
+        name = cache or ("fp16" if device.type == "cuda" else "fp32")
+        form = cache_format(name, device)
+        self.pages = pages_of(tokens or _fitting(model, name, device))
+        try:
+            pool = PagedCache(model.spec, pages=self.pages, form=form, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(
+                f"a `{name}` cache of {self.pages * PAGE_TOKENS} tokens does not fit in the memory "
+                "of the GPU; give fewer `tokens`, or a format with fewer bits"
+            ) from error
+        self._steps = Steps(
+            model, pool, slots=slots, max_tokens=min(self.context, self.pages * PAGE_TOKENS)
+        )
+        self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)
+        self._reading = Reading(self._steps, self._schedule, chunk=chunk)
+        self._decoding = Decoding(self._steps, self._schedule)
+        self._cancelled = deque[Job]()
+        self._events: list[Event] = []
+        self._failure: Exception | None = None
+
+    def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
+        """Put a request in the queue; any thread may do so.
+
+        Args:
+            request: what to generate.
+            deliver: gets the request's events instead of those who call `step`.
+
+        Raises:
+            ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
+        """
+        if self._failure is not None:
+            raise InferenceError("the generator has failed; make a new one") from self._failure
+        tokenizer = self.model.tokenizer
+        prompt = encoded(request, tokenizer)
+        most = check(
+            request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
+            pages=self.pages, slots=self.slots,
+        )  # fmt: skip
+        self._steps.sampler.check(request.settings)
+        job = Job(
+            request, prompt, tokenizer, max_new_tokens=most, begin=self._schedule.table.begin,
+            deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
+        )  # fmt: skip
+        self._schedule.add(job)
+        return job
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no job uses."""
+        return self._schedule.table.free
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return self._schedule.is_idle
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Do a part of the work, and return what happened since the last call."""
+        try:
+            self._end_cancelled()
+            self._schedule.admit()
+            self._reading.step()
+            self._decoding.step()
+        except Exception as error:  # nothing is known of the device any more
+            self._fail(error)
+        events = self._events[:]
+        del self._events[: len(events)]
+        return events
+
+    def _fail(self, error: Exception) -> None:
+        """End all jobs after an error that may have left the device in any state."""
+        self._failure, jobs = error, self._schedule.all()
+        if not jobs:
+            raise error
+        for job in jobs:
+            job.is_done = True
+            job.deliver(job.output.finish("error", error=error))
+
+    def cancel_all(self) -> None:
+        """End all jobs."""
+        self._drop(self._schedule.all())
+
+    def stream(self, *requests: Request) -> Iterator[Event]:
+        """Yield the events of requests as they come; giving the iteration up ends their jobs.
+
+        Raises:
+            Exl2FlowError: what `submit` refuses, or the error of a request that is the only one.
+        """
+        events = deque[Event]()
+        jobs: list[Job] = []
+        try:
+            jobs += [self.submit(request, deliver=events.append) for request in requests]
+            left = len(jobs)
+            while events or left:
+                while events:
+                    event = events.popleft()
+                    left -= event.reason is not None
+                    yield event
+                    if event.error is not None and len(jobs) == 1:
+                        raise event.error
+                self._events.extend(self.step())
+        finally:
+            self._drop(jobs)
+
+    @overload
+    def generate(self, prompts: str, **options: Any) -> str: ...
+    @overload
+    def generate(
+        self, prompts: Iterable[Text | tuple[Text, Text]], **options: Any
+    ) -> list[str]: ...
+    def generate(
+        self,
+        prompts: str | Iterable[Text | tuple[Text, Text]],
+        *,
+        seed: int | None = None,
+        abort_event: Flag | None = None,
+        **options: Any,
+    ) -> str | list[str]:
+        """Return the completion of a prompt, or of each of several prompts, in their order.
+
+        Args:
+            prompts: a text, or texts, lists of token ids, and tuples of two for guidance.
+            seed: of the first prompt's draws, one more for each prompt after it.
+            abort_event: when it is set, all texts end where they are.
+            options: fields of `Request`, the same for all.
+
+        Raises:
+            Exl2FlowError: what `submit` refuses, or the first error of a text.
+        """
+        single = isinstance(prompts, str)
+        texts: list[Text | tuple[Text, Text]] = (
+            [prompts] if isinstance(prompts, str) else [*prompts]
+        )
+        seeds = [None if seed is None else seed + index for index in range(len(texts))]
+        requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
+        jobs: list[Job] = []
+        left, errors = len(requests), list[Exception]()
+
+        def deliver(event: Event) -> None:
+            nonlocal left
+            left -= event.reason is not None
+            if event.error is not None:
+                errors.append(event.error)
+
+        try:
+            jobs += [self.submit(request, deliver=deliver) for request in requests]
+            while left and not errors:
+                if abort_event is not None and abort_event.is_set():
+                    break
+                self._events.extend(self.step())
+        finally:
+            self._drop(jobs)
+        if errors:
+            raise errors[0]
+        completions = [job.output.text for job in jobs]
+        return completions[0] if single else completions
+
+    def _drop(self, jobs: list[Job]) -> None:
+        """End jobs at once."""
+        for job in jobs:
+            job.cancel()
+        self._end_cancelled()
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            job = self._cancelled.popleft()
+            if not job.is_done:
+                self._schedule.end(job, job.output.finish("cancelled"))
+
+    @torch.inference_mode()
+    def warmup(self) -> None:
+        """Record the steps of all numbers of slots, for greedy and for default settings."""
+        kinds = [Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())]
+        self._steps.warm_up(kinds)
+
+
+def _fitting(model: LoadedModel, name: str, device: torch.device) -> int:
+    """Return the tokens of one context, or as many as fit in the free memory."""
+    room = free_memory(device) if device.type == "cuda" else available_memory()
+    if room is None:
+        return model.max_tokens
+    page = cache_bytes(model.spec, context=1, cache_format=name)
+    return max(PAGE_TOKENS, min(model.max_tokens, int(SHARE * room) // page * PAGE_TOKENS))

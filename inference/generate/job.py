@@ -1,0 +1,126 @@
+"""A request while it is generated: its sequences, its output, and what it may still do."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from exl2flow.inference.cache.pages import Pages
+from exl2flow.inference.generate.event import Event, Statistics
+from exl2flow.inference.generate.output import Output
+from exl2flow.inference.generate.prompt import Prompt
+from exl2flow.inference.generate.request import Request
+from exl2flow.model import Tokenizer
+
+Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (None: all), ids not
+FREE: Mask = (None, frozenset())
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of a job that the model reads; all but the last are to be in the cache.
+
+    slot: its place in the steps, None while it waits.
+    """
+
+    ids: list[int]
+    held: Pages
+    slot: int | None = None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that must be read before the next one can be sampled."""
+        return len(self.ids) - 1 - self.held.filled
+
+
+@dataclass(slots=True)
+class _Times:
+    submitted: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+class Job:
+    """A submitted request; `Generator` changes it.
+
+    launched: samples that were launched and not read yet; steps: whether its sequences take part in
+    decode steps; skips: how often another job overtook it in the queue.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        *,
+        max_new_tokens: int,
+        begin: Callable[[], Pages],
+        deliver: Callable[[Event], None],
+        on_cancel: Callable[["Job"], None],
+    ) -> None:
+        """Take a checked request; `deliver` gets its events."""
+        self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
+        self.output = Output(request, tokenizer, prompt, max_new_tokens=max_new_tokens)
+        self.sequences = [Sequence(list(ids), begin()) for ids in prompt.sequences]
+        self.random = random.Random(request.seed)
+        self.deliver = deliver
+        self.launched = self.skips = 0
+        self.steps = self.is_done = False
+        self.mask = FREE
+        self.mu: float | None = None
+        self.times = _Times()
+        self._on_cancel = on_cancel
+        self._cached = [0, 0]  # tokens and pages of the first start
+
+    def cancel(self) -> None:
+        """End the job; its last event comes with the next step. Any thread may call it."""
+        self._on_cancel(self)
+
+    @property
+    def lead(self) -> Sequence:
+        """The sequence whose slot samples."""
+        return self.sequences[0]
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another sample may be launched."""
+        if self.launched and self.output.waits:
+            return False
+        return self.output.new_tokens + self.launched < self.max_new_tokens
+
+    def next_mask(self) -> Mask:
+        """Return what the next sample may take."""
+        healing = None if self.launched else self.output.healing
+        return healing, self.output.blocked(self.launched)
+
+    def started(self) -> None:
+        """Note that the prompt is read from now on."""
+        if self.times.started is None:
+            self.times.started = time.monotonic()
+            self.deliver(Event(stage="started", tag=self.request.tag))
+
+    def sampled(self) -> None:
+        """Note that a token arrived."""
+        self.times.last = time.monotonic()
+        if self.times.first is None:
+            self.times.first = self.times.last
+            self._cached = [
+                sum(s.held.cached for s in self.sequences),
+                sum(s.held.cached_pages for s in self.sequences),
+            ]
+
+    def statistics(self) -> Statistics:
+        """Return the counts and times so far."""
+        times, now = self.times, time.monotonic()
+        started, last = times.started or now, times.last or now
+        first = times.first or last
+        return Statistics(
+            prompt_tokens=sum(map(len, self.prompt.sequences)),
+            cached_tokens=self._cached[0],
+            cached_pages=self._cached[1],
+            new_tokens=max(self.output.new_tokens, 0),
+            waiting_seconds=started - times.submitted,
+            prompt_seconds=first - started,
+            text_seconds=last - first,
+        )

@@ -1,0 +1,240 @@
+"""Turns sampled tokens into visible text: stops, bans, whole characters, healing.
+
+Text is held back while it could become a stop string or a banned string. Both are checked before
+the token limit, so neither shows up because a text ends. A banned string cuts the text back to the
+token in which it begins, and blocks that token at that position. Bans ignore case by `casefold`:
+unlike `lower`, it does not depend on neighbouring letters.
+"""
+
+from dataclasses import dataclass
+
+from exl2flow.core.errors import InferenceError
+from exl2flow.inference.generate.event import Event, Held, Reason, Token, columns
+from exl2flow.inference.generate.loops import is_loop
+from exl2flow.inference.generate.pending import Pending, joined, tokens_before
+from exl2flow.inference.generate.prompt import Prompt
+from exl2flow.inference.generate.request import Request
+from exl2flow.inference.generate.strings import Strings
+from exl2flow.model import TextStream, Tokenizer
+
+NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a token: an event to deliver, and how many tokens to cut, including this one."""
+
+    event: Event | None = None
+    rewind: int = 0
+
+
+class Output:
+    """The generated part of one text; takes one token at a time.
+
+    ids: accepted tokens, including the healed one but not the stop token.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int
+    ) -> None:
+        """Start after a prompt.
+
+        Args:
+            request: what to generate.
+            tokenizer: the model's.
+            prompt: the ids of the request's prompt.
+            max_new_tokens: the request's, or as many as fit.
+        """
+        self.ids: list[int] = []
+        self.reason: Reason | None = None
+        self._request, self._healed, self._most = request, prompt.healed, max_new_tokens
+        stops = tokenizer.eos_token_ids if request.stops is None else request.stops
+        self._stop_ids = frozenset(stop for stop in stops if isinstance(stop, int))
+        self._stops = Strings([stop for stop in stops if isinstance(stop, str)])
+        self._bans = Strings([ban.casefold() for ban in request.banned_strings])
+        self._banned: dict[int, frozenset[int]] = {}  # by position, of pending tokens only
+        self._pending: list[Pending] = []
+        self._shown: list[str] = []
+        self._tail = ""  # of the shown text, where bans can cut what follows
+        self._stream = TextStream(tokenizer, prompt.sequences[0], special=request.decode_special)
+        self._healing: tuple[int, ...] | None = None
+        self._unhealed = 0  # characters still to drop: the prompt already has them
+        if prompt.healed is not None:
+            self._healing = tokenizer.healing(prompt.healed)
+            place = self._stream.place
+            self._unhealed = len(self._stream.push(prompt.healed))
+            self._stream.rewind(place)
+
+    @property
+    def new_tokens(self) -> int:
+        """Generated tokens: counts the stop token but not the healed one; -1 before the latter."""
+        return len(self.ids) - (self._healed is not None) + (self.reason == "stop_token")
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        return "".join(self._shown)
+
+    @property
+    def healing(self) -> tuple[int, ...] | None:
+        """The only ids that the next sample may take, ascending; None: all."""
+        return None if self.ids else self._healing
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next sample may start only after this token has been pushed."""
+        return bool(self._bans or self._request.hooks)
+
+    def blocked(self, ahead: int = 0) -> frozenset[int]:
+        """Return the ids that a sample must not take; `ahead`: samples between now and then."""
+        banned = self._banned.get(len(self.ids) + ahead, NONE) if self._banned else NONE
+        if max(self.new_tokens + ahead, 0) >= self._request.min_new_tokens:
+            return banned
+        healed = {self._healed} if self.healing and not ahead else NONE
+        return banned | (self._stop_ids - healed)
+
+    def push(self, token: Token) -> Outcome:
+        """Take the next token, after hooks have seen it."""
+        if self._banned and token.id in self._banned.get(len(self.ids), NONE):
+            return Outcome(self.finish("error", error=_exhausted(self._request)))
+        is_prompt = token.id == self._healed and self.healing is not None
+        if token.id in self._stop_ids and not is_prompt:
+            return Outcome(self._end("stop_token", trigger=token.id, stop=token))
+        place, unhealed = self._stream.place, self._unhealed
+        text = self._beyond_prompt(self._stream.push(token.id))
+        self.ids.append(token.id)
+        self._pending.append(Pending(token, text, place, unhealed))
+        found = self._find() if text and (self._stops or self._bans) else None
+        if found is not None:
+            return found
+        if self.new_tokens >= self._most:
+            return Outcome(self._end("max_new_tokens"))
+        if self._request.end_loops and is_loop(self.ids):
+            return Outcome(self._end("loop"))
+        count = self._ready()
+        return Outcome(self._show(count) if count else None)
+
+    def finish(self, reason: Reason, *, error: Exception | None = None) -> Event:
+        """End the text early and return its last event, which shows all pending text."""
+        return self._end(reason, error=error)
+
+    def _beyond_prompt(self, text: str) -> str:
+        """Drop the part of the healed token's text that the prompt already has."""
+        cut = min(self._unhealed, len(text))
+        self._unhealed -= cut
+        return text[cut:]
+
+    def _find(self) -> Outcome | None:
+        """Act on a complete string, if there is one."""
+        stop, banned = self._search()
+        if banned is not None:
+            return self._rewind(banned)
+        if stop is not None:
+            return Outcome(self._end("stop_string", trigger=stop[1], cut=stop[0]))
+        return None
+
+    def _search(self) -> tuple[tuple[int, str] | None, int | None]:
+        """Return the earliest stop string with its place, and the token that begins a ban.
+
+        A ban counts if it ends before that stop string. Strings can begin in what is shown: a cut
+        may have removed what made its end harmless.
+        """
+        text = self._tail + joined(self._pending)
+        stop = self._stops.find(text)
+        ban = self._bans.find((text if stop is None else text[: stop[0]]).casefold())
+        if stop is not None:
+            stop = max(stop[0] - len(self._tail), 0), stop[1]
+        if ban is None:
+            return stop, None
+        start = ban[0] - len(self._tail.casefold())
+        return stop, tokens_before(start, self._pending, fold=True)
+
+    def _ready(self) -> int:
+        """Return how many pending tokens can be shown whatever comes next."""
+        ready, place = len(self._pending), self._stream.place
+        if place.is_holding:
+            ready = sum(pending.place.tokens < place.shown for pending in self._pending)
+        if self._stops and ready:
+            start = self._stops.unfinished(joined(self._pending))
+            ready = min(ready, tokens_before(start, self._pending))
+        if self._bans and ready:
+            start = self._bans.unfinished(joined(self._pending).casefold())
+            ready = min(ready, tokens_before(start, self._pending, fold=True))
+        return ready
+
+    def _show(self, count: int) -> Event:
+        shown, self._pending = self._pending[:count], self._pending[count:]
+        if self._banned:
+            first = len(self.ids) - len(self._pending)
+            self._banned = {at: ids for at, ids in self._banned.items() if at >= first}
+        text = joined(shown)
+        self._shown.append(text)
+        if self._bans:
+            self._tail = (self._tail + text)[-max(self._stops.longest, self._bans.longest) :]
+        fields = columns(self._request, [pending.token for pending in shown])
+        return Event(stage="text", tag=self._request.tag, text=text, **fields)
+
+    def _rewind(self, first: int) -> Outcome:
+        """Cut the pending tokens from `first` on, and block that token at its position."""
+        while self._pending[first].place.is_holding:
+            first -= 1  # its text came with later tokens
+        kept, cut = self._pending[:first], self._pending[first:]
+        at = len(self.ids) - len(cut)
+        event = Event(
+            stage="text",
+            tag=self._request.tag,
+            suppressed_text=joined(cut),
+            suppressed_ids=tuple(self.ids[at:]),
+        )
+        self._banned = {place: ids for place, ids in self._banned.items() if place <= at}
+        self._banned[at] = self._banned.get(at, NONE) | {cut[0].token.id}
+        self._stream.rewind(cut[0].place)
+        self._unhealed = cut[0].unhealed
+        self._pending = kept
+        del self.ids[at:]
+        return Outcome(event, rewind=len(cut))
+
+    def _end(
+        self,
+        reason: Reason,
+        *,
+        trigger: int | str | None = None,
+        cut: int | None = None,
+        stop: Token | None = None,
+        error: Exception | None = None,
+    ) -> Event:
+        """Show pending text up to character `cut`; None: up to the first string to hide."""
+        self.reason = reason
+        if self._pending:
+            self._pending[-1].text += self._beyond_prompt(self._stream.flush())
+        text = joined(self._pending)
+        if cut is None:  # an incomplete character could conceal a string
+            concealed, banned = self._search()
+            cut = len(joined(self._pending[:banned]))
+            cut = cut if concealed is None else min(cut, concealed[0])
+        tokens = [pending.token for pending in self._pending]
+        held = tokens[tokens_before(cut, self._pending) :] if cut < len(text) else []
+        held_text = text[cut:]
+        if stop is not None:
+            held.append(stop)
+            held_text += self._stream.push(stop.id) + self._stream.flush()
+        self._shown.append(text[:cut])
+        self._pending = []
+        return Event(
+            stage="text",
+            tag=self._request.tag,
+            text=text[:cut],
+            reason=reason,
+            trigger=trigger,
+            held=Held(text=held_text, **columns(self._request, held)),
+            error=error,
+            **columns(self._request, tokens),
+        )
+
+
+def _exhausted(request: Request) -> InferenceError:
+    bans = ", ".join(map(repr, request.banned_strings))
+    return InferenceError(
+        f"no token is left that does not complete a banned string ({bans}), or a hook insists on "
+        "one that does; ban less"
+    )

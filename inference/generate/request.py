@@ -1,0 +1,169 @@
+"""What a caller wants generated; values that no model could use are refused on construction."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from operator import index
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.sampling import SamplingSettings
+
+Text = str | Sequence[int]
+MOST_TOKENS = 2**31  # of a request
+MOST_SHOWN = 60  # characters of a refused value
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """What a hook sees, before stops are checked; it may replace `sampled_token`."""
+
+    sampled_token: int
+    sampled_prob: float
+    candidate_tokens: Sequence[int]
+    candidate_probs: Sequence[float]
+    logits: object
+
+
+Hook = Callable[[Sampled], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how to continue it.
+
+    prompt: text, token ids, or for classifier-free guidance a tuple of two of these, of which the
+        generated text continues the first. A tuple of two integers is a prompt of two ids.
+    max_new_tokens: generate exactly this many unless the text ends earlier; None: all that fit.
+    min_new_tokens: ignore stop tokens until then; stop strings still end the text.
+    seed: seed for sampling; None: a new one every time.
+    stops: token ids and case-sensitive strings that end the text and are not shown; None: the
+        model's EOS ids. A sequence replaces these, so list them if they should count.
+    banned_strings: never shown, regardless of case; the text is cut back and continued differently.
+    heal: sample the prompt's last token again among those that begin with its text.
+    add_bos: put the model's BOS token, if it has one, before a prompt given as text.
+    encode_special: treat special tokens spelled in the prompt as special tokens.
+    decode_special: spell out special tokens in the text.
+    probabilities: report each token's probability.
+    top_tokens: report this many of the likeliest ids per token, with their probabilities.
+    logits: report the model's logits per token, before penalties.
+    hooks: called in order for every sampled token; each may replace it.
+    end_loops: end a text that repeats itself without end, as defined in `loops.py`.
+    max_skips: how many other requests may overtake this one in the queue; None: any number.
+    tag: returned in every event.
+
+    Raises:
+        ConfigError: no model can use a value; the message names it.
+    """
+
+    prompt: Text | tuple[Text, Text]
+    _: KW_ONLY
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int | None = None
+    stops: Sequence[int | str] | None = None
+    banned_strings: Sequence[str] = ()
+    heal: bool = False
+    add_bos: bool = True
+    encode_special: bool = False
+    decode_special: bool = False
+    probabilities: bool = False
+    top_tokens: int = 0
+    logits: bool = False
+    hooks: Sequence[Hook] = ()
+    end_loops: bool = False
+    max_skips: int | None = 4
+    tag: object = None
+
+    def __post_init__(self) -> None:
+        def keep(
+            name: str, value: object
+        ) -> None:  # copies, because callers may change their lists
+            object.__setattr__(self, name, value)
+
+        keep("prompt", _frozen(self.prompt))
+        if self.stops is not None:
+            keep("stops", tuple(_stop(stop) for stop in _several("stops", self.stops)))
+        keep("banned_strings", tuple(_several("banned_strings", self.banned_strings)))
+        keep("hooks", tuple(_several("hooks", self.hooks)))
+        for ban in self.banned_strings:
+            if not isinstance(ban, str) or not ban:
+                raise ConfigError(f"`banned_strings` contains {ban!r}; it takes non-empty strings")
+        for hook in self.hooks:
+            if not callable(hook):
+                raise ConfigError(f"`hooks` contains {hook!r}, which cannot be called")
+        self._check_numbers()
+        self._check_guidance()
+
+    @property
+    def prompts(self) -> tuple[Text, ...]:
+        """The prompt, or the two of a pair."""
+        return self.prompt if _is_pair(self.prompt) else (self.prompt,)  # type: ignore[return-value]
+
+    def _check_numbers(self) -> None:
+        least = {"max_new_tokens": 1, "min_new_tokens": 0, "top_tokens": 0, "max_skips": 0}
+        optional = ("max_new_tokens", "max_skips", "seed")
+        for name in (*least, "seed"):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
+            if name in least and value < least[name]:
+                raise ConfigError(f"`{name}` is {value}; it must be {least[name]} or more")
+            if name in least and value >= MOST_TOKENS:
+                raise ConfigError(f"`{name}` is {value}; it must be less than {MOST_TOKENS}")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"`min_new_tokens` is {self.min_new_tokens}, `max_new_tokens` only "
+                f"{self.max_new_tokens}; request at least as many"
+            )
+
+    def _check_guidance(self) -> None:
+        if not isinstance(self.settings, SamplingSettings):
+            raise ConfigError(f"`settings` is {self.settings!r}; it must be `SamplingSettings`")
+        scale = self.settings.cfg_scale
+        if scale is None and len(self.prompts) == 2:
+            raise ConfigError(
+                "`prompt` is a pair, but `cfg_scale` is not set; set it in `settings`"
+            )
+        if scale is not None and len(self.prompts) == 1:
+            raise ConfigError(f"`cfg_scale` is {scale}, which needs a tuple of two prompts")
+
+
+def _is_pair(prompt: object) -> bool:
+    is_two = isinstance(prompt, tuple) and len(prompt) == 2
+    return is_two and all(isinstance(part, Sequence) for part in prompt)  # type: ignore[attr-defined]
+
+
+def _frozen(prompt: object) -> object:
+    if _is_pair(prompt):
+        return tuple(_frozen_text(part) for part in prompt)  # type: ignore[attr-defined]
+    return _frozen_text(prompt)
+
+
+def _frozen_text(prompt: object) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return tuple(map(index, prompt))  # type: ignore[call-overload]
+    except TypeError as error:
+        raise ConfigError(
+            f"`prompt` is {_shown(prompt)}; it must be text, token ids, or a tuple of two prompts"
+        ) from error
+
+
+def _several(name: str, values: object) -> tuple[object, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(f"`{name}` is {_shown(values)}; it must be a sequence, such as a tuple")
+    return tuple(values)
+
+
+def _stop(stop: object) -> int | str:
+    if isinstance(stop, bool) or not isinstance(stop, int | str) or stop == "":
+        raise ConfigError(f"`stops` contains {_shown(stop)}; it takes ids and non-empty strings")
+    return stop
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

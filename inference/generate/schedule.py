@@ -1,0 +1,206 @@
+"""Which jobs run, in which slots and pages, and what they read next.
+
+Pages are taken when they are written. When none is left, the youngest job goes back to the front of
+the queue with its tokens; its pages stay cached, so it soon continues where it was.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from exl2flow.inference.cache.pages import PageTable
+from exl2flow.inference.generate.event import Event
+from exl2flow.inference.generate.job import FREE, Job, Sequence
+from exl2flow.inference.generate.steps import Steps, bucket
+
+LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
+
+
+class Schedule:
+    """The queue, the slots and the pages of a generator.
+
+    running: jobs with slots, the oldest first. catch_up: reads what was launched, which may end
+    jobs; set by who launches.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        table: PageTable,
+        *,
+        slots: int,
+    ) -> None:
+        self.table, self.running = table, list[Job]()
+        self.catch_up: Callable[[], None] = lambda: None
+        self._steps = steps
+        self._waiting = deque[Job]()
+        self._free = list(range(slots))
+
+    @property
+    def top(self) -> int:
+        """One more than the highest slot whose sequence is decoded."""
+        return 1 + max(s.slot or 0 for job in self.running if job.steps for s in job.sequences)
+
+    def add(self, job: Job) -> None:
+        """Put a job at the end of the queue; any thread may do so."""
+        self._waiting.append(job)
+
+    def admit(self) -> None:
+        """Start waiting jobs that fit, in order; one that does not is overtaken a few times."""
+        skipped: list[Job] = []
+        while self._waiting and self._free and len(skipped) < LOOK_AHEAD:
+            job = self._waiting.popleft()
+            if job.is_done:
+                continue
+            if self._fits(job):
+                for other in skipped:
+                    other.skips += 1
+                self._start(job)
+                continue
+            skipped.append(job)
+            most = job.request.max_skips
+            if most is not None and job.skips >= most:
+                break
+        self._waiting.extendleft(reversed(skipped))
+
+    def _fits(self, job: Job) -> bool:
+        if len(job.sequences) > len(self._free):
+            return False
+        needed = sum(self.table.needs(s.held, s.ids) for s in job.sequences)
+        # every running job may need another page soon
+        return not self.running or needed + len(self.running) <= self.table.free
+
+    def _start(self, job: Job) -> None:
+        for sequence in job.sequences:
+            sequence.slot = heappop(self._free)
+        self.running.append(job)
+        job.started()
+
+    def begin_steps(self, job: Job) -> None:
+        """Let a job take part in decode steps once all of its sequences are read."""
+        if job.steps or any(s.unread for s in job.sequences):
+            return
+        job.steps, job.mask = True, FREE
+        for s in job.sequences:
+            assert s.slot is not None
+            self._steps.enter(s.slot, s.held.pages, s.ids, job.request.settings, job.mu)
+        if len(job.sequences) == 2:
+            self._steps.sampler.pair(*(s.slot for s in job.sequences if s.slot is not None))
+
+    def make_room(self) -> None:
+        """Take the pages that the next step writes; send jobs back if there are too few."""
+        for job in [*self.running]:
+            while job.steps and job in self.running and not self._has_next(job):
+                self.send_back(self.running[-1])
+
+    def _has_next(self, job: Job) -> bool:
+        for s in job.sequences:
+            tokens = len(s.ids) + job.launched
+            if tokens > len(s.held.pages) * self.table.page_tokens and job.wants_more:
+                if not self.table.reserve(s.held, tokens):
+                    return False
+                assert s.slot is not None
+                self._steps.set_pages(s.slot, s.held.pages)
+        return True
+
+    def reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:
+        """Take pages for a prompt, from younger jobs if need be; False: the job went back."""
+        while not self.table.reserve(sequence.held, tokens):
+            self.send_back(self.running[-1])
+            if job not in self.running:
+                return False
+        return True
+
+    def accept(self, job: Job) -> None:
+        """Let the job's sequences follow its output, which a token or a rewind has changed."""
+        made = job.output.ids
+        for s, prompt in zip(job.sequences, job.prompt.sequences, strict=True):
+            count = len(prompt) + len(made)
+            if count > len(s.ids):
+                s.ids.append(made[-1])
+                if s.held.filled + self.table.page_tokens < len(s.ids):
+                    self._settle(s)
+            elif count < len(s.ids):
+                self._rewind(s, count)
+        if job.steps and any(s.unread for s in job.sequences):  # no page was free for a copy
+            job.steps = False
+            for s in job.sequences:
+                assert s.slot is not None
+                self._steps.leave(s.slot)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Enter decoded tokens into the page table."""
+        held = sequence.held
+        if self.table.fill(held, sequence.ids[held.filled : -1]) and sequence.slot is not None:
+            self._steps.set_pages(sequence.slot, held.pages)
+
+    def _rewind(self, sequence: Sequence, count: int) -> None:
+        self._settle(sequence)
+        del sequence.ids[count:]
+        copy = self.table.cut(sequence.held, min(count - 1, sequence.held.filled))
+        if copy is not None:
+            self._steps.cache.copy([copy])
+        assert sequence.slot is not None
+        self._steps.set_pages(sequence.slot, sequence.held.pages)
+        self._steps.stand_at(sequence.slot, sequence.ids)
+        self._steps.sampler.cut(sequence.slot, count)
+
+    def send_back(self, job: Job) -> None:
+        """Put a running job at the front of the queue, unless it ends by itself."""
+        if job.launched:
+            self.catch_up()
+            if job not in self.running:
+                return
+        if job.steps and job.request.settings.mirostat:
+            job.mu = float(self._steps.sampler.mu[job.lead.slot or 0])
+        self._leave(job, keep=True)
+        for s in job.sequences:
+            s.held = self.table.begin()
+        self._waiting.appendleft(job)
+
+    def end(self, job: Job, last: Event, *, keep: bool = True) -> None:
+        """Free what a job has, deliver its last event; `keep=False` forgets its pages' content."""
+        job.is_done = True
+        if job in self.running:
+            self._leave(job, keep=keep)
+        job.deliver(replace(last, statistics=job.statistics()))
+
+    def _leave(self, job: Job, *, keep: bool) -> None:
+        self.running.remove(job)
+        for s in job.sequences:
+            if job.steps and keep:
+                self._settle(s)
+            self.table.release(s.held, keep=keep)
+            assert s.slot is not None
+            self._steps.leave(s.slot)
+            heappush(self._free, s.slot)
+            s.slot = None
+        job.steps = False
+
+    def close_gaps(self) -> None:
+        """Move sequences to lower slots, if nobody waits and a smaller recording then serves."""
+        if self._waiting or not any(job.steps for job in self.running):
+            return
+        held = sorted(self._sequences(), key=lambda s: s.slot or 0)
+        if bucket(len(held)) == bucket(1 + (held[-1].slot or 0)):
+            return
+        for target, s in enumerate(held):
+            assert s.slot is not None
+            if target != s.slot:
+                self._steps.move(s.slot, target)
+                s.slot = target
+        self._free = [slot for slot in range(len(held), len(self._free) + len(held))]
+        heapify(self._free)
+
+    def _sequences(self) -> Iterator[Sequence]:
+        return (s for job in self.running for s in job.sequences)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return not self.running and all(job.is_done for job in self._waiting)
+
+    def all(self) -> list[Job]:
+        """Return all jobs that have not ended."""
+        return [*self.running, *(job for job in self._waiting if not job.is_done)]

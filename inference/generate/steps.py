@@ -1,0 +1,213 @@
+"""What a generator does on the device: passes over prompts, and decode steps of its slots.
+
+A decode step is two recordings: forward (ids → logits) for a number of rows, and sampling (logits →
+ids) for a number of rows and a `Kind`. Both advance the state of their slots by themselves, so the
+host may replay the next step before it has read the ids of the last one.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from exl2flow.core.sampling import SamplingSettings
+from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
+from exl2flow.inference.generate.recording import Recording
+from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.sampling import (
+    Kind,
+    Sampled,
+    SamplerSlots,
+    breakers,
+    newline_ids,
+    sample,
+)
+from exl2flow.kernels import on_device
+from exl2flow.model import RopeTable, check_ids, step_table
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 24, 32)  # of a recorded step; beyond them in multiples of the last
+
+
+class Steps:
+    """The device side of a generator's slots.
+
+    tables: int32 (slots, pages); lengths: int32 (slots,), tokens whose keys and values are stored;
+    ids: int64 (slots, 1), the token after those; logits: fp32 (slots, v), of the last step.
+    Idle slots write to the cache's spare page.
+    """
+
+    def __init__(
+        self, model: LoadedModel, cache: PagedCache, *, slots: int, max_tokens: int
+    ) -> None:
+        """Take a cache that nothing else changes; `max_tokens` is the longest sequence."""
+        self._decoder, self.cache, device = model.decoder, cache, cache.device
+        width = model.spec.head.out_features
+        shape = (slots, pages_of(max_tokens))
+        self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
+        self.logits = torch.full((slots, width), -torch.inf, device=device)
+        self.draws = torch.zeros(slots, dtype=torch.float64, device=device)
+        tokenizer = model.tokenizer
+        self.sampler = SamplerSlots(
+            slots=slots,
+            max_tokens=max_tokens,
+            vocab_size=min(tokenizer.vocab_size, model.spec.vocab_size),
+            width=width,
+            device=device,
+        )
+        self._tokenizer = tokenizer
+        self._angles = step_table(model.spec.rope, max_tokens, device)
+        self._records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
+        self._recordings: dict[object, Recording[Any]] = {}
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the device works while the host reads."""
+        return self.cache.device.type == "cuda"
+
+    def enter(
+        self,
+        slot: int,
+        pages: Sequence[int],
+        ids: Sequence[int],
+        settings: SamplingSettings,
+        mu: float | None,
+    ) -> None:
+        """Give a slot to a sequence whose tokens but the last are in the cache."""
+        self.set_pages(slot, pages)
+        self.sampler.enter(slot, self._completed(settings), ids, mu=mu)
+        self.stand_at(slot, ids)
+
+    def _completed(self, settings: SamplingSettings) -> SamplingSettings:
+        """Fill in the ids that DRY and XTC leave alone by default."""
+        if settings.dry_multiplier and settings.dry_breakers is None:
+            settings = replace(settings, dry_breakers=self._breakers)
+        if settings.xtc_probability and settings.xtc_ignored is None:
+            settings = replace(settings, xtc_ignored=self._newlines)
+        return settings
+
+    @cached_property
+    def _breakers(self) -> tuple[int, ...]:
+        return breakers(self._tokenizer.pieces, self._tokenizer.special_ids)
+
+    @cached_property
+    def _newlines(self) -> tuple[int, ...]:
+        return newline_ids(self._tokenizer.pieces, self._tokenizer.special_ids)
+
+    def stand_at(self, slot: int, ids: Sequence[int]) -> None:
+        """Set the tokens of a slot's sequence; the last one is read next."""
+        self.lengths[slot] = len(ids) - 1
+        self.ids[slot] = ids[-1]
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Set the pages of a slot's sequence."""
+        self.tables[slot] = self.cache.spare
+        there = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
+        self.tables[slot, : len(pages)] = there
+
+    def replace(self, slot: int, place: int, token: int) -> None:
+        """Put another id in the place of the one that was sampled last.
+
+        Raises:
+            SourceModelError: the vocabulary does not have it.
+        """
+        check_ids([token], self._decoder.spec)
+        self.ids[slot] = token
+        self.sampler.history[slot, place] = token
+
+    def leave(self, slot: int) -> None:
+        """Free a slot."""
+        self.tables[slot] = self.cache.spare
+        self.lengths[slot] = 0
+        self.sampler.leave(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Move a sequence to a free slot."""
+        for tensor in (self.tables, self.lengths, self.ids):
+            tensor[target] = tensor[source]
+        self.sampler.move(source, target)
+        self.leave(source)
+
+    def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Store keys and values of the segments' tokens, given one segment after another."""
+        view = PromptView(self.cache, segments)
+        table = RopeTable(
+            cos=self._angles.cos[view.positions], sin=self._angles.sin[view.positions]
+        )
+        self._decoder.hidden(on_device(torch.tensor([ids]), self.cache.device), view, table)
+
+    def run(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
+        """Decode and sample a token for each of the first slots; see `sample`.
+
+        The result is overwritten by the next step.
+        """
+        rows = min(bucket(slots), len(self.ids))
+        there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
+        self.draws[:slots] = there
+        self._replay(rows, lambda: self._forward(rows))
+        sampled: Sampled = self._replay((rows, kind), lambda: self._sample(rows, kind))
+        return sampled
+
+    def warm_up(self, kinds: Sequence[Kind]) -> None:
+        """Record what steps of any number of slots need for the kinds."""
+        for slots in range(1, len(self.ids) + 1):
+            rows = min(bucket(slots), len(self.ids))
+            if self._records and rows not in self._recordings:
+                self._recorded(rows, lambda rows=rows: self._forward(rows))  # type: ignore[misc]
+            for kind in kinds:
+                if self._records and (rows, kind) not in self._recordings:
+                    self._recorded((rows, kind), lambda r=rows, k=kind: self._sample(r, k))  # type: ignore[misc]
+
+    def _forward(self, rows: int) -> None:
+        lengths = self.lengths[:rows]
+        view = StepView(self.cache, self.tables[:rows], lengths)
+        logits = self._decoder.forward(self.ids[:rows], view, self._angles.at(lengths))
+        self.logits[:rows, : logits.shape[-1]] = logits[:, 0]  # a head may lack some rows
+        lengths += self.sampler.active[:rows]
+
+    def _sample(self, rows: int, kind: Kind) -> Sampled:
+        sampled = sample(self.logits[:rows], self.sampler, self.draws[:rows], kind)
+        self.ids[:rows, 0] = sampled.ids.clamp(min=0)
+        return sampled
+
+    def _replay(self, key: object, work: Callable[[], Any]) -> Any:
+        if not self._records:
+            return work()
+        if key not in self._recordings:
+            try:
+                self._recorded(key, work)
+            except RuntimeError as error:
+                log.info("step=launched reason=%s", error)
+                self._records = False
+                return work()
+        return self._recordings[key].replay()
+
+    def _recorded(self, key: object, work: Callable[[], Any]) -> None:
+        beside = next(iter(self._recordings.values()), None)
+        with self._idle():
+            self._recordings[key] = Recording(work, beside=beside)
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Let no slot advance in the block; what it writes to the cache is written again later."""
+        active, ids = self.sampler.active.clone(), self.ids.clone()
+        self.sampler.active.zero_()
+        try:
+            yield
+        finally:
+            self.sampler.active.copy_(active)
+            self.ids.copy_(ids)
+
+
+def bucket(slots: int) -> int:
+    """Return the rows of a recording that serves so many slots."""
+    if slots > ROWS[-1]:
+        return -(-slots // ROWS[-1]) * ROWS[-1]
+    return next(rows for rows in ROWS if rows >= slots)

@@ -1,0 +1,194 @@
+"""What the sampler keeps on the device, per slot: settings, history, masks and Mirostat's state."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from exl2flow.core.errors import InferenceError
+from exl2flow.core.sampling import SamplingSettings
+from exl2flow.inference.sampling.bits import words_of
+from exl2flow.inference.sampling.kind import COLUMNS, numbers_of
+from exl2flow.kernels import on_device
+
+STRONGEST = 1e30  # greatest change of a logit; sums of them are finite in fp32
+
+
+class SamplerSlots:
+    """Sampling state of `slots` sequences, read and advanced by `sample` without the host.
+
+    table: fp64 (slots, columns), the settings by `COLUMNS`.
+    history: int32 (slots, max_tokens + 1), ids of prompt and text; `vocab_size` stands for ids not
+        in the vocabulary and fills the rest. Idle slots write to the last column.
+    counts: int32 (slots,), ids in the history.
+    active: int32 (slots,), 1 for slots in use; the history and mu of others do not move.
+    mu: fp64 (slots,), Mirostat's bound of the surprise in bits; infinity without Mirostat.
+    partner, lead: int64 (slots,), the slots whose logits are mixed in and whose id is taken.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_tokens: int,
+        vocab_size: int,
+        width: int,
+        device: torch.device | str,
+        breakers: Iterable[int] = (),
+        ignored: Iterable[int] = (),
+    ) -> None:
+        """Take the tokenizer's vocabulary, the logits' width and the default ids of DRY and XTC."""
+        self.vocab_size, self.width, self.max_tokens = vocab_size, width, max_tokens
+        self._defaults = {
+            "allowed": torch.full((-(-width // 32),), -1, dtype=torch.int32),
+            "bias": torch.zeros(width),
+            "breakers": self._broken(breakers),
+            "ignored": words_of(ignored, width),
+        }
+        self._late = dict[str, torch.Tensor]()
+        self._pairs = dict[int, int]()  # slot of a first prompt → slot of its second one
+        numbers = tuple(numbers_of(SamplingSettings.greedy()).values())
+        self.table = torch.tensor([numbers] * slots, dtype=torch.float64, device=device)
+        shape = (slots, max_tokens + 1)
+        self.history = torch.full(shape, vocab_size, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.active = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.mu = torch.full((slots,), math.inf, dtype=torch.float64, device=device)
+        self.partner, self.lead = torch.arange(slots, device=device).repeat(2, 1)
+        self.positions = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.places = torch.arange(max(width, slots), device=device)  # of slots and candidates
+
+    @torch.inference_mode()
+    def late(self, name: str) -> torch.Tensor:
+        """Return a tensor that takes memory from its first use on, (slots, width or words).
+
+        bias: fp32, added to the logits. allowed, breakers, ignored: int32 masks of the ids that may
+        be sampled, that end a repetition (`vocab_size` among them), and that XTC leaves alone.
+        """
+        if name not in self._late:
+            default = self._defaults[name].to(self.table.device)
+            self._late[name] = default.expand(len(self.table), -1).clone()
+        return self._late[name]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all tensors with a row per slot."""
+        state = (self.table, self.history, self.counts, self.active, self.mu)
+        return (*state, self.partner, self.lead, *self._late.values())
+
+    def numbers(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return the settings of the first slots by column, fp64 (rows, 1) each."""
+        return dict(zip(COLUMNS, self.table[:rows, :, None].unbind(1), strict=True))
+
+    @torch.inference_mode()
+    def enter(
+        self,
+        slot: int,
+        settings: SamplingSettings,
+        ids: Sequence[int],
+        *,
+        mu: float | None = None,
+    ) -> None:
+        """Give a slot to a sequence.
+
+        Args:
+            slot: the slot, whose former state is dropped.
+            settings: how its tokens are chosen.
+            ids: its prompt, and its text so far.
+            mu: Mirostat's bound, where a sequence continues; None begins at twice tau.
+
+        Raises:
+            InferenceError: there are more ids than the history holds, or a bias for unknown ids.
+        """
+        if len(ids) > self.max_tokens:
+            raise InferenceError(f"{len(ids)} ids exceed a history of {self.max_tokens}")
+        self.check(settings)
+        bias = self._biases(settings.token_bias)
+        device = self.table.device
+        numbers = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
+        self.table[slot] = on_device(numbers, device)
+        known = torch.tensor(ids, dtype=torch.int64)
+        known[(known < 0) | (known >= self.vocab_size)] = self.vocab_size
+        self.history[slot, : len(ids)] = on_device(known.int(), device)
+        self.cut(slot, len(ids))
+        self.active[slot] = 1
+        start = 2 * settings.mirostat_tau if mu is None else mu
+        self.mu[slot] = start if settings.mirostat else math.inf
+        self._unpair(slot)
+        self._set("allowed", slot, None)
+        self._set("bias", slot, bias)
+        broken, ignored = settings.dry_breakers, settings.xtc_ignored
+        self._set("breakers", slot, None if broken is None else self._broken(broken))
+        self._set("ignored", slot, None if ignored is None else words_of(ignored, self.width))
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Raise `InferenceError` if there is a bias for an id outside the vocabulary."""
+        for token, _ in settings.token_bias:
+            if token >= self.vocab_size:
+                raise InferenceError(
+                    f"`token_bias` has id {token} of a vocabulary of {self.vocab_size}"
+                )
+
+    @torch.inference_mode()
+    def leave(self, slot: int) -> None:
+        """Free a slot."""
+        self.active[slot] = 0
+        self._unpair(slot)
+
+    @torch.inference_mode()
+    def cut(self, slot: int, count: int) -> None:
+        """Drop what follows the first `count` ids of a history."""
+        self.history[slot, count:] = self.vocab_size
+        self.counts[slot] = count
+
+    @torch.inference_mode()
+    def allow(self, slot: int, words: torch.Tensor | None) -> None:
+        """Restrict the next samples to a mask int32 (ceil(width / 32),); None lifts it."""
+        self._set("allowed", slot, words)
+
+    @torch.inference_mode()
+    def pair(self, slot: int, negative: int) -> None:
+        """Mix the logits of `negative` into those of `slot`; both get the id sampled there.
+
+        From now on both are among the rows that are sampled together, or neither.
+        """
+        self._unpair(slot)
+        self._pairs[slot] = negative
+        self.partner[slot], self.lead[negative] = negative, slot
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        """Move all state of a slot to a free one; a paired slot stays paired."""
+        pairs = {
+            target if lead == source else lead: target if negative == source else negative
+            for lead, negative in self._pairs.items()
+            if target not in (lead, negative)
+        }
+        for tensor in self.tensors():
+            tensor[target] = tensor[source]
+        self.leave(source)
+        self._unpair(target)
+        for lead, negative in pairs.items():
+            self.pair(lead, negative)
+
+    def _unpair(self, slot: int) -> None:
+        for lead, negative in [*self._pairs.items()]:
+            if slot in (lead, negative):
+                del self._pairs[lead]
+                self.partner[lead], self.lead[negative] = lead, negative
+        self.partner[slot] = self.lead[slot] = slot
+
+    def _set(self, name: str, slot: int, value: torch.Tensor | None) -> None:
+        """Set a row of a late tensor, which need not exist to hold its default."""
+        if value is not None or name in self._late:
+            row = self._defaults[name] if value is None else value
+            self.late(name)[slot] = on_device(row, self.table.device)
+
+    def _broken(self, ids: Iterable[int]) -> torch.Tensor:
+        return words_of((*ids, self.vocab_size), self.width + 1)
+
+    def _biases(self, pairs: tuple[tuple[int, float], ...]) -> torch.Tensor | None:
+        bias = torch.zeros(self.width)
+        for token, value in pairs:
+            bias[token] += max(-STRONGEST, min(value, STRONGEST)) if value > -math.inf else value
+        return bias if pairs else None

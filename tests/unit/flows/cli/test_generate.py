@@ -1,0 +1,138 @@
+"""`exl2flow generate`: one prompt, files of prompts, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import make_tiny
+from typer.testing import CliRunner, Result
+
+from exl2flow.flows.cli.main import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+
+
+def run(folder: Path, *options: object) -> Result:
+    words = ["generate", str(folder), "--device", "cpu", *map(str, options)]
+    return CliRunner().invoke(app, words)
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_answers_to_a_file_of_prompts_are_those_to_each(folder: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "The quick", "tag": "a"},
+        {"prompt": [5, 6], "max_new_tokens": 3, "seed": 9},
+    ]
+    source = written(tmp_path / "prompts.jsonl", *lines)
+
+    options = ("--max-new-tokens", 6, "--seed", 4, "--ignore-eos")
+    done = run(folder, "--prompts", source, "--out", tmp_path / "answers.jsonl", *options)
+
+    assert done.exit_code == 0, done.stderr
+    texts = (tmp_path / "answers.jsonl").read_text().splitlines()
+    answers = {answer["index"]: answer for answer in map(json.loads, texts)}
+    alone = json.loads(run(folder, "--prompt", "The quick", "--json", *options).stdout)
+    assert answers[0] == {
+        "index": 0, "tag": "a", "prompt": "The quick", "text": alone["text"],
+        "reason": "max_new_tokens", "seed": 4,
+    }  # fmt: skip
+    assert answers[1]["seed"] == 9
+    assert "2 prompts, 9 tokens, 0 failed" in done.stderr
+
+
+def test_options_reach_the_request(folder: Path) -> None:
+    options = (
+        "--prompt",
+        "The quick",
+        "--json",
+        "--greedy",
+        "--ignore-eos",
+        "--max-new-tokens",
+        24,
+    )
+    plain = json.loads(run(folder, *options).stdout)
+    stop = plain["text"][4:6]
+
+    stopped = json.loads(run(folder, *options, "--stop", stop).stdout)
+    banned = json.loads(run(folder, *options, "--ban", stop).stdout)
+
+    assert stopped["reason"] == "stop_string"
+    assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
+    assert stop.lower() not in banned["text"].lower()
+
+
+def test_a_negative_prompt_steers_the_text(folder: Path) -> None:
+    options = ("--prompt", "The quick", "--json", "--max-new-tokens", 12, "--seed", 1)
+    pair = ("--negative-prompt", "A dog", "--cfg-scale")
+
+    plain, same, steered = (
+        json.loads(run(folder, *options, *more).stdout)["text"]
+        for more in ((), (*pair, 1), (*pair, 3))
+    )
+
+    assert plain == same != steered
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "either `--prompt` or `--prompts`"),
+        (("--prompt", "x", "--out", "o"), "`--out` goes with `--prompts`"),
+        (("--prompt", "x", "--negative-prompt", "y"), "`cfg_scale` is not set"),
+        (("--prompt", "x", "--max-new-tokens", 100_000), "100000 new ones exceed"),
+        (
+            ("--prompt", "x", "--tokens", 1, "--max-tokens", 900, "--max-new-tokens", 300),
+            "cache has 1",
+        ),
+        (("--prompt", "x", "--min-new-tokens", 300), "`min_new_tokens` is 300"),
+        (("--prompt", ""), "no tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message(
+    folder: Path, options: tuple[object, ...], words: str
+) -> None:
+    done = run(folder, *options, "--no-bos")
+
+    assert done.exit_code in (1, 2)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "x"', "line 2 of"),
+        ('["x"]', "no object with a `prompt`"),
+        ('{"prompt": "x", "temprature": 1}', "has `temprature`"),
+        ('{"prompt": "x", "max_new_tokens": "many"}', "line 2 of"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(
+    folder: Path, tmp_path: Path, line: str, words: str
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "good"}\n' + line + "\n")
+
+    done = run(folder, "--prompts", source)
+
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_a_prompt_that_fails_stops_no_other(folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "p.jsonl", {"prompt": []}, {"prompt": "x"}, {"prompt": [5] * 5000})
+
+    done = run(folder, "--prompts", source, "--max-new-tokens", 3, "--ignore-eos")
+
+    answers = {a["index"]: a for a in map(json.loads, done.stdout.splitlines())}
+    assert [answers[i]["reason"] for i in range(3)] == ["error", "max_new_tokens", "error"]
+    assert "no tokens" in answers[0]["error"]
+    assert "5000 prompt tokens" in answers[2]["error"]
+    assert "3 prompts, 3 tokens, 2 failed" in done.stderr

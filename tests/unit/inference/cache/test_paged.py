@@ -1,0 +1,318 @@
+"""A paged cache in a whole model: what its views promise."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from caches import Sequences, angles_at
+from tiny import make_tiny
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference import LoadedModel, load_model
+from exl2flow.inference.cache.paged import (
+    PagedCache,
+    PromptView,
+    Segment,
+    StepView,
+    cache_format,
+    pages_of,
+)
+from exl2flow.inference.cache.pages import Copy
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, slots_of
+from exl2flow.kernels.torch_cache import read_cache
+from exl2flow.kernels.torch_ops import TorchOps
+from exl2flow.model import RopeTable, step_table
+
+TOKENS = PAGE_TOKENS + 20
+# KL divergence in nats from full passes: rounding of keys and values alone
+MOST_KL = {"fp16": 1e-6, "fp8": 0.05, "q8": 2e-4, "q6": 0.02, "q4": 0.05, "fp32": 1e-9}
+NEAR = {"rtol": 1e-5, "atol": 1e-5}  # sums in another order
+LENGTHS = (5, 300, 1, 7, 4, 260, 40)  # of prompts; several fall into one group
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])  # mistral has windows
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    windows = {"sliding_window": 40} if request.param == "mistral" else {}
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny(request.param, folder, max_position_embeddings=512, **windows)
+    return load_model(folder, device="cpu")
+
+
+class Pool:
+    """A cache of a model whose unused pages hold NaN, and sequences that get pages of it."""
+
+    def __init__(self, model: LoadedModel, name: str, *, pages: int = 24) -> None:
+        self.decoder = model.decoder
+        self.cache = PagedCache(model.spec, pages=pages, form=CACHE_FORMATS[name], device="cpu")
+        for rows in self.rows():
+            rows.data.fill_(255)
+            rows.scales.fill_(torch.nan)
+        self.angles = step_table(model.spec.rope, 512, torch.device("cpu"))
+        self._free = torch.randperm(pages).tolist()
+
+    def rows(self) -> Iterator:
+        return (rows for store in self.cache.stores for rows in (store.keys, store.values))
+
+    def pages(self, tokens: int) -> list[int]:
+        return [self._free.pop() for _ in range(pages_of(tokens))]
+
+    def read(self, parts: list[tuple[list[int], int, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the logits (t, v) of ids (t,) that begin at a position of each sequence."""
+        segments = [Segment(pages=p, begin=b, end=b + len(ids)) for p, b, ids in parts]
+        view = PromptView(self.cache, segments)
+        ids = torch.cat([ids for *_, ids in parts])[None]
+        logits = self.decoder.forward(ids, view, angles_at(self.angles, view.positions))[0]
+        return list(logits.split([segment.count for segment in segments]))
+
+    def step(self, sequences: list[tuple[list[int], int, int]]) -> torch.Tensor:
+        """Return the logits (b, v) of a token after so many positions of each sequence."""
+        tables = torch.full((len(sequences), 2), self.cache.spare, dtype=torch.int32)
+        for table, (pages, *_) in zip(tables, sequences, strict=True):
+            table[: len(pages)] = torch.tensor(pages)
+        lengths = torch.tensor([length for _, length, _ in sequences], dtype=torch.int32)
+        ids = torch.tensor([[token] for *_, token in sequences])
+        view = StepView(self.cache, tables, lengths)
+        return self.decoder.forward(ids, view, self.angles.at(lengths))[:, 0]
+
+    def stored(self, pages: list[int], tokens: int) -> list[torch.Tensor]:
+        """Return the bytes of a sequence's keys and values in all layers."""
+        slots = slots_of(torch.tensor(pages, dtype=torch.int32), 0, tokens)
+        return [rows.data[slots] for rows in self.rows()]
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits of sums in another order, which seldom moves a stored element by a code."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    assert float((found - expected).abs().mean()) < 2e-6
+
+
+def random_ids(model: LoadedModel, count: int) -> torch.Tensor:
+    return torch.randint(0, model.spec.vocab_size, (count,))
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_passes_with_a_cache_predict_what_full_passes_do(model: LoadedModel, name: str) -> None:
+    ids = torch.randint(0, model.spec.vocab_size, (2, TOKENS))
+    expected = torch.log_softmax(model.decoder.forward(ids), dim=-1)
+    cache = Sequences(model.spec, batch=2, tokens=TOKENS, name=name)
+
+    pieces = [ids[:, :100], ids[:, 100:250], *ids[:, 250:].split(1, dim=1)]
+    logits = torch.cat([cache.read(model.decoder.forward, piece) for piece in pieces], dim=1)
+
+    found = torch.log_softmax(logits, dim=-1)
+    kl = (expected.exp() * (expected - found)).sum(-1).mean()
+    assert float(kl) < MOST_KL[name]
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_prompts_of_one_pass_are_read_as_each_alone(model: LoadedModel, name: str) -> None:
+    prompts = [random_ids(model, count) for count in LENGTHS]
+    together, alone = Pool(model, name), Pool(model, name)
+    pages = [together.pages(len(ids)) for ids in prompts]
+
+    found = together.read([(p, 0, ids) for p, ids in zip(pages, prompts, strict=True)])
+
+    for logits, ids in zip(found, prompts, strict=True):
+        [expected] = alone.read([(alone.pages(len(ids)), 0, ids)])
+        assert_same(logits, expected)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (40, 41), (255, 257), (256,), (100, 200, 280)], ids=str)
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_a_prompt_may_be_cut_anywhere(model: LoadedModel, name: str, cuts: tuple[int, ...]) -> None:
+    ids = random_ids(model, 300)
+    whole, parts = Pool(model, name), Pool(model, name)
+    [expected] = whole.read([(whole.pages(300), 0, ids)])
+    pages = parts.pages(300)
+
+    found = [parts.read([(pages, b, ids[b:e])])[0] for b, e in pairwise((0, *cuts, 300))]
+
+    assert_same(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_ends_of_some_prompts_and_beginnings_of_others_share_a_pass(
+    model: LoadedModel, name: str
+) -> None:
+    prompts = [random_ids(model, count) for count in LENGTHS]
+    pool, alone = Pool(model, name), Pool(model, name)
+    pages = [pool.pages(len(ids)) for ids in prompts]
+    cuts = [len(ids) // 2 * (index % 2) for index, ids in enumerate(prompts)]
+    pool.read([(p, 0, i[:c]) for p, i, c in zip(pages, prompts, cuts, strict=True) if c])
+
+    found = pool.read([(p, c, i[c:]) for p, i, c in zip(pages, prompts, cuts, strict=True)])
+
+    for logits, ids, cut in zip(found, prompts, cuts, strict=True):
+        [expected] = alone.read([(alone.pages(len(ids)), 0, ids)])
+        assert_same(logits, expected[cut:])
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_a_prompt_changes_nothing_of_its_neighbours(model: LoadedModel, name: str) -> None:
+    prompts = [random_ids(model, count) for count in (5, 7, 4)]
+    pool = Pool(model, name)
+    pages = [pool.pages(len(ids)) for ids in prompts]
+
+    def read() -> list[torch.Tensor]:
+        found = pool.read([(p, 0, ids) for p, ids in zip(pages, prompts, strict=True)])
+        kept = [pool.stored(p, len(ids)) for p, ids in zip(pages, prompts, strict=True)]
+        return [found[0], found[2], *kept[0], *kept[2]]
+
+    before = read()
+    prompts[1] = (prompts[1] + 1) % model.spec.vocab_size
+
+    assert all(map(torch.equal, before, read()))
+    unused = [rows.data.view(-1, PAGE_TOKENS, rows.data.shape[1]) for rows in pool.rows()]
+    others = sorted({*range(pool.cache.pages + 1)} - {page for p in pages for page in p})
+    assert all((pages[others] == 255).all() for pages in unused)
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_a_token_of_a_prompt_sees_itself_as_it_is_stored(tmp_path: Path, name: str) -> None:
+    model = load_model(make_tiny("qwen3", tmp_path / "tiny"), device="cpu")
+    dim, cache = model.spec.attention.head_dim, Pool(model, name).cache
+    view = PromptView(cache, [Segment(pages=[3], begin=0, end=1)])
+    q, k, v = (torch.randn(1, heads, 1, dim) for heads in (4, 2, 2))
+
+    table = RopeTable(cos=torch.ones(1, dim // 2), sin=torch.zeros(1, dim // 2))
+    found = view.layers[1].attend(q, k, v, table=table, scale=1.0, window=None)
+
+    _, stored = read_cache(cache.stores[1], view.slots)
+    expected = stored.float()[0].repeat_interleave(2, dim=0)[None, :, None]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_steps_of_several_sequences_are_those_of_each_alone(model: LoadedModel, name: str) -> None:
+    prompts = [random_ids(model, count) for count in (5, 256, 300, 60)]
+    pool = Pool(model, name)
+    pages = [pool.pages(len(ids) + 1) for ids in prompts]
+    pool.read([(p, 0, ids) for p, ids in zip(pages, prompts, strict=True)])
+    held = [(p, len(ids), 7) for p, ids in zip(pages, prompts, strict=True)]
+
+    together = pool.step([held[2], held[0], held[3], held[1]])
+
+    alone = [pool.step([held[index]])[0] for index in (2, 0, 3, 1)]
+    assert_same(together, torch.stack(alone))
+
+
+@torch.inference_mode()
+def test_a_step_predicts_what_a_prompt_does(model: LoadedModel) -> None:
+    ids, pool = random_ids(model, TOKENS), Pool(model, "fp32")
+    [expected] = pool.read([(pool.pages(TOKENS), 0, ids)])
+    pages, begin = pool.pages(TOKENS), TOKENS - 30
+    pool.read([(pages, 0, ids[:begin])])
+
+    found = [pool.step([(pages, place, int(ids[place]))]) for place in range(begin, TOKENS)]
+
+    torch.testing.assert_close(torch.cat(found), expected[begin:], **NEAR)
+
+
+@torch.inference_mode()
+def test_what_is_forgotten_is_written_again(model: LoadedModel) -> None:
+    ids = torch.randint(0, model.spec.vocab_size, (1, 60))
+    cache, again = (Sequences(model.spec, tokens=64, name="q4") for _ in range(2))
+    cache.read(model.decoder.forward, ids[:, :40])
+    cache.read(model.decoder.forward, torch.randint(0, model.spec.vocab_size, (1, 20)))
+    cache.length = 40
+
+    again.read(model.decoder.forward, ids[:, :40])
+    found, expected = (c.read(model.decoder.forward, ids[:, 40:]) for c in (cache, again))
+
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@torch.inference_mode()
+def test_copied_pages_serve_another_sequence(model: LoadedModel, name: str) -> None:
+    pool, ids = Pool(model, name), random_ids(model, 300)
+    pages, other = pool.pages(300), pool.pages(300)
+    pool.read([(pages, 0, ids)])
+    expected = pool.step([(pages, 290, 9)])
+
+    pool.cache.copy(
+        [Copy(source=s, target=t, tokens=PAGE_TOKENS) for s, t in zip(pages, other, strict=True)]
+    )
+
+    assert torch.equal(pool.step([(other, 290, 9)]), expected)
+
+
+@pytest.mark.parametrize(("name", "first"), [("fp32", []), ("q8", [[0, 1, 2, 256, 257, 258]])])
+@torch.inference_mode()
+def test_a_prompt_reads_only_what_its_own_pass_lacks(
+    model: LoadedModel, name: str, first: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+
+    def seen(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        read.append(slots.tolist())
+        return read_cache(store, slots)
+
+    monkeypatch.setattr(TorchOps, "read_cache", staticmethod(seen))
+    pool, ids = Pool(model, name), random_ids(model, 3)
+
+    pool.read([([0], 0, ids), ([1], 0, ids)])
+    assert read == first * model.spec.num_layers
+    read.clear()
+    pool.read([([1], 3, ids)])
+
+    assert read == [[256, 257, 258, 259, 260, 261]] * model.spec.num_layers
+
+
+def test_a_smaller_format_takes_less_memory(model: LoadedModel) -> None:
+    order = ("fp32", "fp16", "q8", "fp8", "q6", "q4")
+    sizes = [Pool(model, name).cache.nbytes for name in order]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_an_unknown_format_is_named() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ConfigError, match="no cache format `q5`; choose one of fp16, fp8, q8, q6"):
+        cache_format("q5", cpu)
+    assert cache_format("fp32", cpu) is CACHE_FORMATS["fp32"]
+    with pytest.raises(ConfigError, match="no cache format `fp32`"):
+        cache_format("fp32", cuda)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    },
+}
+
+
+@pytest.mark.parametrize("cut", [0, 20, 31, 32, 33, 47])
+@pytest.mark.parametrize("name", ROPES)
+@torch.inference_mode()
+def test_prompts_cut_at_the_switch_are_read_as_one_by_one(
+    name: str, cut: int, tmp_path: Path
+) -> None:
+    positions = {"max_position_embeddings": 32} if name == "dynamic" else {}
+    make_tiny("llama", tmp_path / "tiny", rope=ROPES[name], **positions)
+    model = load_model(tmp_path / "tiny", device="cpu", max_tokens=48)
+    ids, pool = random_ids(model, 48), Pool(model, "fp32")
+    single, pages = pool.pages(48), pool.pages(48)
+    expected = [pool.step([(single, place, int(ids[place]))]) for place in range(48)]
+
+    found = [pool.read([(pages, b, ids[b:e])])[0] for b, e in pairwise((0, cut, 48)) if e > b]
+
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), **NEAR)
+    table = pool.angles
+    plain = step_table(model.spec.rope, 32, torch.device("cpu"))
+    assert torch.equal(table.cos[:32], plain.cos)

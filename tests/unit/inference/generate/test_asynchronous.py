@@ -1,0 +1,129 @@
+"""`AsyncGenerator`: many loops and threads at one generator, and the ways out."""
+
+import asyncio
+
+import pytest
+from tiny import make_tiny
+
+from exl2flow.core.errors import ConfigError, InferenceError
+from exl2flow.inference import AsyncGenerator, Generator, Request, SamplingSettings, load_model
+from exl2flow.inference.generate.request import Sampled
+
+GREEDY = SamplingSettings.greedy()
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
+    folder = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+    return Generator(load_model(folder, device="cpu", max_tokens=512), tokens=4096, slots=4)
+
+
+def request(i: int, *, tokens: int = 12, **more: object) -> Request:
+    return Request((5, 6, 7 + i), max_new_tokens=tokens, settings=GREEDY, stops=(), tag=i, **more)
+
+
+def is_empty(generator: Generator) -> bool:
+    return generator.is_idle and generator.free_pages == generator.pages
+
+
+def test_texts_of_one_loop_are_those_of_a_plain_generator(generator: Generator) -> None:
+    expected = [
+        generator.generate([r.prompt], max_new_tokens=12, settings=GREEDY, stops=())
+        for r in map(request, range(9))
+    ]
+
+    async def run() -> list[str]:
+        async with AsyncGenerator(generator) as engine:
+            return await asyncio.gather(*(engine.generate(request(i)) for i in range(9)))
+
+    assert [[text] for text in asyncio.run(run())] == expected
+    assert is_empty(generator)
+
+
+def test_any_thread_and_any_loop_may_submit(generator: Generator) -> None:
+    async def run() -> list[str]:
+        async with AsyncGenerator(generator) as engine:
+
+            def elsewhere(i: int) -> str:
+                return asyncio.run(engine.generate(request(i)))
+
+            return await asyncio.gather(*(asyncio.to_thread(elsewhere, i) for i in range(4)))
+
+    assert len(set(asyncio.run(run()))) > 1
+    assert is_empty(generator)
+
+
+def test_an_iteration_that_is_given_up_frees_its_pages(generator: Generator) -> None:
+    async def run() -> None:
+        async with AsyncGenerator(generator) as engine:
+            events = engine.stream(request(1, tokens=400))
+            async for event in events:
+                if event.ids:
+                    break
+            await events.aclose()
+            while not is_empty(generator):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_cancelled_task_ends_its_job_only(generator: Generator) -> None:
+    async def run() -> str:
+        async with AsyncGenerator(generator) as engine:
+            long = asyncio.create_task(engine.generate(request(1, tokens=400)))
+            other = asyncio.create_task(engine.generate(request(2)))
+            await asyncio.sleep(0.05)
+            long.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await long
+            return await other
+
+    assert asyncio.run(run())
+    assert is_empty(generator)
+
+
+def test_an_error_reaches_the_one_who_asked(generator: Generator) -> None:
+    def fails(sampled: Sampled) -> None:
+        raise ValueError("of the hook")
+
+    async def run() -> str:
+        async with AsyncGenerator(generator) as engine:
+            with pytest.raises(ValueError, match="of the hook"):
+                await engine.generate(request(1, hooks=(fails,)))
+            with pytest.raises(InferenceError, match="no tokens"):
+                await engine.generate(Request(()))
+            return await engine.generate(request(2))
+
+    assert asyncio.run(run())
+
+
+def test_closing_ends_what_runs_and_refuses_more(generator: Generator) -> None:
+    async def run() -> str:
+        engine = AsyncGenerator(generator)
+        running = asyncio.create_task(engine.generate(request(1, tokens=400)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        text = await running
+        with pytest.raises(ConfigError, match="closed"):
+            await engine.generate(request(2))
+        return text
+
+    asyncio.run(run())
+    assert is_empty(generator)
+
+
+def test_a_failure_of_the_device_reaches_all(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def run() -> list[object]:
+        async with AsyncGenerator(generator) as engine:
+            tasks = [engine.generate(request(i, tokens=400)) for i in range(3)]
+            monkeypatch.setattr(generator._steps, "run", broken)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [str(error)[:10] for error in asyncio.run(run())] == ["CUDA error"] * 3
+    with pytest.raises(InferenceError, match="make a new one"):
+        generator.submit(request(1))

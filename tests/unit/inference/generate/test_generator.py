@@ -1,0 +1,316 @@
+"""`Generator` on a tiny model: the same text whoever else is there, and nothing lost."""
+
+import math
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, make_tiny
+from transformers import AutoModelForCausalLM
+
+from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
+from exl2flow.inference import (
+    Event,
+    Generator,
+    LoadedModel,
+    Request,
+    SamplingSettings,
+    load_model,
+)
+from exl2flow.inference.generate.request import Sampled
+from exl2flow.kernels import PAGE_TOKENS
+
+GREEDY = SamplingSettings.greedy()
+HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
+RICH = SamplingSettings(
+    temperature=1.5, top_k=40, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.1,
+    dry_multiplier=0.8, xtc_probability=0.3, typical=0.95,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load_model(folder, device="cpu", max_tokens=1024)
+
+
+def prompts(count: int, *, least: int = 2, most: int = 40, seed: int = 0) -> list[tuple[int, ...]]:
+    source = random.Random(seed)
+    return [
+        tuple(source.randrange(3, VOCAB_SIZE) for _ in range(source.randint(least, most)))
+        for _ in range(count)
+    ]
+
+
+def requests(count: int, *, tokens: int = 24, settings: SamplingSettings = GREEDY, **more: object):
+    return [
+        Request(ids, max_new_tokens=tokens, settings=settings, seed=i, stops=(), tag=i, **more)
+        for i, ids in enumerate(prompts(count))
+    ]
+
+
+def ids_of(events: list[Event]) -> dict[object, tuple[int, ...]]:
+    found: dict[object, tuple[int, ...]] = {}
+    for event in events:
+        found[event.tag] = found.get(event.tag, ()) + event.ids
+    return found
+
+
+def is_empty(generator: Generator) -> bool:
+    return generator.is_idle and generator.free_pages == generator.pages
+
+
+def test_greedy_text_is_that_of_transformers(folder: Path, model: LoadedModel) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = ids_of([*Generator(model, tokens=4096, slots=4).stream(*requests(8, tokens=32))])
+
+    for i, ids in enumerate(prompts(8)):
+        expected = reference.generate(
+            torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=None,
+            pad_token_id=0, suppress_tokens=[*range(model.tokenizer.vocab_size, VOCAB_SIZE)],
+        )  # fmt: skip
+        assert list(made[i]) == expected[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("settings", [GREEDY, HOT, RICH], ids=["greedy", "hot", "rich"])
+def test_text_is_the_same_alone_and_in_any_company(
+    model: LoadedModel, settings: SamplingSettings
+) -> None:
+    every = requests(24, settings=settings)
+    together = ids_of([*Generator(model, tokens=16384, slots=16).stream(*every)])
+    reordered = ids_of([*Generator(model, tokens=16384, slots=8).stream(*reversed(every))])
+    lonely = Generator(model, tokens=1024, slots=1)
+
+    assert together == reordered
+    assert all(ids_of([*lonely.stream(r)])[r.tag] == together[r.tag] for r in every)
+
+
+def test_jobs_that_were_sent_back_go_on_where_they_were(model: LoadedModel) -> None:
+    every = requests(4, tokens=280, settings=RICH)
+    roomy = ids_of([*Generator(model, tokens=8192, slots=4).stream(*every)])
+
+    cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=4)
+
+    assert ids_of([*cramped.stream(*every)]) == roomy
+    assert is_empty(cramped)
+
+
+def test_number_of_tokens_is_exact_and_fills_the_context(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=2048, slots=2)
+
+    for count in (1, 2, 255, 256, 257):
+        [*_, last] = generator.stream(Request((5, 6, 7), max_new_tokens=count, stops=()))
+        assert last.statistics.new_tokens == count
+    [*_, last] = generator.stream(Request((5,) * 1000, stops=()))
+
+    assert last.reason == "max_new_tokens"
+    assert last.statistics.new_tokens == 24  # of a context of 1,024
+
+
+def test_a_prompt_seen_before_is_not_read_again(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4096, slots=4)
+    ids = prompts(1, least=700, most=700)[0]
+    first = [*generator.stream(Request(ids, max_new_tokens=8, settings=GREEDY, stops=()))]
+
+    again = [*generator.stream(Request(ids, max_new_tokens=8, settings=GREEDY, stops=()))]
+
+    assert first[-1].statistics.cached_tokens == 0
+    assert again[-1].statistics.cached_tokens == 699
+    assert ids_of(again) == ids_of(first)
+
+
+def test_a_common_beginning_is_read_once(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=16384, slots=8)
+    common = prompts(1, least=600, most=600)[0]
+    every = [
+        Request((*common, *rest), max_new_tokens=4, settings=GREEDY, stops=(), tag=i)
+        for i, rest in enumerate(prompts(8, least=5, most=9, seed=3))
+    ]
+
+    last = [event for event in generator.stream(*every) if event.statistics is not None]
+
+    read = sum(e.statistics.prompt_tokens - 1 - e.statistics.cached_tokens for e in last)
+    assert read <= 600 + 8 * 9
+
+
+def test_guidance_mixes_two_prompts(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4096, slots=4)
+    good, bad = prompts(2)
+
+    def text(prompt: object, scale: float | None) -> tuple[int, ...]:
+        settings = SamplingSettings.greedy(cfg_scale=scale)
+        made = generator.stream(Request(prompt, max_new_tokens=16, settings=settings, stops=()))
+        return ids_of([*made])[None]
+
+    assert text((good, bad), 1.0) == text(good, None)
+    assert text((good, bad), 0.0) == text(bad, None)
+    assert text((good, bad), 1.7) not in (text(good, None), text(bad, None))
+    assert is_empty(generator)
+
+
+def test_jobs_end_at_once_when_cancelled_anywhere(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=2048, slots=2)
+    jobs = [generator.submit(request) for request in requests(6)]
+    jobs[5].cancel()  # waits
+    events = generator.step()
+    assert [e.tag for e in events if e.reason == "cancelled"] == [5]
+    jobs[0].cancel()  # runs
+    events = generator.step()
+    assert [e.tag for e in events if e.reason == "cancelled"] == [0]
+    stream = generator.stream(requests(7)[6])
+    next(stream)
+    stream.close()
+    for job in jobs:
+        job.cancel()
+    generator.step()
+
+    assert is_empty(generator)
+
+
+def test_abort_event_returns_what_there_is(model: LoadedModel) -> None:
+    generator, flag = Generator(model, tokens=2048, slots=2), threading.Event()
+    flag.set()
+
+    texts = generator.generate(["a", "b"], max_new_tokens=500, abort_event=flag)
+
+    assert texts == ["", ""]
+    assert is_empty(generator)
+
+
+def test_a_hook_that_raises_ends_its_job_only(model: LoadedModel) -> None:
+    def fails(sampled: Sampled) -> None:
+        raise ValueError("of the hook")
+
+    every = requests(4)
+    every[1] = Request(every[1].prompt, max_new_tokens=24, hooks=(fails,), tag=1)
+    generator = Generator(model, tokens=8192, slots=4)
+    alone = ids_of([*generator.stream(every[0], every[2], every[3])])
+
+    events = [*generator.stream(*every)]
+
+    assert [(e.tag, str(e.error)) for e in events if e.error] == [(1, "of the hook")]
+    assert {tag: ids for tag, ids in ids_of(events).items() if tag != 1} == alone
+    assert is_empty(generator)
+
+
+def test_hooks_see_and_replace_tokens(model: LoadedModel) -> None:
+    seen: list[Sampled] = []
+
+    def replaces(sampled: Sampled) -> None:
+        seen.append(sampled)
+        sampled.sampled_token = 7
+
+    generator = Generator(model, tokens=2048, slots=2)
+    ids = ids_of(
+        [*generator.stream(Request((5, 6), max_new_tokens=4, hooks=(replaces,), stops=()))]
+    )
+
+    assert ids == {None: (7, 7, 7, 7)}
+    assert all(0 < s.sampled_prob <= 1 and s.candidate_tokens for s in seen)
+    follows = generator.stream(Request((5, 6, 7), max_new_tokens=1, settings=GREEDY, stops=()))
+    assert ids_of([*follows])[None][0] == seen[1].candidate_tokens[0]  # it read the replaced token
+
+
+@torch.inference_mode()
+def test_values_that_are_not_finite_end_one_job_and_are_forgotten(
+    folder: Path, model: LoadedModel
+) -> None:
+    broken = load_model(folder, device="cpu", max_tokens=1024)
+    broken.decoder.embedding.weight[9] = math.nan
+    generator = Generator(broken, tokens=8192, slots=4)
+    good = [
+        Request((5, 6, 7, i), max_new_tokens=16, settings=GREEDY, stops=(), tag=i) for i in (4, 8)
+    ]
+    bad = Request((5, 6, 9, 4), max_new_tokens=16, tag="bad")
+
+    events = [*generator.stream(good[0], bad, good[1])]
+
+    assert [type(e.error) for e in events if e.error] == [InferenceError]
+    assert ids_of(events)[4] == ids_of([*Generator(model, tokens=1024).stream(good[0])])[4]
+    assert is_empty(generator)
+
+
+def test_ten_thousand_waiting_jobs_end(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=8192, slots=32)
+    source, ended = random.Random(0), list[Event]()
+    jobs = [
+        generator.submit(
+            Request(prompt, max_new_tokens=source.randint(1, 3), stops=(), tag=i),
+            deliver=lambda e: ended.append(e) if e.reason else None,
+        )
+        for i, prompt in enumerate(prompts(2000, most=6))
+    ]
+    while not generator.is_idle:
+        for job in source.sample(jobs, 12):
+            job.cancel()
+        generator.step()
+
+    assert len(ended) == len(jobs)
+    assert {event.reason for event in ended} == {"max_new_tokens", "cancelled"}
+    assert is_empty(generator)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (Request(()), InferenceError, "no tokens"),
+        (Request((VOCAB_SIZE,)), InferenceError, f"id {VOCAB_SIZE} in the prompt"),
+        (
+            Request((5,), settings=SamplingSettings(token_bias=((VOCAB_SIZE - 1, 1.0),))),
+            InferenceError,
+            "`token_bias` has id",  # the tokenizer has fewer ids than the model
+        ),
+        (Request((5,) * 1025), ContextOverflow, "1025 prompt tokens"),
+        (Request((5,) * 600), CacheFull, "600 prompt tokens"),
+        (Request((5,), max_new_tokens=600), CacheFull, "600 new ones"),
+        (Request((5,), max_new_tokens=2000), ContextOverflow, "2000 new ones"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    model: LoadedModel, request_: Request, error: type[Exception], words: str
+) -> None:
+    generator = Generator(model, tokens=512, slots=1)
+
+    with pytest.raises(error, match=words):
+        generator.submit(request_)
+    assert is_empty(generator)
+
+
+def test_a_cache_of_an_unknown_format_is_refused(model: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="q5"):
+        Generator(model, cache="q5")
+
+
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "fp8", "q8", "q6", "q4"])
+def test_every_cache_gives_the_same_text_in_company(model: LoadedModel, cache: str) -> None:
+    every = requests(5, tokens=12)
+    together = ids_of([*Generator(model, cache=cache, tokens=4096, slots=3).stream(*every)])
+    lonely = Generator(model, cache=cache, tokens=1024, slots=1, chunk=256)
+
+    assert all(ids_of([*lonely.stream(r)])[r.tag] == together[r.tag] for r in every)
+
+
+def test_probabilities_top_tokens_and_logits_come_with_their_tokens(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=1024, slots=1)
+    request = Request(
+        (5, 6, 7), max_new_tokens=6, settings=HOT, seed=1, stops=(),
+        probabilities=True, top_tokens=3, logits=True,
+    )  # fmt: skip
+
+    events = [event for event in generator.stream(request) if event.ids]
+
+    for event in events:
+        assert len(event.ids) == len(event.probabilities) == len(event.top_ids) == len(event.logits)
+        for token, p, top, logits in zip(
+            event.ids, event.probabilities, event.top_ids, event.logits, strict=True
+        ):
+            known = logits[: model.tokenizer.vocab_size]
+            expected = (known.double() / HOT.temperature).softmax(-1)
+            assert p == pytest.approx(float(expected[token]), rel=1e-6)
+            assert list(top) == known.topk(3).indices.tolist()

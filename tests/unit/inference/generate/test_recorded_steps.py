@@ -1,0 +1,138 @@
+"""Recorded steps, without a GPU: a replay runs the recorded work again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from decoding import GREEDY, HOT, Again, Slots, prompts_of, text_alone
+from tiny import make_tiny
+
+from exl2flow.inference import LoadedModel, SamplingSettings, load_model
+from exl2flow.inference.generate import steps
+from exl2flow.inference.generate.steps import ROWS, bucket
+from exl2flow.inference.sampling import Kind
+
+MIXED = (GREEDY, SamplingSettings(temperature=1.5), HOT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny("llama", folder, max_position_embeddings=512)
+    return load_model(folder, device="cpu")
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    """Record with `Again` from now on, and return all recordings."""
+    Again.made = []
+    monkeypatch.setattr(steps, "Recording", Again)
+    return Again.made
+
+
+def recorded(model: LoadedModel, **options: object) -> Slots:
+    slots = Slots(model, **options)
+    slots.steps._records = True
+    return slots
+
+
+@pytest.mark.parametrize("settings", [MIXED, (GREEDY,) * 3], ids=("mixed", "greedy"))
+def test_replays_sample_what_launches_do(
+    model: LoadedModel, settings: tuple[SamplingSettings, ...], recordings: list[Again]
+) -> None:
+    found, expected = recorded(model, slots=4), Slots(model, slots=4)
+    for slot, (each, ids) in enumerate(zip(settings, prompts_of(model), strict=False)):
+        for slots in (found, expected):
+            slots.enter(slot, ids, each)
+
+    for slots in (found, expected):
+        slots.run(10)
+
+    assert found.sampled == expected.sampled
+    for slot in range(3):
+        assert torch.equal(torch.stack(found.logits[slot]), torch.stack(expected.logits[slot]))
+    for mine, theirs in zip(
+        found.steps.sampler.tensors(), expected.steps.sampler.tensors(), strict=True
+    ):
+        assert torch.equal(
+            mine[:3, :-1] if mine.dim() > 1 else mine[:3],
+            theirs[:3, :-1] if theirs.dim() > 1 else theirs[:3],
+        )
+    assert torch.equal(found.steps.lengths, expected.steps.lengths)
+    assert len(recordings) == 2
+
+
+def test_each_kind_and_each_number_of_rows_is_recorded_once(
+    model: LoadedModel, recordings: list[Again]
+) -> None:
+    slots, prompts = recorded(model, slots=4), prompts_of(model)
+
+    for settings in (GREEDY, SamplingSettings(), GREEDY, SamplingSettings(top_k=3)):
+        slots.enter(0, prompts[0], settings)
+        slots.run(2)
+    assert len(recordings) == 3  # of the forward pass, an argmax, and 64 candidates
+    slots.enter(2, prompts[1])
+    slots.run(2)
+    slots.enter(3, prompts[2])
+    slots.run(2)
+
+    assert len(recordings) == 5
+    assert [each.beside for each in recordings] == [None, *[recordings[0]] * 4]
+
+
+def test_a_recording_is_made_beside_a_text(model: LoadedModel, recordings: list[Again]) -> None:
+    found, ids = recorded(model, slots=8), prompts_of(model)[3]
+    found.enter(0, ids, HOT)
+    found.run(3)
+    for slot in (1, 2, 6):  # each needs more rows
+        found.enter(slot, [5, 6])
+        found.run(2)
+
+    assert found.sampled[0] == text_alone(model, ids, HOT, 9).sampled[0]
+    assert len(recordings) == 8
+
+
+@torch.inference_mode()
+def test_what_is_warmed_up_is_not_recorded_again(
+    model: LoadedModel, recordings: list[Again]
+) -> None:
+    slots, prompts = recorded(model, slots=5), prompts_of(model)
+    slots.enter(0, prompts[0])
+
+    slots.steps.warm_up([Kind.of([GREEDY]), Kind.of([HOT])])
+
+    assert len(recordings) == 4 * 3  # 1, 2, 4 and 5 rows: two kinds and the forward pass
+    for slot, ids in enumerate(prompts[1:], 1):
+        slots.run()
+        slots.enter(slot, ids, HOT)
+    slots.run()
+    assert len(recordings) == 12
+    alone = text_alone(model, prompts[0], GREEDY, 5)
+    assert slots.sampled[0] == alone.sampled[0]
+
+
+def test_what_cannot_be_recorded_is_launched_and_tried_once(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fails(work: Callable[[], object], beside: object = None) -> None:
+        work()
+        tried.append(work)
+        raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(steps, "Recording", fails)
+    slots, ids = recorded(model, slots=3), prompts_of(model)[0]
+    for slot in range(2):
+        slots.enter(slot, ids, HOT)
+
+    slots.run(6)
+
+    assert slots.sampled[0] == slots.sampled[1] == text_alone(model, ids, HOT, 6).sampled[0]
+    assert len(tried) == 1
+
+
+def test_rows_of_a_recording_are_those_needed_or_a_few_more() -> None:
+    assert [bucket(count) for count in (1, 2, 3, 5, 9, 17, 25, 32)] == [1, 2, 4, 8, 16, 24, 32, 32]
+    assert [bucket(count) for count in (33, 64, 65)] == [64, 64, 96]
+    assert all(bucket(rows) == rows for rows in ROWS)
