@@ -27,13 +27,8 @@ def is_inside(manifest: dict[str, Any]) -> bool:
     return manifest["status"] == "partial" and 0 < cursor < manifest["total"]
 
 
-@pytest.mark.parametrize(
-    "conditions",
-    [
-        pytest.param(REPLAYED, id="replayed", marks=pytest.mark.slow),
-        pytest.param(FROM_STATES, id="from states"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("conditions", [REPLAYED, FROM_STATES], ids=["replayed", "from states"])
 def test_thirteen_kills_leave_no_trace_in_the_result(
     undisturbed: Conversion, conditions: Conditions, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ def test_taken_port_is_reported(server: LastingServer) -> None:
     assert server.processes() == []
 
 
+@pytest.mark.slow
 def test_server_that_dies_is_reported_with_the_end_of_its_log(server: LastingServer) -> None:
     missing = server.folder / "missing" / "home.db"
     database = f"sqlite+aiosqlite:///{missing}?mode=ro"

@@ -216,9 +216,8 @@ def test_interrupted_sweep_stops_after_a_sublayer_and_goes_on(
     assert weights(config.out) == weights(swept.config.out)
 
 
-@pytest.mark.parametrize(
-    ("runner", "kills"), [pytest.param("dask", 0, marks=pytest.mark.slow), ("processes", 1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("runner", "kills"), [("dask", 0), ("processes", 1)])
 def test_each_slot_makes_one_bitrate_at_a_time_with_the_same_bytes_also_after_a_kill(
     swept: Swept, source: Path, tmp_path: Path, runner: str, kills: int, threads_of_workers: None
 ) -> None:

@@ -115,7 +115,11 @@ def test_closing_ends_what_runs_and_refuses_more(generator: Generator) -> None:
 def test_a_failure_of_the_device_reaches_all(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    decode = generator._steps.run
+
+    def broken(*step: object) -> object:
+        if len(generator._schedule.running) < 3:
+            return decode(*step)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     async def run() -> list[object]:
