@@ -82,6 +82,7 @@ def test_the_demo_model_is_small_and_whole() -> None:
     assert Tokenizer.load(DEMO).vocab_size == spec.vocab_size
 
 
+@pytest.mark.slow
 def test_perplexity_on_held_out_text_rises_by_five_percent_at_two_and_a_half_bits(
     poor: Converted,
 ) -> None:

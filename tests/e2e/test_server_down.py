@@ -39,6 +39,7 @@ def test_server_that_dies_is_reported_with_the_end_of_its_log(server: LastingSer
     assert server.processes() == []
 
 
+@pytest.mark.slow
 def test_database_that_does_not_answer_is_reported_without_its_password(
     server: LastingServer,
 ) -> None:

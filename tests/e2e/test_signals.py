@@ -11,7 +11,7 @@ from traces import leftovers
 SLOW = Conditions(flush_seconds=0.05)
 VERY_SLOW = Conditions(flush_seconds=0.4)  # a commit takes 1.6 s: time for a second signal
 RESUME = "resume with:\n  "
-CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+CODES = [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("signum", "code"), CODES)
@@ -48,9 +48,7 @@ def test_a_signal_commits_the_sublayer_and_tells_how_to_resume(
         assert conversion.made_by(stage) == undisturbed.made_by(stage)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("signum", "code"), CODES)
 def test_a_second_signal_ends_the_process_at_once(
     undisturbed: Conversion, tmp_path: Path, signum: int, code: int
 ) -> None:

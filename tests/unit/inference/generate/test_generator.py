@@ -14,6 +14,7 @@ from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, Infere
 from exl2flow.inference import (
     Event,
     Generator,
+    Job,
     LoadedModel,
     Request,
     SamplingSettings,
@@ -82,7 +83,7 @@ def test_greedy_text_is_that_of_transformers(folder: Path, model: LoadedModel) -
 def test_text_is_the_same_alone_and_in_any_company(
     model: LoadedModel, settings: SamplingSettings
 ) -> None:
-    every = requests(24, settings=settings)
+    every = requests(14, tokens=16, settings=settings)
     together = ids_of([*Generator(model, tokens=16384, slots=16).stream(*every)])
     reordered = ids_of([*Generator(model, tokens=16384, slots=8).stream(*reversed(every))])
     lonely = Generator(model, tokens=1024, slots=1)
@@ -91,13 +92,19 @@ def test_text_is_the_same_alone_and_in_any_company(
     assert all(ids_of([*lonely.stream(r)])[r.tag] == together[r.tag] for r in every)
 
 
-def test_jobs_that_were_sent_back_go_on_where_they_were(model: LoadedModel) -> None:
-    every = requests(4, tokens=280, settings=RICH)
+def test_jobs_that_were_sent_back_go_on_where_they_were(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = requests(4, tokens=260, settings=RICH)
     roomy = ids_of([*Generator(model, tokens=8192, slots=4).stream(*every)])
-
     cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=4)
+    sent_back, send_back = list[Job](), cramped._schedule.send_back
+    monkeypatch.setattr(
+        cramped._schedule, "send_back", lambda job: (sent_back.append(job), send_back(job))
+    )
 
     assert ids_of([*cramped.stream(*every)]) == roomy
+    assert len(sent_back) >= 2
     assert is_empty(cramped)
 
 
