@@ -29,6 +29,7 @@ from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes
 
+Prompt = Text | tuple[Text, Text]
 SHARE = 0.7  # of the free memory for a cache whose size nobody states
 
 
@@ -176,12 +177,10 @@ class Generator:
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...
     @overload
-    def generate(
-        self, prompts: Iterable[Text | tuple[Text, Text]], **options: Any
-    ) -> list[str]: ...
+    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[str]: ...
     def generate(
         self,
-        prompts: str | Iterable[Text | tuple[Text, Text]],
+        prompts: str | Iterable[Prompt],
         *,
         seed: int | None = None,
         abort_event: Flag | None = None,
@@ -199,9 +198,7 @@ class Generator:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
         single = isinstance(prompts, str)
-        texts: list[Text | tuple[Text, Text]] = (
-            [prompts] if isinstance(prompts, str) else [*prompts]
-        )
+        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else [*prompts]
         seeds = [None if seed is None else seed + index for index in range(len(texts))]
         requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
         jobs: list[Job] = []
