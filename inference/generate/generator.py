@@ -197,7 +197,6 @@ class Generator:
         Raises:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
-        single = isinstance(prompts, str)
         texts: list[Prompt] = [prompts] if isinstance(prompts, str) else [*prompts]
         seeds = [None if seed is None else seed + index for index in range(len(texts))]
         requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
@@ -221,7 +220,7 @@ class Generator:
         if errors:
             raise errors[0]
         completions = [job.output.text for job in jobs]
-        return completions[0] if single else completions
+        return completions[0] if isinstance(prompts, str) else completions
 
     def _drop(self, jobs: list[Job]) -> None:
         """End jobs at once."""
