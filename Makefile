@@ -26,7 +26,8 @@ demo: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# The lowest versions that pyproject.toml allows; pip has no such choice, uv has.
+# The lowest versions that pyproject.toml allows; pip has no such choice, uv has. Prefect gets a home of its own,
+# because it cannot read the database of a newer version.
 .venv-lowest/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear .venv-lowest
 	$(LOWEST)/python -m pip install --quiet --disable-pip-version-check uv
@@ -48,7 +49,7 @@ test-lowest: .venv-lowest/.installed
 	$(PYTEST:$(BIN)%=$(LOWEST)%) -m "not slow and not gpu and not multigpu and not network" \
 	    tests/unit tests/property tests/golden $(ARGS)
 	rm -rf demo-lowest .venv-lowest/work
-	$(LOWEST)/exl2flow convert demo/model --out demo-lowest --work-root .venv-lowest/work \
+	PREFECT_HOME=$(CURDIR)/.venv-lowest/prefect $(LOWEST)/exl2flow convert demo/model --out demo-lowest --work-root .venv-lowest/work \
 	    --bpw 4.0 --rows 16 --row-tokens 512 --measure-rows 16 --measure-row-tokens 512 \
 	    --validate-rows 16 --validate-row-tokens 512 --validate-text demo/heldout.txt
 
