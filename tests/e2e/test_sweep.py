@@ -194,6 +194,7 @@ def test_same_stages_without_prefect_give_the_same_bytes(
     assert [Path(score.model).name for score in made.scores] == list(BITRATES)
 
 
+@pytest.mark.slow  # `test_prefect_convert.py` interrupts a conversion
 def test_interrupted_sweep_stops_after_a_sublayer_and_goes_on(
     swept: Swept, source: Path, tmp_path: Path
 ) -> None:
