@@ -11,8 +11,10 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from decode import seconds, write_model
@@ -27,7 +29,7 @@ from exl2flow.model.footprint import Footprint
 
 GREEDY, DEFAULT = SamplingSettings.greedy(), SamplingSettings()
 MIXED = (GREEDY, DEFAULT, SamplingSettings(top_k=0, min_p=0.05), SamplingSettings(top_p=0.95))
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_a": 0.01,
     "min_p": 0.001, "tfs": 0.99, "typical": 0.99, "xtc_probability": 0.5, "dry_multiplier": 0.8,
     "skew": 0.1, "mirostat": True, "min_temp": 0.5, "max_temp": 1.5, "smoothing_factor": 0.2,
@@ -41,10 +43,10 @@ def prompt(tokens: int, vocab: int, seed: int) -> tuple[int, ...]:
     return tuple(source.randrange(5, vocab) for _ in range(tokens))
 
 
-def request(model: LoadedModel, tokens: int, new: int, seed: int, **more: object) -> Request:
+def request(model: LoadedModel, tokens: int, new: int, seed: int, **more: Any) -> Request:
     """Return a request with a prompt of random ids."""
     ids = prompt(tokens, model.spec.vocab_size, seed)
-    return Request(ids, max_new_tokens=new, stops=(), seed=seed, **more)  # type: ignore[arg-type]
+    return Request(ids, max_new_tokens=new, stops=(), seed=seed, **more)
 
 
 @torch.inference_mode()
@@ -218,8 +220,8 @@ def sampler(model: LoadedModel, form: str) -> None:
     for name, settings in (
         ("greedy", GREEDY),
         ("default", DEFAULT),
-        ("all steps, top-k 50", SamplingSettings(**EVERYTHING)),  # type: ignore[arg-type]
-        ("all steps, all candidates", SamplingSettings(top_k=0, **EVERYTHING)),  # type: ignore[arg-type]
+        ("all steps, top-k 50", SamplingSettings(**EVERYTHING)),
+        ("all steps, all candidates", SamplingSettings(top_k=0, **EVERYTHING)),
     ):
         slots = SamplerSlots(
             slots=rows, max_tokens=2048, vocab_size=width, width=width, device="cuda"
@@ -227,7 +229,7 @@ def sampler(model: LoadedModel, form: str) -> None:
         for row in range(rows):
             slots.enter(row, settings, prompt(1000, width, row))
         kind = Kind.of([settings])
-        work = Recording(lambda s=slots, k=kind: sample(logits, s, draws, k))  # type: ignore[misc]
+        work = Recording(partial(sample, logits, slots, draws, kind))
         taken = seconds(work.replay)
         plain = plain or taken
         print(f"| {name} | {1e3 * taken:.3f} ms | + {1e3 * (taken - plain):.3f} ms |", flush=True)

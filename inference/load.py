@@ -30,7 +30,7 @@ from exl2flow.model import (
     check_layers,
     resolve,
 )
-from exl2flow.model.footprint import Footprint
+from exl2flow.model.footprint import Footprint, exact_format
 from exl2flow.model.spec import expected_tensors
 
 SAMPLE_PROMPT_TOKENS = 512  # of a sample, to estimate memory
@@ -157,14 +157,14 @@ def _fits_in_memory(model_dir: Path, place: torch.device, *, tokens: int) -> boo
     A GPU holds packed matrices as its kernels read them, a CPU decodes all matrices to fp32.
     """
     spec = resolve(model_dir)
-    needs = Footprint.of(spec, context=tokens, cache_format="fp16")
+    needs = Footprint.of(spec, context=tokens, cache_format=exact_format(place))
     if place.type == "cuda":
         tensors = TensorFiles(model_dir)
         stored = sum(tensors.nbytes(name) for name in tensors.names)
         return stored + needs.total - needs.device <= free_memory(place)
     room = available_memory()
     numel = sum(math.prod(shape) for shape in expected_tensors(spec).values())
-    return room is None or (numel * torch.float32.itemsize + 2 * needs.cache) <= room
+    return room is None or (numel * torch.float32.itemsize + needs.cache) <= room
 
 
 def _decoder(

@@ -69,6 +69,11 @@ class Footprint:
         )
 
 
+def exact_format(device: torch.device) -> str:
+    """Return the cache format that stores keys and values as a model computes them on a device."""
+    return "fp16" if device.type == "cuda" else "fp32"
+
+
 def pages(tokens: int) -> int:
     """Return how many cache pages hold this many tokens."""
     return -(-tokens // PAGE_TOKENS)

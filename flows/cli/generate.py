@@ -77,8 +77,7 @@ def generate(
 ) -> None:
     """Generate text from a model. The prompt is plain text unless --special is given."""
     options = build_generation(values)
-    sampler = {s.field: values[s.field] for s in SAMPLING[1] if s.field in values}
-    settings = SamplingSettings.greedy() if greedy else build_sampling(sampler)
+    settings = SamplingSettings.greedy() if greedy else build_sampling(values)
     if (prompt is None) == (options.prompts is None):
         raise ConfigError("give either `--prompt` or `--prompts`")
     if options.prompts is None and options.out is not None:

@@ -144,15 +144,13 @@ class PromptView:
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
         device = cache.device
-        starts = [0, *accumulate(s.count for s in segments)]
+        starts = [0, *accumulate(s.count for s in segments[:-1])]
         slots = [slots_of(torch.tensor(s.pages, dtype=torch.int32), 0, s.end) for s in segments]
         positions = torch.cat([torch.arange(s.begin, s.end) for s in segments])
         self.positions = on_device(positions, device)
         new = [x[s.begin :] for x, s in zip(slots, segments, strict=True)]
         self.slots = on_device(torch.cat(new), device)
-        fresh = [
-            (s.count, start) for s, start in zip(segments, starts, strict=False) if not s.begin
-        ]
+        fresh = [(s.count, start) for s, start in zip(segments, starts, strict=True) if not s.begin]
         fresh.sort(key=lambda pair: pair[0].bit_length())  # within a group twice as long at most
         self.groups = [
             _group(list(members), device)
@@ -160,7 +158,7 @@ class PromptView:
         ]
         self.behind = [  # place in the pass, and slots of all positions up to the end
             (slice(start, start + s.count), on_device(x, device))
-            for x, s, start in zip(slots, segments, starts, strict=False)
+            for x, s, start in zip(slots, segments, starts, strict=True)
             if s.begin
         ]
         self.layers = [_PromptLayer(store, self) for store in cache.stores]

@@ -22,6 +22,7 @@ from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.inference.cache.paged import PagedCache, StepView, cache_format, pages_of
 from exl2flow.inference.load import LoadedModel, load_model
 from exl2flow.model import Composition, Tokenizer, resolve, step_table
+from exl2flow.model.footprint import exact_format
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +123,8 @@ def write_rows(
     decoder, spec = model.decoder, model.spec
     device = decoder.embedding.weight.device
     span = min(tokens, spec.max_positions)
-    name = "fp16" if device.type == "cuda" else "fp32"
-    pages = len(rows) * pages_of(span)
-    cache = PagedCache(spec, pages=pages, form=cache_format(name, device), device=device)
+    pages, form = len(rows) * pages_of(span), cache_format(exact_format(device), device)
+    cache = PagedCache(spec, pages=pages, form=form, device=device)
     tables = torch.arange(pages, dtype=torch.int32, device=device).view(len(rows), -1)
     lengths = torch.zeros(len(rows), dtype=torch.int32, device=device)
     angles = step_table(spec.rope, span, device)

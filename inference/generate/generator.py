@@ -27,7 +27,7 @@ from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes
+from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes, exact_format
 
 Prompt = Text | tuple[Text, Text]
 SHARE = 0.7  # of the free memory for a cache whose size nobody states
@@ -69,7 +69,7 @@ class Generator:
             )
         self.model, self.slots, self.context = model, slots, model.max_tokens
         device = model.decoder.embedding.weight.device
-        name = cache or ("fp16" if device.type == "cuda" else "fp32")
+        name = cache or exact_format(device)
         form = cache_format(name, device)
         self.pages = pages_of(tokens or _fitting(model, name, device))
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import index
+from typing import TypeGuard, cast
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
@@ -97,7 +98,8 @@ class Request:
     @property
     def prompts(self) -> tuple[Text, ...]:
         """The prompt, or the two of a pair."""
-        return self.prompt if _is_pair(self.prompt) else (self.prompt,)  # type: ignore[return-value]
+        prompts = self.prompt if _is_pair(self.prompt) else (self.prompt,)
+        return cast(tuple[Text, ...], prompts)
 
     def _check_numbers(self) -> None:
         least = {"max_new_tokens": 1, "min_new_tokens": 0, "top_tokens": 0, "max_skips": 0}
@@ -130,14 +132,15 @@ class Request:
             raise ConfigError(f"`cfg_scale` is {scale}, which needs a tuple of two prompts")
 
 
-def _is_pair(prompt: object) -> bool:
-    is_two = isinstance(prompt, tuple) and len(prompt) == 2
-    return is_two and all(isinstance(part, Sequence) for part in prompt)  # type: ignore[attr-defined]
+def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:
+    if not isinstance(prompt, tuple) or len(prompt) != 2:
+        return False
+    return all(isinstance(part, Sequence) for part in prompt)
 
 
 def _frozen(prompt: object) -> object:
     if _is_pair(prompt):
-        return tuple(_frozen_text(part) for part in prompt)  # type: ignore[attr-defined]
+        return tuple(_frozen_text(part) for part in prompt)
     return _frozen_text(prompt)
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -148,22 +148,22 @@ class Steps:
 
         The result is overwritten by the next step.
         """
-        rows = min(bucket(slots), len(self.ids))
+        rows = self._rows(slots)
         there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
         self.draws[:slots] = there
-        self._replay(rows, lambda: self._forward(rows))
-        sampled: Sampled = self._replay((rows, kind), lambda: self._sample(rows, kind))
+        self._replay(rows, partial(self._forward, rows))
+        sampled: Sampled = self._replay((rows, kind), partial(self._sample, rows, kind))
         return sampled
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record what steps of any number of slots need for the kinds."""
-        for slots in range(1, len(self.ids) + 1):
-            rows = min(bucket(slots), len(self.ids))
-            if self._records and rows not in self._recordings:
-                self._recorded(rows, lambda rows=rows: self._forward(rows))  # type: ignore[misc]
+        for rows in sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)}):
+            self._recording(rows, partial(self._forward, rows))
             for kind in kinds:
-                if self._records and (rows, kind) not in self._recordings:
-                    self._recorded((rows, kind), lambda r=rows, k=kind: self._sample(r, k))  # type: ignore[misc]
+                self._recording((rows, kind), partial(self._sample, rows, kind))
+
+    def _rows(self, slots: int) -> int:
+        return min(bucket(slots), len(self.ids))
 
     def _forward(self, rows: int) -> None:
         lengths = self.lengths[:rows]
@@ -178,21 +178,20 @@ class Steps:
         return sampled
 
     def _replay(self, key: object, work: Callable[[], Any]) -> Any:
-        if not self._records:
-            return work()
-        if key not in self._recordings:
+        recording = self._recording(key, work)
+        return work() if recording is None else recording.replay()
+
+    def _recording(self, key: object, work: Callable[[], Any]) -> Recording[Any] | None:
+        """Return the recording of some work, made now if it is new; None: nothing is recorded."""
+        if self._records and key not in self._recordings:
+            beside = next(iter(self._recordings.values()), None)
             try:
-                self._recorded(key, work)
+                with self._idle():
+                    self._recordings[key] = Recording(work, beside=beside)
             except RuntimeError as error:
                 log.info("step=launched reason=%s", error)
                 self._records = False
-                return work()
-        return self._recordings[key].replay()
-
-    def _recorded(self, key: object, work: Callable[[], Any]) -> None:
-        beside = next(iter(self._recordings.values()), None)
-        with self._idle():
-            self._recordings[key] = Recording(work, beside=beside)
+        return self._recordings[key] if self._records else None
 
     @contextmanager
     def _idle(self) -> Iterator[None]:

@@ -36,7 +36,8 @@ def build_sampling(values: Values) -> SamplingSettings:
         ConfigError: naming the option that is out of range.
     """
     try:
-        return SamplingSettings(**values)  # type: ignore[arg-type]  # the options have its types
+        own = {s.field: values[s.field] for s in SAMPLING[1] if s.field in values}
+        return SamplingSettings(**own)  # type: ignore[arg-type]  # the options have its types
     except ConfigError as error:
         message = str(error)
         for setting in SAMPLING[1]:
