@@ -208,6 +208,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 f"line {number} of `{path}` has `{unknown[0]}`; it may have `prompt`, `tag`, "
                 + ", ".join(f"`{name}`" for name in OF_A_LINE)
             )
+        prompt = value["prompt"]
+        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
+            value["prompt"] = tuple(prompt)  # JSON has no other form of a pair
         yield {**value, "line": f"line {number} of `{path}`"}
 
 

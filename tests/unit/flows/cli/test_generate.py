@@ -80,6 +80,17 @@ def test_a_negative_prompt_steers_the_text(folder: Path) -> None:
     assert plain == same != steered
 
 
+def test_a_pair_in_a_file_is_a_prompt_and_a_negative_one(folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "p.jsonl", {"prompt": ["The quick", "A dog"]})
+    options = ("--max-new-tokens", 12, "--seed", 1, "--cfg-scale", 3, "--tokens", 1024)
+
+    of_file = json.loads(run(folder, "--prompts", source, *options).stdout)
+    plain = run(folder, "--prompt", "The quick", "--negative-prompt", "A dog", "--json", *options)
+
+    assert of_file["text"] == json.loads(plain.stdout)["text"]
+    assert of_file["prompt"] == ["The quick", "A dog"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
