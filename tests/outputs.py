@@ -6,7 +6,7 @@ from typing import Any
 from spelled import spelled
 
 from exl2flow.inference.generate.event import Event, Token
-from exl2flow.inference.generate.output import Outcome, Output
+from exl2flow.inference.generate.output import Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.inference.generate.request import Request
 
@@ -27,20 +27,18 @@ class Run:
             request, self.tokenizer, prompt or Prompt((PROMPT,)), max_new_tokens=self.most
         )
         self.events: list[Event] = []
-        self.rewinds: list[int] = []
 
-    def push(self, *pieces: bytes | str, **extras: Any) -> Outcome:
+    def push(self, *pieces: bytes | str, **extras: Any) -> Event | None:
         for piece in pieces:
             key = piece.encode() if isinstance(piece, str) else piece
-            outcome = self.output.push(Token(self.ids[key], **extras))
-            self.keep(outcome)
-        return outcome
+            event = self.output.push(Token(self.ids[key], **extras))
+            if event is not None:
+                self.events.append(event)
+        return event
 
-    def keep(self, outcome: Outcome) -> None:
-        if outcome.event is not None:
-            self.events.append(outcome.event)
-        if outcome.rewind:
-            self.rewinds.append(outcome.rewind)
+    @property
+    def rewinds(self) -> list[int]:
+        return [len(event.suppressed_ids) for event in self.events if event.suppressed_ids]
 
     @property
     def text(self) -> str:

@@ -3,17 +3,15 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractAsyncContextManager
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.generator import Generator
-from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.request import Request
 
 
-class AsyncGenerator:
+class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
     """Runs a generator as long as it has jobs; any thread and any event loop may submit.
 
     Nothing else may call the generator's `step` meanwhile.
@@ -26,15 +24,7 @@ class AsyncGenerator:
         self._thread = threading.Thread(target=self._run, name="exl2flow-generator", daemon=True)
         self._thread.start()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -51,25 +41,7 @@ class AsyncGenerator:
             Exl2FlowError: what `Generator.submit` refuses, or what ended the job.
         """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        job = self._submit(request, loop, events)
-        try:
-            while True:
-                event = await events.get()
-                yield event
-                if event.error is not None:
-                    raise event.error
-                if event.reason is not None:
-                    return
-        finally:
-            self._cancel(job)
 
-    async def generate(self, request: Request) -> str:
-        """Return the completion of a request; see `stream`."""
-        return "".join([event.text async for event in self.stream(request)])
-
-    def _submit(
-        self, request: Request, loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]
-    ) -> Job:
         def deliver(event: Event) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, event)
@@ -79,12 +51,22 @@ class AsyncGenerator:
                 raise ConfigError("the generator is closed; make a new `AsyncGenerator`")
             job = self._generator.submit(request, deliver=deliver)
             self._wake.notify()
-        return job
+        try:
+            while True:
+                event = await events.get()
+                yield event
+                if event.error is not None:
+                    raise event.error
+                if event.reason is not None:
+                    return
+        finally:
+            with self._wake:
+                job.cancel()
+                self._wake.notify()
 
-    def _cancel(self, job: Job) -> None:
-        with self._wake:
-            job.cancel()
-            self._wake.notify()
+    async def generate(self, request: Request) -> str:
+        """Return the completion of a request; see `stream`."""
+        return "".join([event.text async for event in self.stream(request)])
 
     def _run(self) -> None:
         while True:

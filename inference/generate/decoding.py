@@ -51,7 +51,6 @@ class Decoding:
         taken: list[tuple[Job, int]] = []
         for job in jobs:
             slot = job.lead.slot
-            assert slot is not None
             draws[slot] = job.random.random()
             self._set_mask(job, slot)
             job.launched += 1
@@ -106,13 +105,12 @@ class Decoding:
         job.sampled()
         if job.request.hooks:
             token = self._hooked(job, token)
-        outcome = job.output.push(token)
-        if job.output.reason is not None:
-            assert outcome.event is not None
-            self._schedule.end(job, outcome.event)
+        event = job.output.push(token)
+        if event is not None and event.reason is not None:
+            self._schedule.end(job, event)
             return
-        if outcome.event is not None:
-            job.deliver(outcome.event)
+        if event is not None:
+            job.deliver(event)
         self._schedule.accept(job)
 
     def _hooked(self, job: Job, token: Token) -> Token:
@@ -127,7 +125,6 @@ class Decoding:
         if seen.sampled_token == token.id:
             return token
         for s in job.sequences:
-            assert s.slot is not None
             self._steps.replace(s.slot, len(s.ids), seen.sampled_token)
         return token._replace(id=seen.sampled_token, probability=None)
 

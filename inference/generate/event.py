@@ -25,11 +25,8 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What an ended text does not show: a stop token, or a stop string and the text behind it.
-
-    ids: the stop token, or the tokens that are not shown completely.
-    """
+class Piece:
+    """Text and its ids; probabilities, top tokens and logits have one entry per id, if wanted."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -57,39 +54,33 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(Piece):
     """One step of a request; only the last event has a `reason`.
 
-    The texts of all events join to the completion. `ids`, and with one entry per id probabilities,
-    top tokens and logits, are empty if nothing is shown or they were not requested. After a stop
-    string, `ids` includes its tokens, which are in `held` as well.
+    The texts of all events join to the completion. After a stop string, `ids` includes its tokens,
+    which are in `held` as well.
 
     read, total: prompt tokens in the cache, and how many must be there.
     trigger: the id or string that stopped the text.
     suppressed_text, suppressed_ids: cut because of a banned string, and never shown.
+    held: what an ended text does not show: a stop token, or a stop string and the text behind it.
     """
 
     stage: Stage
     tag: object = None
-    text: str = ""
-    ids: tuple[int, ...] = ()
-    probabilities: tuple[float, ...] = ()
-    top_ids: tuple[tuple[int, ...], ...] = ()
-    top_probabilities: tuple[tuple[float, ...], ...] = ()
-    logits: tuple[object, ...] = ()
     read: int = 0
     total: int = 0
     suppressed_text: str = ""
     suppressed_ids: tuple[int, ...] = ()
     reason: Reason | None = None
     trigger: int | str | None = None
-    held: Held | None = None
+    held: Piece | None = None
     error: Exception | None = None
     statistics: Statistics | None = None
 
 
 def columns(request: Request, tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return the fields of `Event` and `Held` that have one entry per token."""
+    """Return the fields of a `Piece` that have one entry per token."""
     fields: dict[str, Any] = {"ids": tuple([token.id for token in tokens])}
     if request.probabilities:
         fields["probabilities"] = tuple(token.probability for token in tokens)

@@ -6,9 +6,11 @@ while the next one runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from collections.abc import Generator as Generated
+from contextlib import closing
 from threading import Event as Flag
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -152,8 +154,12 @@ class Generator:
         """End all jobs."""
         self._drop(self._schedule.all())
 
-    def stream(self, *requests: Request) -> Iterator[Event]:
+    def stream(self, *requests: Request, abort_event: Flag | None = None) -> Generated[Event]:
         """Yield the events of requests as they come; giving the iteration up ends their jobs.
+
+        Args:
+            requests: what to generate.
+            abort_event: when it is set, all texts end where they are.
 
         Raises:
             Exl2FlowError: what `submit` refuses, or the error of a request that is the only one.
@@ -170,7 +176,10 @@ class Generator:
                     yield event
                     if event.error is not None and len(jobs) == 1:
                         raise event.error
-                self._events.extend(self.step())
+                if abort_event is not None and abort_event.is_set():
+                    self._drop(jobs)
+                else:
+                    self._events.extend(self.step())
         finally:
             self._drop(jobs)
 
@@ -191,35 +200,24 @@ class Generator:
         Args:
             prompts: a text, or texts, lists of token ids, and tuples of two for guidance.
             seed: of the first prompt's draws, one more for each prompt after it.
-            abort_event: when it is set, all texts end where they are.
-            options: fields of `Request`, the same for all.
+            abort_event: see `stream`.
+            options: fields of `Request` but `tag`, the same for all.
 
         Raises:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
         texts: list[Prompt] = [prompts] if isinstance(prompts, str) else [*prompts]
         seeds = [None if seed is None else seed + index for index in range(len(texts))]
-        requests = [Request(t, seed=s, **options) for t, s in zip(texts, seeds, strict=True)]
-        jobs: list[Job] = []
-        left, errors = len(requests), list[Exception]()
-
-        def deliver(event: Event) -> None:
-            nonlocal left
-            left -= event.reason is not None
-            if event.error is not None:
-                errors.append(event.error)
-
-        try:
-            jobs += [self.submit(request, deliver=deliver) for request in requests]
-            while left and not errors:
-                if abort_event is not None and abort_event.is_set():
-                    break
-                self._events.extend(self.step())
-        finally:
-            self._drop(jobs)
-        if errors:
-            raise errors[0]
-        completions = [job.output.text for job in jobs]
+        requests = [
+            Request(text, seed=seed, tag=index, **options)
+            for index, (text, seed) in enumerate(zip(texts, seeds, strict=True))
+        ]
+        completions = [""] * len(requests)
+        with closing(self.stream(*requests, abort_event=abort_event)) as events:
+            for event in events:
+                if event.error is not None:
+                    raise event.error
+                completions[cast(int, event.tag)] += event.text
         return completions[0] if isinstance(prompts, str) else completions
 
     def _drop(self, jobs: list[Job]) -> None:

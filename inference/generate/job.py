@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from exl2flow.inference.cache.pages import Pages
 from exl2flow.inference.generate.event import Event, Statistics
@@ -20,25 +20,17 @@ FREE: Mask = (None, frozenset())
 class Sequence:
     """Tokens of a job that the model reads; all but the last are to be in the cache.
 
-    slot: its place in the steps, None while it waits.
+    slot: its place in the steps, -1 while it waits.
     """
 
     ids: list[int]
     held: Pages
-    slot: int | None = None
+    slot: int = -1
 
     @property
     def unread(self) -> int:
         """Tokens that must be read before the next one can be sampled."""
         return len(self.ids) - 1 - self.held.filled
-
-
-@dataclass(slots=True)
-class _Times:
-    submitted: float = field(default_factory=time.monotonic)
-    started: float | None = None
-    first: float | None = None
-    last: float | None = None
 
 
 class Job:
@@ -69,7 +61,7 @@ class Job:
         self.steps = self.is_done = False
         self.mask = FREE
         self.mu: float | None = None
-        self.times = _Times()
+        self._times = [time.monotonic()]  # submitted, started, first token, last token
         self._on_cancel = on_cancel
         self._cached = [0, 0]  # tokens and pages of the first start
 
@@ -96,31 +88,30 @@ class Job:
 
     def started(self) -> None:
         """Note that the prompt is read from now on."""
-        if self.times.started is None:
-            self.times.started = time.monotonic()
+        if len(self._times) == 1:
+            self._times.append(time.monotonic())
             self.deliver(Event(stage="started", tag=self.request.tag))
 
     def sampled(self) -> None:
         """Note that a token arrived."""
-        self.times.last = time.monotonic()
-        if self.times.first is None:
-            self.times.first = self.times.last
+        if len(self._times) == 2:
             self._cached = [
                 sum(s.held.cached for s in self.sequences),
                 sum(s.held.cached_pages for s in self.sequences),
             ]
+            self._times.append(time.monotonic())
+        self._times[3:] = [time.monotonic()]
 
     def statistics(self) -> Statistics:
         """Return the counts and times so far."""
-        times, now = self.times, time.monotonic()
-        started, last = times.started or now, times.last or now
-        first = times.first or last
+        now = [time.monotonic()] * 4
+        submitted, started, first, last = [*self._times, *now][:4]
         return Statistics(
             prompt_tokens=sum(map(len, self.prompt.sequences)),
             cached_tokens=self._cached[0],
             cached_pages=self._cached[1],
             new_tokens=max(self.output.new_tokens, 0),
-            waiting_seconds=started - times.submitted,
+            waiting_seconds=started - submitted,
             prompt_seconds=first - started,
             text_seconds=last - first,
         )

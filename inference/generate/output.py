@@ -6,26 +6,33 @@ token in which it begins, and blocks that token at that position. Bans ignore ca
 unlike `lower`, it does not depend on neighbouring letters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.inference.generate.event import Event, Held, Reason, Token, columns
+from exl2flow.inference.generate.event import Event, Piece, Reason, Token, columns
 from exl2flow.inference.generate.loops import is_loop
-from exl2flow.inference.generate.pending import Pending, joined, tokens_before
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.inference.generate.request import Request
 from exl2flow.inference.generate.strings import Strings
 from exl2flow.model import TextStream, Tokenizer
+from exl2flow.model.text_stream import Place
 
 NONE: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of a token: an event to deliver, and how many tokens to cut, including this one."""
+@dataclass(slots=True)
+class Pending:
+    """A token whose text cannot be shown yet: the text it completes, and the state before it.
 
-    event: Event | None = None
-    rewind: int = 0
+    place: of the text stream; unhealed: characters still to drop.
+    """
+
+    token: Token
+    text: str
+    place: Place
+    unhealed: int
 
 
 class Output:
@@ -54,7 +61,6 @@ class Output:
         self._bans = Strings([ban.casefold() for ban in request.banned_strings])
         self._banned: dict[int, frozenset[int]] = {}  # by position, of pending tokens only
         self._pending: list[Pending] = []
-        self._shown: list[str] = []
         self._tail = ""  # of the shown text, where bans can cut what follows
         self._stream = TextStream(tokenizer, prompt.sequences[0], special=request.decode_special)
         self._healing: tuple[int, ...] | None = None
@@ -69,11 +75,6 @@ class Output:
     def new_tokens(self) -> int:
         """Generated tokens: counts the stop token but not the healed one; -1 before the latter."""
         return len(self.ids) - (self._healed is not None) + (self.reason == "stop_token")
-
-    @property
-    def text(self) -> str:
-        """All text shown so far."""
-        return "".join(self._shown)
 
     @property
     def healing(self) -> tuple[int, ...] | None:
@@ -93,13 +94,13 @@ class Output:
         healed = {self._healed} if self.healing and not ahead else NONE
         return banned | (self._stop_ids - healed)
 
-    def push(self, token: Token) -> Outcome:
-        """Take the next token, after hooks have seen it."""
+    def push(self, token: Token) -> Event | None:
+        """Take the next token, after hooks have seen it; it and others before it may be cut."""
         if self._banned and token.id in self._banned.get(len(self.ids), NONE):
-            return Outcome(self.finish("error", error=_exhausted(self._request)))
+            return self.finish("error", error=_exhausted(self._request))
         is_prompt = token.id == self._healed and self.healing is not None
         if token.id in self._stop_ids and not is_prompt:
-            return Outcome(self._end("stop_token", trigger=token.id, stop=token))
+            return self._end("stop_token", trigger=token.id, stop=token)
         place, unhealed = self._stream.place, self._unhealed
         text = self._beyond_prompt(self._stream.push(token.id))
         self.ids.append(token.id)
@@ -108,11 +109,11 @@ class Output:
         if found is not None:
             return found
         if self.new_tokens >= self._most:
-            return Outcome(self._end("max_new_tokens"))
+            return self._end("max_new_tokens")
         if self._request.end_loops and is_loop(self.ids):
-            return Outcome(self._end("loop"))
+            return self._end("loop")
         count = self._ready()
-        return Outcome(self._show(count) if count else None)
+        return self._show(count) if count else None
 
     def finish(self, reason: Reason, *, error: Exception | None = None) -> Event:
         """End the text early and return its last event, which shows all pending text."""
@@ -124,13 +125,13 @@ class Output:
         self._unhealed -= cut
         return text[cut:]
 
-    def _find(self) -> Outcome | None:
+    def _find(self) -> Event | None:
         """Act on a complete string, if there is one."""
         stop, banned = self._search()
         if banned is not None:
             return self._rewind(banned)
         if stop is not None:
-            return Outcome(self._end("stop_string", trigger=stop[1], cut=stop[0]))
+            return self._end("stop_string", trigger=stop[1], cut=stop[0])
         return None
 
     def _search(self) -> tuple[tuple[int, str] | None, int | None]:
@@ -168,13 +169,12 @@ class Output:
             first = len(self.ids) - len(self._pending)
             self._banned = {at: ids for at, ids in self._banned.items() if at >= first}
         text = joined(shown)
-        self._shown.append(text)
         if self._bans:
             self._tail = (self._tail + text)[-max(self._stops.longest, self._bans.longest) :]
         fields = columns(self._request, [pending.token for pending in shown])
         return Event(stage="text", tag=self._request.tag, text=text, **fields)
 
-    def _rewind(self, first: int) -> Outcome:
+    def _rewind(self, first: int) -> Event:
         """Cut the pending tokens from `first` on, and block that token at its position."""
         while self._pending[first].place.is_holding:
             first -= 1  # its text came with later tokens
@@ -192,7 +192,7 @@ class Output:
         self._unhealed = cut[0].unhealed
         self._pending = kept
         del self.ids[at:]
-        return Outcome(event, rewind=len(cut))
+        return event
 
     def _end(
         self,
@@ -218,7 +218,6 @@ class Output:
         if stop is not None:
             held.append(stop)
             held_text += self._stream.push(stop.id) + self._stream.flush()
-        self._shown.append(text[:cut])
         self._pending = []
         return Event(
             stage="text",
@@ -226,7 +225,7 @@ class Output:
             text=text[:cut],
             reason=reason,
             trigger=trigger,
-            held=Held(text=held_text, **columns(self._request, held)),
+            held=Piece(text=held_text, **columns(self._request, held)),
             error=error,
             **columns(self._request, tokens),
         )
@@ -238,3 +237,14 @@ def _exhausted(request: Request) -> InferenceError:
         f"no token is left that does not complete a banned string ({bans}), or a hook insists on "
         "one that does; ban less"
     )
+
+
+def joined(tokens: Sequence[Pending]) -> str:
+    """Return the text of several tokens."""
+    return "".join([pending.text for pending in tokens])
+
+
+def tokens_before(end: int, tokens: Sequence[Pending], *, fold: bool = False) -> int:
+    """Return how many tokens end at or before a character of their joined (folded) text."""
+    texts = (pending.text.casefold() if fold else pending.text for pending in tokens)
+    return sum(stop <= end for stop in accumulate(map(len, texts)))

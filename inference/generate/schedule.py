@@ -7,7 +7,7 @@ the queue with its tokens; its pages stay cached, so it soon continues where it 
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.generate.event import Event
@@ -24,13 +24,7 @@ class Schedule:
     jobs; set by who launches.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        table: PageTable,
-        *,
-        slots: int,
-    ) -> None:
+    def __init__(self, steps: Steps, table: PageTable, *, slots: int) -> None:
         self.table, self.running = table, list[Job]()
         self.catch_up: Callable[[], None] = lambda: None
         self._steps = steps
@@ -40,7 +34,7 @@ class Schedule:
     @property
     def top(self) -> int:
         """One more than the highest slot whose sequence is decoded."""
-        return 1 + max(s.slot or 0 for job in self.running if job.steps for s in job.sequences)
+        return 1 + max(s.slot for job in self.running if job.steps for s in job.sequences)
 
     def add(self, job: Job) -> None:
         """Put a job at the end of the queue; any thread may do so."""
@@ -83,10 +77,9 @@ class Schedule:
             return
         job.steps, job.mask = True, FREE
         for s in job.sequences:
-            assert s.slot is not None
             self._steps.enter(s.slot, s.held.pages, s.ids, job.request.settings, job.mu)
         if len(job.sequences) == 2:
-            self._steps.sampler.pair(*(s.slot for s in job.sequences if s.slot is not None))
+            self._steps.sampler.pair(*(s.slot for s in job.sequences))
 
     def make_room(self) -> None:
         """Take the pages that the next step writes; send jobs back if there are too few."""
@@ -100,7 +93,6 @@ class Schedule:
             if tokens > len(s.held.pages) * self.table.page_tokens and job.wants_more:
                 if not self.table.reserve(s.held, tokens):
                     return False
-                assert s.slot is not None
                 self._steps.set_pages(s.slot, s.held.pages)
         return True
 
@@ -126,13 +118,12 @@ class Schedule:
         if job.steps and any(s.unread for s in job.sequences):  # no page was free for a copy
             job.steps = False
             for s in job.sequences:
-                assert s.slot is not None
                 self._steps.leave(s.slot)
 
     def _settle(self, sequence: Sequence) -> None:
         """Enter decoded tokens into the page table."""
         held = sequence.held
-        if self.table.fill(held, sequence.ids[held.filled : -1]) and sequence.slot is not None:
+        if self.table.fill(held, sequence.ids[held.filled : -1]) and sequence.slot >= 0:
             self._steps.set_pages(sequence.slot, held.pages)
 
     def _rewind(self, sequence: Sequence, count: int) -> None:
@@ -141,7 +132,6 @@ class Schedule:
         copy = self.table.cut(sequence.held, min(count - 1, sequence.held.filled))
         if copy is not None:
             self._steps.cache.copy([copy])
-        assert sequence.slot is not None
         self._steps.set_pages(sequence.slot, sequence.held.pages)
         self._steps.stand_at(sequence.slot, sequence.ids)
         self._steps.sampler.cut(sequence.slot, count)
@@ -153,7 +143,7 @@ class Schedule:
             if job not in self.running:
                 return
         if job.steps and job.request.settings.mirostat:
-            job.mu = float(self._steps.sampler.mu[job.lead.slot or 0])
+            job.mu = float(self._steps.sampler.mu[job.lead.slot])
         self._leave(job, keep=True)
         for s in job.sequences:
             s.held = self.table.begin()
@@ -172,26 +162,23 @@ class Schedule:
             if job.steps and keep:
                 self._settle(s)
             self.table.release(s.held, keep=keep)
-            assert s.slot is not None
             self._steps.leave(s.slot)
             heappush(self._free, s.slot)
-            s.slot = None
+            s.slot = -1
         job.steps = False
 
     def close_gaps(self) -> None:
         """Move sequences to lower slots, if nobody waits and a smaller recording then serves."""
         if self._waiting or not any(job.steps for job in self.running):
             return
-        held = sorted(self._sequences(), key=lambda s: s.slot or 0)
-        if bucket(len(held)) == bucket(1 + (held[-1].slot or 0)):
+        held = sorted(self._sequences(), key=lambda s: s.slot)
+        if bucket(len(held)) == bucket(1 + held[-1].slot):
             return
         for target, s in enumerate(held):
-            assert s.slot is not None
             if target != s.slot:
                 self._steps.move(s.slot, target)
                 s.slot = target
-        self._free = [slot for slot in range(len(held), len(self._free) + len(held))]
-        heapify(self._free)
+        self._free = [*range(len(held), len(self._free) + len(held))]  # in order: a heap
 
     def _sequences(self) -> Iterator[Sequence]:
         return (s for job in self.running for s in job.sequences)

@@ -31,7 +31,7 @@ def test_last_token_of_the_prompt_does_not_stop_the_text_that_heals_it() -> None
     run.push("\n")
     assert (run.output.reason, run.output.ids) == (None, [2])
 
-    assert Run(["\n", "\n\n"], prompt=prompt, stops=(3,)).push("\n\n").event is not None
+    assert Run(["\n", "\n\n"], prompt=prompt, stops=(3,)).push("\n\n") is not None
 
 
 def test_banned_suffix_of_a_healed_token_heals_again() -> None:
@@ -39,7 +39,8 @@ def test_banned_suffix_of_a_healed_token_heals_again() -> None:
         ["I ", "I delve", "dig"], prompt=Prompt((PROMPT,), healed=2), banned_strings=("delve",)
     )
 
-    assert run.push("I delve").rewind == 1
+    run.push("I delve")
+    assert run.rewinds == [1]
     assert run.output.healing == (2, 3)
     assert run.output.blocked() == {3}
     run.push("I ", "dig")

@@ -18,7 +18,7 @@ def test_text_is_shown_token_by_token() -> None:
     assert [event.text for event in run.events] == ["One", " two", " three"]
     assert [event.ids for event in run.events] == [(2,), (3,), (4,)]
     assert run.end.reason == "max_new_tokens"
-    assert run.output.text == "One two three"
+    assert run.text == "One two three"
     assert run.output.new_tokens == 3
 
 
@@ -72,7 +72,7 @@ def test_stop_string_over_several_tokens_is_never_shown(pieces: tuple[str, ...])
 
     joined = "One" + "".join(pieces)
     before, _, after = joined.partition("STOP")
-    assert run.text == run.output.text == before
+    assert run.text == before
     assert (run.end.reason, run.end.trigger) == ("stop_string", "STOP")
     assert run.end.held is not None
     assert run.end.held.text == "STOP" + after
@@ -84,9 +84,9 @@ def test_beginning_of_a_stop_string_is_shown_if_it_goes_on_otherwise() -> None:
     run = Run(["One ", "ST", "O", "VE"], stops=("STOP",))
 
     run.push("One ")
-    assert run.push("ST").event is None
-    assert run.push("O").event is None
-    last = run.push("VE").event
+    assert run.push("ST") is None
+    assert run.push("O") is None
+    last = run.push("VE")
 
     assert last is not None
     assert (last.text, last.ids) == ("STOVE", (3, 4, 5))
@@ -206,7 +206,7 @@ def test_extras_stay_with_their_tokens() -> None:
 
 
 def test_extras_that_nobody_wants_are_left_out() -> None:
-    (event,) = [Run(["a"]).push("a", probability=0.5, top_ids=(2,), logits="row").event]
+    (event,) = [Run(["a"]).push("a", probability=0.5, top_ids=(2,), logits="row")]
 
     assert event is not None
     assert (event.probabilities, event.top_ids, event.logits) == ((), (), ())
@@ -234,7 +234,7 @@ def test_text_of_a_tokenizer_that_drops_spaces_is_the_decoded_text(
     request = Request(prompt, stops=("\n\n\n",), banned_strings=("lazy dog",))
     output = Output(request, tokenizer, begin, max_new_tokens=len(ids))
 
-    events = [output.push(Token(token_id)).event for token_id in ids]
+    events = [output.push(Token(token_id)) for token_id in ids]
 
     whole = tokenizer.decode([*begin.sequences[0], *ids])
     assert "".join(event.text for event in events if event) == whole.removeprefix(prompt)
