@@ -1,12 +1,14 @@
 """Time the generator against recorded steps of the same rows and context.
 
-    python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16]
+    python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16] [--device cuda]
 
-Modes: overhead, mixed, admit, gap, prefix, sampler, fit. Unless a model is given, one of random
-codes is written to a temporary folder; texts end by their number of tokens only.
+Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, ties, jobs, batch; the last two
+also run on a CPU. Unless a model is given, one of random codes is written to a temporary folder;
+texts end by their number of tokens only.
 """
 
 import argparse
+import os
 import random
 import tempfile
 import time
@@ -50,7 +52,9 @@ def request(model: LoadedModel, tokens: int, new: int, seed: int, **more: Any) -
 
 
 @torch.inference_mode()
-def static(model: LoadedModel, rows: int, context: int, form: str, kind: Kind) -> float:
+def static(
+    model: LoadedModel, rows: int, context: int, form: str, kind: Kind, *, shuffled: bool = False
+) -> float:
     """Return the median seconds of a recorded step, nothing but replays on a full device."""
     device = torch.device("cuda")
     per_row = pages_of(context + 64)
@@ -59,9 +63,11 @@ def static(model: LoadedModel, rows: int, context: int, form: str, kind: Kind) -
     )
     steps = Steps(model, cache, slots=rows, max_tokens=context + 64)
     ids = prompt(context, model.spec.vocab_size, 0)
+    pages = [*range(rows * per_row)]
+    if shuffled:
+        random.Random(0).shuffle(pages)
     for row in range(rows):
-        pages = range(row * per_row, (row + 1) * per_row)
-        steps.enter(row, [*pages], ids, GREEDY, None)
+        steps.enter(row, pages[row * per_row : (row + 1) * per_row], ids, GREEDY, None)
     times = []
     for _ in range(25):
         torch.cuda.synchronize()
@@ -252,7 +258,103 @@ def fit(model: LoadedModel, form: str) -> None:
     )
 
 
-MODES = {f.__name__: f for f in (overhead, mixed, admit, gap, prefix, sampler, fit)}
+def scattered(model: LoadedModel, form: str) -> None:
+    """Compare steps on pages in random order with steps on adjacent ones."""
+    for rows, context in ((1, 16_000), (16, 4_000)):
+        adjacent, shuffled = (
+            min(
+                static(model, rows, context, form, Kind.of([GREEDY]), shuffled=shuffled)
+                for _ in range(3)
+            )
+            for shuffled in (False, True)
+        )
+        print(
+            f"| {rows} rows at {context} | {1e3 * adjacent:.3f} ms adjacent "
+            f"| {1e3 * shuffled:.3f} ms scattered | {shuffled / adjacent:.3f} |",
+            flush=True,
+        )
+
+
+def ties(model: LoadedModel, form: str) -> None:
+    """Count tokens until a text alone and the same text among 63 others differ."""
+    alone = Generator(model, cache=form, tokens=512, slots=1)
+    among = Generator(model, cache=form, tokens=64 * 512, slots=64)
+    for name, settings in (("greedy", GREEDY), ("default", DEFAULT)):
+        wanted = [
+            request(model, 8 + seed, 256, seed, settings=settings, tag=seed) for seed in range(64)
+        ]
+        ids: list[dict[object, list[int]]] = []
+        for generator, groups in ((alone, [[r] for r in wanted]), (among, [wanted])):
+            ids.append({r.tag: [] for r in wanted})
+            for group in groups:
+                for event in generator.stream(*group):
+                    ids[-1][event.tag] += event.ids
+        pairs = [(ids[0][r.tag], ids[1][r.tag]) for r in wanted]
+        equal = [next((i for i, x in enumerate(a) if x != b[i]), len(a)) for a, b in pairs]
+        differ = sum(a != b for a, b in pairs)
+        print(f"| {name} | {differ} of 64 texts differ | {sum(equal)} tokens until there |")
+
+
+def jobs(model: LoadedModel, form: str) -> None:
+    """Run 10,000 jobs, a third cancelled, some failing; compare memory before and after."""
+
+    def fail(_: object) -> None:
+        raise ValueError("of a test")
+
+    generator = Generator(model, cache=form, tokens=64 * 256, slots=32)
+    source = random.Random(0)
+    held = []
+    for _ in range(11):  # the first thousand, of warming up, do not count
+        made = []
+        for seed in range(1000):
+            tokens, new = source.randint(1, 40), source.randint(1, 12)
+            hooks = [fail] if seed % 20 == 7 else []
+            made.append(generator.submit(request(model, tokens, new, seed, hooks=hooks)))
+        doomed = made[::3]
+        while not generator.is_idle:
+            generator.step()
+            while doomed and source.random() < 0.6:
+                doomed.pop(0).cancel()
+        taken = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        held.append((resident(), taken))
+        assert generator.free_pages == generator.pages
+    (host, device), (last_host, last_device) = held[0], held[-1]
+    print(
+        f"| 10,000 jobs | host + {(last_host - host) / 1e6:.1f} MB "
+        f"| device + {(last_device - device) / 1e6:.1f} MB |"
+    )
+
+
+def resident() -> int:
+    """Return the bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def batch(model: LoadedModel, form: str) -> None:
+    """Compare eight texts at once with one."""
+    rates = {}
+    for rows in (1, 8, 1, 8):
+        generator = Generator(model, tokens=rows * 512, slots=rows)
+        for seed in range(rows):
+            generator.submit(request(model, 32, 120, seed, settings=GREEDY))
+        while any(event.stage != "text" for event in generator.step()):
+            pass
+        begun, count = time.perf_counter(), 0
+        while not generator.is_idle:
+            count += sum(len(event.ids) for event in generator.step())
+        rate = count / (time.perf_counter() - begun)
+        rates[rows] = max(rate, rates.get(rows, 0.0))
+    print(f"| {rates[1]:.0f} tokens/s alone | {rates[8]:.0f} eight | {rates[8] / rates[1]:.2f} |")
+
+
+MODES = {
+    f.__name__: f
+    for f in (
+        *(overhead, mixed, admit, gap, prefix, sampler, fit),
+        *(scattered, ties, jobs, batch),
+    )
+}
 
 
 def run(modes: Iterable[str], model: LoadedModel, form: str) -> None:
@@ -271,13 +373,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--bpw", type=int, default=4)
     parser.add_argument("--cache", default="fp16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--max-tokens", type=int, default=20480)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = arguments.model or Path(folder) / "model"
         if arguments.model is None:
             write_model(source, arguments.shape, arguments.layers, arguments.bpw)
-        model = load_model(source, device="cuda", max_tokens=20480)
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.cache} cache")
+        model = load_model(source, device=arguments.device, max_tokens=arguments.max_tokens)
+        where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+        print(f"{where}, torch {torch.__version__}, {arguments.cache} cache")
         run(arguments.modes, model, arguments.cache)
 
 
