@@ -32,7 +32,7 @@ from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes, exact_format
 
 Prompt = Text | tuple[Text, Text]
-SHARE = 0.7  # of the free memory for a cache whose size nobody states
+SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
 
 class Generator:
@@ -130,19 +130,20 @@ class Generator:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Do a part of the work, and return what happened since the last call."""
+        self._steps.check_stream()
         try:
             self._end_cancelled()
             self._schedule.admit()
             self._reading.step()
             self._decoding.step()
-        except Exception as error:  # nothing is known of the device any more
+        except Exception as error:  # the device may be in any state
             self._fail(error)
         events = self._events[:]
         del self._events[: len(events)]
         return events
 
     def _fail(self, error: Exception) -> None:
-        """End all jobs after an error that may have left the device in any state."""
+        """End all jobs after an error outside of any one of them."""
         self._failure, jobs = error, self._schedule.all()
         if not jobs:
             raise error

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
 from exl2flow.inference.generate.recording import Recording
@@ -27,11 +29,12 @@ from exl2flow.inference.sampling import (
     sample,
 )
 from exl2flow.kernels import on_device
-from exl2flow.model import RopeTable, check_ids, step_table
+from exl2flow.model import Decoder, RopeTable, check_ids, step_table
 
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32)  # of a recorded step; beyond them in multiples of the last
+_STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
 class Steps:
@@ -47,6 +50,7 @@ class Steps:
     ) -> None:
         """Take a cache that nothing else changes; `max_tokens` is the longest sequence."""
         self._decoder, self.cache, device = model.decoder, cache, cache.device
+        self.check_stream()
         width = model.spec.head.out_features
         shape = (slots, pages_of(max_tokens))
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
@@ -71,6 +75,16 @@ class Steps:
     def ahead(self) -> bool:
         """Whether the device works while the host reads."""
         return self.cache.device.type == "cuda"
+
+    def check_stream(self) -> None:
+        """Raise `ConfigError` unless the stream is the one on which the model is always used."""
+        if self.cache.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+            if _STREAMS.setdefault(self._decoder, stream) != stream:
+                raise ConfigError(
+                    "the model is in use on another CUDA stream; make its generators and call them "
+                    "on that one, or load the model once more"
+                )
 
     def enter(
         self,

@@ -10,7 +10,8 @@ from decoding import GREEDY, HOT, Slots
 from stage_runs import run_until
 from tiny import make_tiny
 
-from exl2flow.inference import LoadedModel, SamplingSettings, load_model
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.generate import steps
 from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
@@ -266,3 +267,15 @@ def test_texts_reuse_a_recording(
         slots.run(4)
 
     assert len(recordings) == 2
+
+
+def test_a_model_is_used_on_one_stream(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=256, slots=1)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        with pytest.raises(ConfigError, match="another CUDA stream"):
+            generator.step()
+        with pytest.raises(ConfigError, match="another CUDA stream"):
+            Generator(model, tokens=256, slots=1)
+
+    assert len(generator.generate([(5, 6)], max_new_tokens=3, stops=())) == 1
