@@ -1,8 +1,8 @@
 """Detects a text that repeats itself without end.
 
 A loop is at least `COPIES` copies of one passage at the end of the generated tokens, together at
-least `SHORTEST_LOOP` tokens long, so that ruled lines and small tables do not count. A passage
-has at most `MOST_CHECKED // COPIES` tokens. A check takes 0.2 ms; there is one per `INTERVAL` tokens.
+least `SHORTEST_LOOP` tokens long, so that ruled lines and small tables do not count. A passage has
+at most `MOST_CHECKED // COPIES` tokens. A check takes 0.2 ms: there is one per `INTERVAL` tokens.
 """
 
 from collections.abc import Sequence
