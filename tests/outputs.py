@@ -5,10 +5,10 @@ from typing import Any
 
 from spelled import spelled
 
+from exl2flow.core.request import Request
 from exl2flow.inference.generate.event import Event, Token
 from exl2flow.inference.generate.output import Output
 from exl2flow.inference.generate.prompt import Prompt
-from exl2flow.inference.generate.request import Request
 
 PROMPT = (1,)
 MANY = 10_000

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -13,6 +14,7 @@ import typer
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.generation import GenerationOptions
+from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, printable, say
 from exl2flow.flows.cli.options import Values, with_settings
@@ -20,7 +22,7 @@ from exl2flow.flows.cli.options.generation import GENERATION, build_generation
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
 
 if TYPE_CHECKING:  # these import torch
-    from exl2flow.inference import Event, Generator, Request
+    from exl2flow.inference import Event, Generator
 
 EXAMPLES = (
     "Examples:",
@@ -88,7 +90,8 @@ def generate(
     common = _common(options, settings)
     if prompt is not None:
         pair = prompt if options.negative_prompt is None else (prompt, options.negative_prompt)
-        _complete(model, options, {**common, "prompt": pair, "seed": used_seed}, as_json=as_json)
+        request = Request(pair, seed=used_seed, **common)
+        _complete(model, options, request, as_json=as_json)
     else:
         assert options.prompts is not None
         _complete_all(model, options, [*_lines(options.prompts)], common, used_seed)
@@ -110,11 +113,11 @@ def _common(options: GenerationOptions, settings: SamplingSettings) -> dict[str,
 
 
 def _generator(
-    model: Path, options: GenerationOptions, requests: list[dict[str, Any]]
+    model: Path, options: GenerationOptions, requests: list[Request]
 ) -> "tuple[Generator, list[Request]]":
-    """Load the model, and check the requests; a cache for one prompt is no larger than needed."""
+    """Load the model, which says where texts end; a cache for one prompt is as small as it can."""
     from exl2flow.flows.conversion import choose_allocator
-    from exl2flow.inference import Generator, Request, load_model
+    from exl2flow.inference import Generator, load_model
     from exl2flow.inference.generate.prompt import encoded
     from exl2flow.kernels import PAGE_TOKENS
 
@@ -124,24 +127,17 @@ def _generator(
         rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
     )  # fmt: skip
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
-    made = []
-    for request in requests:
-        where = request.pop("line", None)
-        try:
-            made.append(Request(**{"stops": (*ends, *options.stop), **request}))
-        except ConfigError as error:
-            raise error if where is None else ConfigError(f"{where}: {error}") from None
+    stops: tuple[int | str, ...] = (*ends, *options.stop)
+    requests = [replace(r, stops=stops) if r.stops is None else r for r in requests]
     tokens, slots = options.tokens, options.slots
     if options.prompts is None:
-        slots, longest = len(made[0].prompts), loaded.max_tokens
-        needed = encoded(made[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
+        slots, longest = len(requests[0].prompts), loaded.max_tokens
+        needed = encoded(requests[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
         tokens = tokens or needed * PAGE_TOKENS
-    return Generator(loaded, cache=options.cache, tokens=tokens, slots=slots), made
+    return Generator(loaded, cache=options.cache, tokens=tokens, slots=slots), requests
 
 
-def _complete(
-    model: Path, options: GenerationOptions, request: dict[str, Any], *, as_json: bool
-) -> None:
+def _complete(model: Path, options: GenerationOptions, request: Request, *, as_json: bool) -> None:
     """Print the continuation of one prompt as it comes."""
     generator, [made] = _generator(model, options, [request])
     text, shown = "", str(made.prompts[0])
@@ -214,6 +210,19 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield {**value, "line": f"line {number} of `{path}`"}
 
 
+def _request(fields: dict[str, Any]) -> Request:
+    """Build a request of a line.
+
+    Raises:
+        ConfigError: naming the line and the value.
+    """
+    where = fields.pop("line")
+    try:
+        return Request(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def _complete_all(
     model: Path,
     options: GenerationOptions,
@@ -223,7 +232,8 @@ def _complete_all(
 ) -> None:
     """Write the answers to all prompts, each as soon as it ends; one that fails stops no other."""
     requests = [
-        {**common, "seed": seed + index, **line, "tag": index} for index, line in enumerate(lines)
+        _request({**common, "seed": seed + index, **line, "tag": index})
+        for index, line in enumerate(lines)
     ]
     generator, made = _generator(model, options, requests)
     texts, events = [""] * len(made), deque["Event"]()

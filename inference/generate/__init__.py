@@ -1,10 +1,10 @@
 """Text generation: `Generator` and what it takes and gives."""
 
+from exl2flow.core.request import Request
 from exl2flow.inference.generate.asynchronous import AsyncGenerator
 from exl2flow.inference.generate.event import Event, Statistics
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job
-from exl2flow.inference.generate.request import Request
 from exl2flow.inference.generate.sample import sample_text
 
 __all__ = [

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from exl2flow.core.errors import InferenceError
+from exl2flow.core.request import Request, Sampled
 from exl2flow.inference.generate.arrival import Arrival
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
-from exl2flow.inference.generate.request import Request, Sampled
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind

@@ -16,6 +16,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError, InferenceError, OutOfDeviceMemory
 from exl2flow.core.memory import available_memory, free_memory
+from exl2flow.core.request import Request, Text
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.generate.decoding import Decoding
@@ -23,7 +24,6 @@ from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.prompt import check, encoded
 from exl2flow.inference.generate.reading import Reading
-from exl2flow.inference.generate.request import Request, Text
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel

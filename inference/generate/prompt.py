@@ -4,7 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
-from exl2flow.inference.generate.request import Request
+from exl2flow.core.request import Request
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Tokenizer
 

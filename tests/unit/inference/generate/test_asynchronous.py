@@ -6,8 +6,8 @@ import pytest
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, InferenceError
+from exl2flow.core.request import Sampled
 from exl2flow.inference import AsyncGenerator, Generator, Request, SamplingSettings, load_model
-from exl2flow.inference.generate.request import Sampled
 
 GREEDY = SamplingSettings.greedy()
 

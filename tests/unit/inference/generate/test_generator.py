@@ -11,6 +11,7 @@ from tiny import VOCAB_SIZE, make_tiny
 from transformers import AutoModelForCausalLM
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
+from exl2flow.core.request import Sampled
 from exl2flow.inference import (
     Event,
     Generator,
@@ -20,7 +21,6 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.inference.generate.request import Sampled
 from exl2flow.kernels import PAGE_TOKENS
 
 GREEDY = SamplingSettings.greedy()

@@ -1,8 +1,8 @@
 from outputs import PROMPT, Run
 from spelled import spelled
 
+from exl2flow.core.request import Request
 from exl2flow.inference.generate.prompt import Prompt, encoded
-from exl2flow.inference.generate.request import Request
 
 
 def test_healed_token_adds_only_what_the_prompt_lacks() -> None:

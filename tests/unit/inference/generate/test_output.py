@@ -6,10 +6,10 @@ from outputs import MANY, Run, run_of
 from spelled import EOS, sentencepiece_tokenizer
 
 from exl2flow.core.errors import InferenceError
+from exl2flow.core.request import Request
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.output import Output
 from exl2flow.inference.generate.prompt import Prompt
-from exl2flow.inference.generate.request import Request
 
 
 def test_text_is_shown_token_by_token() -> None:

@@ -6,9 +6,9 @@ from spelled import EOS, spelled
 from tiny import tiny_tokenizer
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
+from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.generate.prompt import Prompt, check, encoded
-from exl2flow.inference.generate.request import Request
 from exl2flow.model import Tokenizer
 
 GUIDED = SamplingSettings(cfg_scale=1.5)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.generate.request import Request
 
 GUIDED = SamplingSettings(cfg_scale=1.5)
 
