@@ -44,14 +44,7 @@ class Output:
     def __init__(
         self, request: Request, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int
     ) -> None:
-        """Start after a prompt.
-
-        Args:
-            request: what to generate.
-            tokenizer: the model's.
-            prompt: the ids of the request's prompt.
-            max_new_tokens: the request's, or as many as fit.
-        """
+        """Start after the request's encoded prompt; `max_new_tokens` may be less than requested."""
         self.ids: list[int] = []
         self.reason: Reason | None = None
         self._request, self._healed, self._most = request, prompt.healed, max_new_tokens

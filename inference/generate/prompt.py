@@ -54,15 +54,10 @@ def encoded(request: Request, tokenizer: Tokenizer) -> Prompt:
 def check(
     request: Request, prompt: Prompt, *, vocab_size: int, context: int, pages: int, slots: int
 ) -> int:
-    """Return the most tokens that a request may generate.
+    """Return the most tokens that a request with an encoded prompt may generate.
 
-    Args:
-        request: what to check.
-        prompt: its encoded prompt.
-        vocab_size: number of ids that the model has.
-        context: positions per sequence.
-        pages: pages in the cache.
-        slots: sequences that can run at the same time.
+    The model has `vocab_size` ids and `context` positions per sequence; the generator has `pages`
+    and `slots` for all sequences together.
 
     Raises:
         ConfigError: the model or the generator cannot do what an option says.
@@ -91,11 +86,11 @@ def check(
 
 
 def _check_ids(request: Request, prompt: Prompt, vocab_size: int) -> None:
-    ids = [token_id for sequence in prompt.sequences for token_id in (min(sequence), max(sequence))]
+    ids = [i for sequence in prompt.sequences for i in (min(sequence), max(sequence))]
+    ids += [] if prompt.healed is None else [prompt.healed]
     stops = [stop for stop in request.stops or () if isinstance(stop, int)]
-    for token_id in (*ids, *stops, *(() if prompt.healed is None else (prompt.healed,))):
+    for where, token_id in (*(("the prompt", i) for i in ids), *(("`stops`", i) for i in stops)):
         if not 0 <= token_id < vocab_size:
-            where = "`stops`" if token_id in stops else "the prompt"
             raise InferenceError(
                 f"id {token_id} in {where} is not in the vocabulary of {vocab_size}; use the "
                 "model's own tokenizer"
