@@ -117,7 +117,7 @@ def mixed(model: LoadedModel, form: str) -> None:
             generator.submit(request(model, tokens, new, seed, settings=MIXED[seed % 4]))
         counts, decoding, whole, ended = 0, [], 0.0, 0
         waiting = jobs - slots
-        context = []
+        context, reads = [], False
         while ended < waiting:  # later, slots stay empty
             begun = time.perf_counter()
             events = generator.step()
@@ -125,7 +125,8 @@ def mixed(model: LoadedModel, form: str) -> None:
             new = sum(len(event.ids) for event in events)
             ended += sum(event.reason is not None for event in events)
             counts, whole = counts + new, whole + taken
-            if not any(event.stage == "prompt" for event in events) and new:
+            has_read, reads = reads, any(event.stage == "prompt" for event in events)
+            if not reads and not has_read:  # the step after a pass waits for it
                 decoding.append((taken, new))
             context.append(sum(len(s.ids) for s in generator._schedule._sequences()) / slots)
         del generator
