@@ -5,6 +5,7 @@ import random
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny import VOCAB_SIZE, make_tiny
@@ -243,7 +244,7 @@ def test_values_that_are_not_finite_end_one_job_and_are_forgotten(
     assert is_empty(generator)
 
 
-def test_ten_thousand_waiting_jobs_end(model: LoadedModel) -> None:
+def test_two_thousand_waiting_jobs_end(model: LoadedModel) -> None:
     generator = Generator(model, tokens=8192, slots=32)
     source, ended = random.Random(0), list[Event]()
     jobs = [
@@ -261,6 +262,32 @@ def test_ten_thousand_waiting_jobs_end(model: LoadedModel) -> None:
     assert len(ended) == len(jobs)
     assert {event.reason for event in ended} == {"max_new_tokens", "cancelled"}
     assert is_empty(generator)
+
+
+@pytest.mark.slow
+def test_ten_thousand_jobs_leave_nothing_behind(model: LoadedModel) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("of a hook")
+
+    generator = Generator(model, tokens=8192, slots=32)
+    source, reasons, memory = random.Random(0), set[object](), list[int]()
+    for _ in range(11):  # the first thousand only warm up
+        jobs = [
+            generator.submit(
+                Request(prompt, max_new_tokens=i % 5 + 1, stops=(), hooks=[fail][: i % 20 == 7]),
+                deliver=lambda event: reasons.add(event.reason),
+            )
+            for i, prompt in enumerate(prompts(1000, most=6))
+        ]
+        while not generator.is_idle:
+            for job in source.sample(jobs, 8):
+                job.cancel()
+            generator.step()
+        assert is_empty(generator)
+        memory.append(psutil.Process().memory_info().rss)
+
+    assert reasons == {None, "max_new_tokens", "cancelled", "error"}
+    assert memory[-1] - memory[0] < 20e6
 
 
 @pytest.mark.parametrize(
