@@ -1,0 +1,221 @@
+// What changes logits, and which of them are candidates. blockIdx is (piece of a row, row).
+#include "sampler.cuh"
+
+__device__ __forceinline__ float bounded(float x) { return x < -STRONGEST ? -STRONGEST : x; }
+
+// The greatest logit of a piece, and the sum of exp(l - greatest): excluded ones stay finite.
+extern "C" __global__ void norms(const Sampler s) {
+    let_the_next_begin();
+    wait_for_input();
+    const float* x = s.logits + blockIdx.y * s.step;
+    const int first = blockIdx.x * PIECE, end = min((int)s.vocab, first + PIECE);
+    float greatest = -STRONGEST;
+    for (int i = first + threadIdx.x; i < end; i += blockDim.x) greatest = fmaxf(greatest, x[i]);
+    const double most = over_cta<true>(greatest);
+    double sum = 0;
+    for (int i = first + threadIdx.x; i < end; i += blockDim.x) sum += exp(bounded(x[i]) - most);
+    sum = over_cta<false>(sum);
+    double* norm = s.norms + 2 * (blockIdx.y * s.pieces + blockIdx.x);
+    if (threadIdx.x == 0) norm[0] = most, norm[1] = sum;
+}
+
+// log of the sum of exp over a row.
+__device__ double norm_of(const Sampler& s, integer row) {
+    const double* norm = s.norms + 2 * row * s.pieces;
+    double greatest = norm[0], sum = 0;
+    for (int i = 1; i < s.pieces; ++i) greatest = fmax(greatest, norm[2 * i]);
+    for (int i = 0; i < s.pieces; ++i) sum += norm[2 * i + 1] * exp(norm[2 * i] - greatest);
+    return log(sum) + greatest;
+}
+
+// For each position of a history, how long the repetition is that ends there and is followed by an
+// id that may follow: of the history's end, within the range of DRY and without breakers.
+extern "C" __global__ void find_repetitions(const Sampler s) {
+    __shared__ int suffix[MOST_REPEATED];
+    let_the_next_begin();
+    wait_for_input();
+    const integer row = blockIdx.y;
+    const double* of = s.table + row * COLUMNS;
+    const int* ids = s.history + row * (s.room + 1);
+    const unsigned* broken = s.breakers + row * s.breaker_words;
+    const int count = s.counts[row], first = blockIdx.x * STRETCH;
+    const int most = of[DRY_MULTIPLIER] > 0 ? (int)of[DRY_MAX_NGRAM] : 0;
+    const int start = (int)fmax(count - of[DRY_RANGE], 0.0), end = min(first + STRETCH, count - 1);
+    for (int i = threadIdx.x; i < most; i += blockDim.x) {
+        const int id = i < count ? ids[count - 1 - i] : -1;
+        suffix[i] = id < 0 || has(broken, id) ? -1 : id;  // equals no id
+    }
+    __syncthreads();
+    int longest = 0;
+    for (int p = first + threadIdx.x; p < end; p += blockDim.x) {
+        int length = 0;
+        while (length < most && p - length >= start && ids[p - length] == suffix[length]) ++length;
+        if (length && has(broken, ids[p + 1])) length = 0;
+        s.lengths[row * s.room + p] = length;
+        longest = max(longest, length);
+    }
+    longest = (int)over_cta<true>(longest);
+    if (threadIdx.x == 0) s.longest[row * s.stretches + blockIdx.x] = longest;
+}
+
+// How often an id occurs: in steps of the penalties (64 bits), its newest place + 1, and after the
+// longest repetition.
+struct Seen { unsigned low, high, latest, times; };
+
+struct Penalties {
+    const double* of;  // the row's settings
+    int count;         // ids of its history
+    bool fades;        // some penalty is on
+    int longest;       // repetition; 0: DRY takes nothing
+    double dry;        // what DRY takes for each time
+};
+
+// A token counts `unit` steps within the range, and one less for each token further back.
+__device__ __forceinline__ double steps_of(const Penalties& p, int place) {
+    const double left = p.of[REPETITION_RANGE] - (p.count - place);
+    return fmax(fmin(left, p.of[REPETITION_DECAY]), 0.0);
+}
+
+__device__ Penalties penalties_of(const Sampler& s, integer row) {
+    const double* of = s.table + row * COLUMNS;
+    const bool fades = of[REPETITION_PENALTY] != 1 || of[PRESENCE_PENALTY] != 0 || of[FREQUENCY_PENALTY] != 0;
+    Penalties p = {of, s.counts[row], s.penalizes && fades, 0, 0.0};
+    if (s.longest && of[DRY_MULTIPLIER] > 0) {
+        int longest = 0;
+        for (int i = 0; i * STRETCH < p.count - 1; ++i) longest = max(longest, s.longest[row * s.stretches + i]);
+        const double excess = longest - of[DRY_ALLOWED_LENGTH];
+        if (excess >= 0) p.longest = longest;
+        if (excess >= 0) p.dry = fmin(of[DRY_MULTIPLIER] * fmin(pow(of[DRY_BASE], excess), STRONGEST), STRONGEST);
+    }
+    return p;
+}
+
+// Count the ids of a history that lie in [first, first + COUNTED): integers, in any order.
+__device__ void count(const Sampler& s, const Penalties& p, integer row, int first, Seen* seen) {
+    const int* ids = s.history + row * (s.room + 1);
+    const short* lengths = s.lengths + row * s.room;
+    for (int i = threadIdx.x; i < COUNTED; i += blockDim.x) seen[i] = {};
+    __syncthreads();
+    for (int place = threadIdx.x; place < p.count; place += blockDim.x) {
+        const unsigned at = ids[place] - first;
+        if (at >= COUNTED) continue;
+        if (p.fades) {
+            const unsigned long long steps = (unsigned long long)steps_of(p, place);
+            const unsigned low = (unsigned)steps, before = low ? atomicAdd(&seen[at].low, low) : 0;
+            const unsigned high = (unsigned)(steps >> 32) + (before + low < before);
+            if (high) atomicAdd(&seen[at].high, high);
+            atomicMax(&seen[at].latest, place + 1);
+        }
+        if (p.longest && place && lengths[place - 1] == p.longest) atomicAdd(&seen[at].times, 1);
+    }
+    __syncthreads();
+}
+
+// As its newest token counts, an id's logit l becomes l / r or l · r and loses the presence
+// penalty; and the frequency penalty for each of its tokens.
+__device__ __forceinline__ float penalized(float x, const Penalties& p, const Seen& seen) {
+    const double unit = p.of[REPETITION_DECAY], newest = steps_of(p, seen.latest - 1) / unit;
+    const double every = (double)((unsigned long long)seen.high << 32 | seen.low) / unit;
+    const double factor = __dadd_rn(__dmul_rn(p.of[REPETITION_PENALTY] - 1, newest), 1);
+    double found = x > 0 ? x / factor : x * factor;
+    found = __dsub_rn(found, __dmul_rn(p.of[PRESENCE_PENALTY], newest));
+    found = __dsub_rn(found, __dmul_rn(p.of[FREQUENCY_PENALTY], every));
+    return found > STRONGEST ? STRONGEST : (float)found;
+}
+
+// Copy a piece of the logits: mixed with the partner's, penalized, biased and masked.
+extern "C" __global__ void adjust(const Sampler s) {
+    extern __shared__ Seen seen[];
+    __shared__ double norms[2];
+    let_the_next_begin();
+    wait_for_input();
+    const integer row = blockIdx.y;
+    const int first = blockIdx.x * COUNTED, end = min((int)s.vocab, first + COUNTED);
+    const float *x = s.logits + row * s.step, *other = x;
+    float own = 1, share = 0, norm = 0;
+    if (s.mixes && s.partner[row] != row) {
+        const double scale = s.table[row * COLUMNS + CFG_SCALE];
+        if (threadIdx.x % 32 == 0 && threadIdx.x < 64)
+            norms[threadIdx.x / 32] = norm_of(s, threadIdx.x ? s.partner[row] : row);
+        __syncthreads();
+        other = s.logits + s.partner[row] * s.step;
+        own = (float)scale, share = (float)(1 - scale);
+        norm = (float)__dadd_rn(__dmul_rn(norms[0], scale), __dmul_rn(norms[1], 1 - scale));
+    }
+    const Penalties p = penalties_of(s, row);
+    const bool counts = p.fades || p.longest;
+    if (counts) count(s, p, row, first, seen);
+    int flags = 0;
+    for (int id = first + threadIdx.x; id < end; id += blockDim.x) {
+        float value = x[id];
+        flags |= flags_of(value);
+        if (s.mixes) {
+            value = __fmul_rn(bounded(value), own);
+            value = __fsub_rn(__fadd_rn(value, __fmul_rn(bounded(other[id]), share)), norm);
+        }
+        const Seen known = counts ? seen[id - first] : Seen{};
+        if (known.latest) value = penalized(value, p, known);
+        if (s.bias) value += s.bias[row * s.width + id];
+        if (known.times) {
+            const double times = fmin((double)known.times, p.of[DRY_COUNTS]);
+            value = (float)__dsub_rn(value, __dmul_rn(p.dry, times));
+        }
+        const bool allowed = !s.allowed || has(s.allowed + row * s.words, id);
+        s.adjusted[row * s.vocab + id] = allowed ? value : -INFINITE;
+    }
+    put_flags(s.flags + row * s.flagged + blockIdx.x, flags);
+}
+
+// The logits' order as unsigned integers above 0; -0.0 is 0.0.
+__device__ __forceinline__ unsigned ordered(float x) {
+    const int bits = __float_as_int(x);
+    return (unsigned)(bits < 0 ? (int)(0x80000000u - (unsigned)bits) : bits) ^ 0x80000000u;
+}
+
+// The `most` likeliest ids of a piece, in any order; zeros where there are fewer.
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest(const Sampler s) {
+    __shared__ int taken;
+    let_the_next_begin();
+    wait_for_input();
+    constexpr int EACH = PIECE / SELECT_THREADS;
+    const bool is_adjusted = s.adjusted;
+    const float* x = is_adjusted ? s.adjusted + blockIdx.y * s.vocab : s.logits + blockIdx.y * s.step;
+    const int first = blockIdx.x * PIECE + threadIdx.x, most = (int)s.most;
+    unsigned values[EACH], greatest = 0;
+    int flags = 0, turn = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+        const int id = first + j * SELECT_THREADS;
+        const float value = id < s.vocab ? x[id] : 0;
+        values[j] = id < s.vocab ? ordered(value) : 0;
+        flags |= id < s.vocab ? flags_of(value) : 0;
+        greatest = max(greatest, values[j]);
+    }
+    if (!is_adjusted) put_flags(s.flags + blockIdx.y * s.flagged + blockIdx.x, flags);
+    greatest = greatest_of_cta(greatest);
+    const auto reach = [&](unsigned bound) {
+        int count = 0;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) count += values[j] >= bound;
+        return count;
+    };
+    const unsigned least = most == 1 ? greatest : threshold(32, greatest, most, turn, reach);
+    const int above = total_of_cta(reach(least + 1), turn), some = most - above;
+    // of equal logits those of the lowest ids: the highest places from the end of the piece
+    const int end = PIECE - 1 - (int)threadIdx.x;
+    const int last = threshold(14, PIECE - 1, some, turn, [&](int bound) {
+        int count = 0;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) count += values[j] == least && j * SELECT_THREADS <= end - bound;
+        return count;
+    });
+    Key* keys = s.keys + (blockIdx.y * s.pieces + blockIdx.x) * most;
+    if (threadIdx.x == 0) taken = 0;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < EACH; ++j)
+        if (values[j] > least || (values[j] && values[j] == least && j * SELECT_THREADS <= end - last))
+            keys[atomicAdd(&taken, 1)] = (Key)values[j] << 32 | ~(unsigned)(first + j * SELECT_THREADS);
+    __syncthreads();
+    for (int i = taken + threadIdx.x; i < most; i += blockDim.x) keys[i] = 0;
+}
