@@ -34,7 +34,7 @@ DECODE_WARPS = 8  # of a decoding CTA, each with one tile of one panel
 NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
 GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
 PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
-COUNTED = 4096  # ids whose occurrences a CTA counts
+COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
 STRETCH = 2048  # positions of a history that a CTA searches for repetitions
 TEAM = 8  # CTAs for a row of many candidates
 
@@ -71,6 +71,7 @@ DEFINITIONS = {
     "PIECE": PIECE,
     "SELECT_THREADS": SELECT_THREADS,
     "COUNTED": COUNTED,
+    "COUNT_THREADS": COUNT_THREADS,
     "STRETCH": STRETCH,
     "TEAM": TEAM,
     "SETTINGS": ",".join(column.upper() for column in sampler_ops.COLUMNS),

@@ -6,14 +6,23 @@ import numpy as np
 import torch
 
 from exl2flow.kernels import torch_sampler
-from exl2flow.kernels.compiler import COUNTED, PIECE, SELECT_THREADS, STRETCH, TEAM, launch, limits
+from exl2flow.kernels.compiler import (
+    COUNT_THREADS,
+    COUNTED,
+    PIECE,
+    SELECT_THREADS,
+    STRETCH,
+    TEAM,
+    launch,
+    limits,
+)
 from exl2flow.kernels.product import filled
 from exl2flow.kernels.sampler_ops import Sampled, SamplerState, SamplerSteps
 
 MOST_FEW = 1024  # candidates that one CTA handles in shared memory
 FEW_BYTES = 56  # of a candidate there
 SEEN_BYTES = 16  # of an id whose occurrences are counted
-WIDE_THREADS, SEARCH_THREADS, COUNT_THREADS = 1024, 256, 512
+WIDE_THREADS, SEARCH_THREADS = 1024, 256
 WIDTHS = {"allowed": "words", "ignored": "words", "breakers": "breaker_words", "bias": "width"}
 CALL = np.dtype(
     [

@@ -324,11 +324,11 @@ extern "C" __global__ void __launch_bounds__(1024) choose_few(const Sampler s) {
     for (int j = 0; j < each; ++j) greatest = max(greatest, key(j));
     greatest = greatest_of_cta(greatest);
     int turn = 0;
-    const Key least = most == 1 ? greatest : threshold(64, greatest, most, turn, [&](Key bound) {
+    const Key least = bound_of(64, greatest, most, turn, [&](Key bound) {
         int count = 0;
         for (int j = 0; j < each; ++j) count += key(j) >= bound;
         return count;
-    });
+    }).at;
     if (threadIdx.x == 0) taken = 0;
     for (int i = threadIdx.x; i < room; i += blockDim.x) sorted[i] = 0;
     __syncthreads();

@@ -4,28 +4,34 @@
 __device__ __forceinline__ float bounded(float x) { return x < -STRONGEST ? -STRONGEST : x; }
 
 // The greatest logit of a piece, and the sum of exp(l - greatest): excluded ones stay finite.
-extern "C" __global__ void norms(const Sampler s) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) norms(const Sampler s) {
     let_the_next_begin();
     wait_for_input();
-    const float* x = s.logits + blockIdx.y * s.step;
-    const int first = blockIdx.x * PIECE, end = min((int)s.vocab, first + PIECE);
-    float greatest = -STRONGEST;
-    for (int i = first + threadIdx.x; i < end; i += blockDim.x) greatest = fmaxf(greatest, x[i]);
-    const double most = over_cta<true>(greatest);
-    double sum = 0;
-    for (int i = first + threadIdx.x; i < end; i += blockDim.x) sum += exp(bounded(x[i]) - most);
+    const int first = blockIdx.x * PIECE + threadIdx.x, left = (int)s.vocab - first;
+    const float* x = s.logits + blockIdx.y * s.step + first;
+    float values[PIECE / SELECT_THREADS];
+    double greatest = -STRONGEST, sum = 0;
+#pragma unroll
+    for (int j = 0; j < PIECE / SELECT_THREADS; ++j) {
+        values[j] = j * SELECT_THREADS < left ? bounded(x[j * SELECT_THREADS]) : -INFINITE;
+        greatest = fmax(greatest, (double)values[j]);
+    }
+    greatest = over_cta<true>(greatest);
+#pragma unroll
+    for (int j = 0; j < PIECE / SELECT_THREADS; ++j) sum += exp(values[j] - greatest);
     sum = over_cta<false>(sum);
     double* norm = s.norms + 2 * (blockIdx.y * s.pieces + blockIdx.x);
-    if (threadIdx.x == 0) norm[0] = most, norm[1] = sum;
+    if (threadIdx.x == 0) norm[0] = greatest, norm[1] = sum;
 }
 
-// log of the sum of exp over a row.
+// log of the sum of exp over a row, by a warp.
 __device__ double norm_of(const Sampler& s, integer row) {
     const double* norm = s.norms + 2 * row * s.pieces;
-    double greatest = norm[0], sum = 0;
-    for (int i = 1; i < s.pieces; ++i) greatest = fmax(greatest, norm[2 * i]);
-    for (int i = 0; i < s.pieces; ++i) sum += norm[2 * i + 1] * exp(norm[2 * i] - greatest);
-    return log(sum) + greatest;
+    double greatest = -STRONGEST, sum = 0;
+    for (int i = threadIdx.x % 32; i < s.pieces; i += 32) greatest = fmax(greatest, norm[2 * i]);
+    greatest = over_warp<true>(greatest);
+    for (int i = threadIdx.x % 32; i < s.pieces; i += 32) sum += norm[2 * i + 1] * exp(norm[2 * i] - greatest);
+    return log(over_warp<false>(sum)) + greatest;
 }
 
 // For each position of a history, how long the repetition is that ends there and is followed by an
@@ -123,46 +129,61 @@ __device__ __forceinline__ float penalized(float x, const Penalties& p, const Se
     return found > STRONGEST ? STRONGEST : (float)found;
 }
 
-// Copy a piece of the logits: mixed with the partner's, penalized, biased and masked.
-extern "C" __global__ void adjust(const Sampler s) {
+// Copy a piece of the logits: mixed with the partner's, penalized, biased and masked. Everything is
+// read before anything is written, so that a thread has many reads in flight.
+extern "C" __global__ void __launch_bounds__(COUNT_THREADS) adjust(const Sampler s) {
     extern __shared__ Seen seen[];
     __shared__ double norms[2];
     let_the_next_begin();
     wait_for_input();
+    constexpr int EACH = COUNTED / COUNT_THREADS;
     const integer row = blockIdx.y;
-    const int first = blockIdx.x * COUNTED, end = min((int)s.vocab, first + COUNTED);
-    const float *x = s.logits + row * s.step, *other = x;
-    float own = 1, share = 0, norm = 0;
-    if (s.mixes && s.partner[row] != row) {
-        const double scale = s.table[row * COLUMNS + CFG_SCALE];
-        if (threadIdx.x % 32 == 0 && threadIdx.x < 64)
-            norms[threadIdx.x / 32] = norm_of(s, threadIdx.x ? s.partner[row] : row);
+    const int start = blockIdx.x * COUNTED, first = start + threadIdx.x, left = (int)s.vocab - first;
+    const float* x = s.logits + row * s.step + first;
+    float values[EACH];
+    int flags = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+        values[j] = j * COUNT_THREADS < left ? x[j * COUNT_THREADS] : 0;
+        flags |= j * COUNT_THREADS < left ? flags_of(values[j]) : 0;
+    }
+    if (s.mixes) {
+        const integer partner = s.partner[row];
+        const double scale = partner == row ? 1 : s.table[row * COLUMNS + CFG_SCALE];
+        const int warp = threadIdx.x / 32;
+        const double norm = warp < 2 ? norm_of(s, warp ? partner : row) : 0;
+        if (warp < 2 && threadIdx.x % 32 == 0) norms[warp] = norm;
         __syncthreads();
-        other = s.logits + s.partner[row] * s.step;
-        own = (float)scale, share = (float)(1 - scale);
-        norm = (float)__dadd_rn(__dmul_rn(norms[0], scale), __dmul_rn(norms[1], 1 - scale));
+        const double mean = __dadd_rn(__dmul_rn(norms[0], scale), __dmul_rn(norms[1], 1 - scale));
+        const float own = (float)scale, share = (float)(1 - scale), both = partner == row ? 0 : (float)mean;
+        const float* other = s.logits + partner * s.step + first;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            const float theirs = j * COUNT_THREADS < left ? bounded(other[j * COUNT_THREADS]) : 0;
+            const float mine = __fmul_rn(bounded(values[j]), own);
+            values[j] = __fsub_rn(__fadd_rn(mine, __fmul_rn(theirs, share)), both);
+        }
     }
     const Penalties p = penalties_of(s, row);
     const bool counts = p.fades || p.longest;
-    if (counts) count(s, p, row, first, seen);
-    int flags = 0;
-    for (int id = first + threadIdx.x; id < end; id += blockDim.x) {
-        float value = x[id];
-        flags |= flags_of(value);
-        if (s.mixes) {
-            value = __fmul_rn(bounded(value), own);
-            value = __fsub_rn(__fadd_rn(value, __fmul_rn(bounded(other[id]), share)), norm);
-        }
-        const Seen known = counts ? seen[id - first] : Seen{};
-        if (known.latest) value = penalized(value, p, known);
-        if (s.bias) value += s.bias[row * s.width + id];
+    if (counts) count(s, p, row, start, seen);
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+        if (j * COUNT_THREADS >= left) break;
+        const int id = first + j * COUNT_THREADS;
+        const Seen known = counts ? seen[id - start] : Seen{};
+        if (known.latest) values[j] = penalized(values[j], p, known);
+        if (s.bias) values[j] += s.bias[row * s.width + id];
         if (known.times) {
             const double times = fmin((double)known.times, p.of[DRY_COUNTS]);
-            value = (float)__dsub_rn(value, __dmul_rn(p.dry, times));
+            values[j] = (float)__dsub_rn(values[j], __dmul_rn(p.dry, times));
         }
-        const bool allowed = !s.allowed || has(s.allowed + row * s.words, id);
-        s.adjusted[row * s.vocab + id] = allowed ? value : -INFINITE;
+        if (s.allowed && !has(s.allowed + row * s.words, id)) values[j] = -INFINITE;
     }
+    float* const adjusted = s.adjusted + row * s.vocab + first;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j)
+        if (j * COUNT_THREADS < left) adjusted[j * COUNT_THREADS] = values[j];
     put_flags(s.flags + row * s.flagged + blockIdx.x, flags);
 }
 
@@ -180,15 +201,15 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest
     constexpr int EACH = PIECE / SELECT_THREADS;
     const bool is_adjusted = s.adjusted;
     const float* x = is_adjusted ? s.adjusted + blockIdx.y * s.vocab : s.logits + blockIdx.y * s.step;
-    const int first = blockIdx.x * PIECE + threadIdx.x, most = (int)s.most;
+    const int first = blockIdx.x * PIECE + threadIdx.x, left = (int)s.vocab - first, most = (int)s.most;
     unsigned values[EACH], greatest = 0;
     int flags = 0, turn = 0;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-        const int id = first + j * SELECT_THREADS;
-        const float value = id < s.vocab ? x[id] : 0;
-        values[j] = id < s.vocab ? ordered(value) : 0;
-        flags |= id < s.vocab ? flags_of(value) : 0;
+        const bool is_one = j * SELECT_THREADS < left;
+        const float value = is_one ? x[first + j * SELECT_THREADS] : 0;
+        values[j] = is_one ? ordered(value) : 0;
+        flags |= is_one ? flags_of(value) : 0;
         greatest = max(greatest, values[j]);
     }
     if (!is_adjusted) put_flags(s.flags + blockIdx.y * s.flagged + blockIdx.x, flags);
@@ -199,22 +220,25 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest
         for (int j = 0; j < EACH; ++j) count += values[j] >= bound;
         return count;
     };
-    const unsigned least = most == 1 ? greatest : threshold(32, greatest, most, turn, reach);
-    const int above = total_of_cta(reach(least + 1), turn), some = most - above;
+    const Bound<unsigned> least = bound_of(32, greatest, most, turn, reach);
     // of equal logits those of the lowest ids: the highest places from the end of the piece
     const int end = PIECE - 1 - (int)threadIdx.x;
-    const int last = threshold(14, PIECE - 1, some, turn, [&](int bound) {
-        int count = 0;
+    int last = 0;
+    if (!least.is_exact) {
+        const int some = most - total_of_cta(reach(least.at + 1), turn);
+        last = bound_of(14, PIECE - 1, some, turn, [&](int bound) {
+            int count = 0;
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) count += values[j] == least && j * SELECT_THREADS <= end - bound;
-        return count;
-    });
+            for (int j = 0; j < EACH; ++j) count += values[j] == least.at && j * SELECT_THREADS <= end - bound;
+            return count;
+        }).at;
+    }
     Key* keys = s.keys + (blockIdx.y * s.pieces + blockIdx.x) * most;
     if (threadIdx.x == 0) taken = 0;
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
-        if (values[j] > least || (values[j] && values[j] == least && j * SELECT_THREADS <= end - last))
+        if (values[j] > least.at || (values[j] && values[j] == least.at && j * SELECT_THREADS <= end - last))
             keys[atomicAdd(&taken, 1)] = (Key)values[j] << 32 | ~(unsigned)(first + j * SELECT_THREADS);
     __syncthreads();
     for (int i = taken + threadIdx.x; i < most; i += blockDim.x) keys[i] = 0;

@@ -54,10 +54,14 @@ __device__ __forceinline__ void put_flags(int* flags, int mine) {
 template <bool GREATEST> __device__ __forceinline__ double both(double a, double b) {
     return GREATEST ? fmax(a, b) : a + b;
 }
+template <bool GREATEST> __device__ __forceinline__ double over_warp(double value) {
+    for (int o = 16; o; o >>= 1) value = both<GREATEST>(value, __shfl_xor_sync(~0u, value, o));
+    return value;
+}
 template <bool GREATEST> __device__ double over_cta(double value) {
     __shared__ double room[2][32];
     double* const mine = room[GREATEST];
-    for (int o = 16; o; o >>= 1) value = both<GREATEST>(value, __shfl_xor_sync(~0u, value, o));
+    value = over_warp<GREATEST>(value);
     __syncthreads();  // others may still read the last result
     if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = value;
     __syncthreads();
@@ -107,17 +111,19 @@ __device__ __forceinline__ int total_of_cta(int count, int& turn) {
     return __reduce_add_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? mine[threadIdx.x % 32] : 0);
 }
 
-// The greatest bound that `most` numbers of the CTA reach, or one that exactly these reach:
-// reach(bound) is how many of a thread's do. It adds bits from bit `bits` - 1 on, up to `greatest`.
+// A bound that exactly `most` numbers of the CTA reach, else the greatest that more do: reach(bound)
+// is how many of a thread's do. It tries `greatest`, then adds bit after bit of `bits`.
+template <class Number> struct Bound { Number at; bool is_exact; };
 template <class Number, class Reach>
-__device__ __forceinline__ Number threshold(int bits, Number greatest, int most, int& turn, Reach reach) {
+__device__ __forceinline__ Bound<Number> bound_of(int bits, Number greatest, int most, int& turn, Reach reach) {
     Number found = 0;
-    for (int bit = bits - 1; bit >= 0; --bit) {
-        const Number trial = found | (Number)1 << bit;
-        if (trial > greatest) continue;
+#pragma unroll 1
+    for (int bit = bits; bit >= 0; --bit) {
+        const Number trial = bit == bits ? greatest : found | (Number)1 << bit;
+        if (trial > greatest || trial == found) continue;
         const int total = total_of_cta(reach(trial), turn);
         if (total >= most) found = trial;
-        if (total == most) break;
+        if (total == most) return {found, true};
     }
-    return found;
+    return {found, false};
 }
