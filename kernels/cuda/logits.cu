@@ -4,7 +4,7 @@
 __device__ __forceinline__ float bounded(float x) { return x < -STRONGEST ? -STRONGEST : x; }
 
 // The greatest logit of a piece, and the sum of exp(l - greatest): excluded ones stay finite.
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) norms(const Sampler s) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) norms(const Sampler s) {
     let_the_next_begin();
     wait_for_input();
     const int first = blockIdx.x * PIECE + threadIdx.x, left = (int)s.vocab - first;
@@ -28,9 +28,10 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) norms(const Sampler
 __device__ double norm_of(const Sampler& s, integer row) {
     const double* norm = s.norms + 2 * row * s.pieces;
     double greatest = -STRONGEST, sum = 0;
-    for (int i = threadIdx.x % 32; i < s.pieces; i += 32) greatest = fmax(greatest, norm[2 * i]);
+    const int lane = threadIdx.x % 32;
+    for (int i = lane; i < s.pieces; i += 32) greatest = fmax(greatest, norm[2 * i]);
     greatest = over_warp<true>(greatest);
-    for (int i = threadIdx.x % 32; i < s.pieces; i += 32) sum += norm[2 * i + 1] * exp(norm[2 * i] - greatest);
+    for (int i = lane; i < s.pieces; i += 32) sum += norm[2 * i + 1] * exp(norm[2 * i] - greatest);
     return log(over_warp<false>(sum)) + greatest;
 }
 
@@ -84,14 +85,16 @@ __device__ __forceinline__ double steps_of(const Penalties& p, int place) {
 
 __device__ Penalties penalties_of(const Sampler& s, integer row) {
     const double* of = s.table + row * COLUMNS;
-    const bool fades = of[REPETITION_PENALTY] != 1 || of[PRESENCE_PENALTY] != 0 || of[FREQUENCY_PENALTY] != 0;
-    Penalties p = {of, s.counts[row], s.penalizes && fades, 0, 0.0};
+    const bool is_seen = of[PRESENCE_PENALTY] != 0 || of[FREQUENCY_PENALTY] != 0;
+    const bool fades = s.penalizes && (is_seen || of[REPETITION_PENALTY] != 1);
+    Penalties p = {of, s.counts[row], fades, 0, 0.0};
     if (s.longest && of[DRY_MULTIPLIER] > 0) {
-        int longest = 0;
-        for (int i = 0; i * STRETCH < p.count - 1; ++i) longest = max(longest, s.longest[row * s.stretches + i]);
-        const double excess = longest - of[DRY_ALLOWED_LENGTH];
-        if (excess >= 0) p.longest = longest;
-        if (excess >= 0) p.dry = fmin(of[DRY_MULTIPLIER] * fmin(pow(of[DRY_BASE], excess), STRONGEST), STRONGEST);
+        const int* found = s.longest + row * s.stretches;
+        for (int i = 0; i * STRETCH < p.count - 1; ++i) p.longest = max(p.longest, found[i]);
+        const double excess = p.longest - of[DRY_ALLOWED_LENGTH];
+        p.dry = of[DRY_MULTIPLIER] * fmin(pow(of[DRY_BASE], excess), STRONGEST);
+        p.dry = fmin(p.dry, STRONGEST);
+        if (excess < 0) p.longest = 0;
     }
     return p;
 }
@@ -112,7 +115,8 @@ __device__ void count(const Sampler& s, const Penalties& p, integer row, int fir
             if (high) atomicAdd(&seen[at].high, high);
             atomicMax(&seen[at].latest, place + 1);
         }
-        if (p.longest && place && lengths[place - 1] == p.longest) atomicAdd(&seen[at].times, 1);
+        const bool repeats = p.longest && place && lengths[place - 1] == p.longest;
+        if (repeats) atomicAdd(&seen[at].times, 1);
     }
     __syncthreads();
 }
@@ -138,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) adjust(const Sampler
     wait_for_input();
     constexpr int EACH = COUNTED / COUNT_THREADS;
     const integer row = blockIdx.y;
-    const int start = blockIdx.x * COUNTED, first = start + threadIdx.x, left = (int)s.vocab - first;
+    const int start = blockIdx.x * COUNTED, first = start + threadIdx.x;
+    const int left = (int)s.vocab - first;
     const float* x = s.logits + row * s.step + first;
     float values[EACH];
     int flags = 0;
@@ -154,14 +159,15 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) adjust(const Sampler
         const double norm = warp < 2 ? norm_of(s, warp ? partner : row) : 0;
         if (warp < 2 && threadIdx.x % 32 == 0) norms[warp] = norm;
         __syncthreads();
-        const double mean = __dadd_rn(__dmul_rn(norms[0], scale), __dmul_rn(norms[1], 1 - scale));
-        const float own = (float)scale, share = (float)(1 - scale), both = partner == row ? 0 : (float)mean;
+        const double both = __dadd_rn(__dmul_rn(norms[0], scale), __dmul_rn(norms[1], 1 - scale));
+        const float own = (float)scale, share = (float)(1 - scale);
+        const float off = partner == row ? 0 : (float)both;
         const float* other = s.logits + partner * s.step + first;
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
             const float theirs = j * COUNT_THREADS < left ? bounded(other[j * COUNT_THREADS]) : 0;
             const float mine = __fmul_rn(bounded(values[j]), own);
-            values[j] = __fsub_rn(__fadd_rn(mine, __fmul_rn(theirs, share)), both);
+            values[j] = __fsub_rn(__fadd_rn(mine, __fmul_rn(theirs, share)), off);
         }
     }
     const Penalties p = penalties_of(s, row);
@@ -200,8 +206,10 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest
     wait_for_input();
     constexpr int EACH = PIECE / SELECT_THREADS;
     const bool is_adjusted = s.adjusted;
-    const float* x = is_adjusted ? s.adjusted + blockIdx.y * s.vocab : s.logits + blockIdx.y * s.step;
-    const int first = blockIdx.x * PIECE + threadIdx.x, left = (int)s.vocab - first, most = (int)s.most;
+    const integer row = blockIdx.y;
+    const float* x = is_adjusted ? s.adjusted + row * s.vocab : s.logits + row * s.step;
+    const int first = blockIdx.x * PIECE + threadIdx.x, left = (int)s.vocab - first;
+    const int most = (int)s.most;
     unsigned values[EACH], greatest = 0;
     int flags = 0, turn = 0;
 #pragma unroll
@@ -212,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest
         flags |= is_one ? flags_of(value) : 0;
         greatest = max(greatest, values[j]);
     }
-    if (!is_adjusted) put_flags(s.flags + blockIdx.y * s.flagged + blockIdx.x, flags);
+    if (!is_adjusted) put_flags(s.flags + row * s.flagged + blockIdx.x, flags);
     greatest = greatest_of_cta(greatest);
     const auto reach = [&](unsigned bound) {
         int count = 0;
@@ -229,17 +237,21 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest
         last = bound_of(14, PIECE - 1, some, turn, [&](int bound) {
             int count = 0;
 #pragma unroll
-            for (int j = 0; j < EACH; ++j) count += values[j] == least.at && j * SELECT_THREADS <= end - bound;
+            for (int j = 0; j < EACH; ++j)
+                count += values[j] == least.at && j * SELECT_THREADS <= end - bound;
             return count;
         }).at;
     }
-    Key* keys = s.keys + (blockIdx.y * s.pieces + blockIdx.x) * most;
+    Key* keys = s.keys + (row * s.pieces + blockIdx.x) * most;
     if (threadIdx.x == 0) taken = 0;
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < EACH; ++j)
-        if (values[j] > least.at || (values[j] && values[j] == least.at && j * SELECT_THREADS <= end - last))
-            keys[atomicAdd(&taken, 1)] = (Key)values[j] << 32 | ~(unsigned)(first + j * SELECT_THREADS);
+    for (int j = 0; j < EACH; ++j) {
+        const bool is_last = values[j] == least.at && j * SELECT_THREADS <= end - last;
+        const unsigned falling = ~(unsigned)(first + j * SELECT_THREADS);
+        if (values[j] > least.at || (values[j] && is_last))
+            keys[atomicAdd(&taken, 1)] = (Key)values[j] << 32 | falling;
+    }
     __syncthreads();
     for (int i = taken + threadIdx.x; i < most; i += blockDim.x) keys[i] = 0;
 }

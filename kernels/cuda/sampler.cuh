@@ -19,7 +19,7 @@ struct Sampler {
     const integer *partner, *lead;
     const unsigned *allowed, *breakers, *ignored;
     const float* bias;
-    double* norms;         // (rows, pieces, 2): the greatest logit, and the sum of exp(l - greatest)
+    double* norms;         // (rows, pieces, 2): the greatest logit, the sum of exp(l - greatest)
     short* lengths;        // (rows, room): of the repetition that ends there
     int* longest;          // (rows, stretches): of these
     float* adjusted;       // (rows, vocab)
@@ -66,7 +66,7 @@ template <bool GREATEST> __device__ double over_cta(double value) {
     if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = value;
     __syncthreads();
     value = mine[0];
-    for (int warp = 1; warp < (int)blockDim.x / 32; ++warp) value = both<GREATEST>(value, mine[warp]);
+    for (int w = 1; w < (int)blockDim.x / 32; ++w) value = both<GREATEST>(value, mine[w]);
     return value;
 }
 
@@ -75,7 +75,7 @@ template <class Number> __device__ Number greatest_of_cta(Number key) {
     for (int o = 16; o; o >>= 1) key = max(key, __shfl_xor_sync(~0u, key, o));
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = key;
     __syncthreads();
-    for (int warp = 0; warp < (int)blockDim.x / 32; ++warp) key = max(key, room[warp]);
+    for (int w = 0; w < (int)blockDim.x / 32; ++w) key = max(key, room[w]);
     return key;
 }
 
@@ -93,7 +93,8 @@ template <class Holds> __device__ __forceinline__ int leading(int n, Holds holds
 }
 
 // The same between two places, by a thread alone.
-template <class Holds> __device__ __forceinline__ int first_without(int low, int high, Holds holds) {
+template <class Holds>
+__device__ __forceinline__ int first_without(int low, int high, Holds holds) {
     while (low < high) {
         const int middle = (low + high) / 2;
         if (holds(middle)) low = middle + 1;
@@ -108,14 +109,16 @@ __device__ __forceinline__ int total_of_cta(int count, int& turn) {
     count = __reduce_add_sync(~0u, count);
     if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = count;
     __syncthreads();
-    return __reduce_add_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? mine[threadIdx.x % 32] : 0);
+    const int lane = threadIdx.x % 32;
+    return __reduce_add_sync(~0u, lane < (int)blockDim.x / 32 ? mine[lane] : 0);
 }
 
-// A bound that exactly `most` numbers of the CTA reach, else the greatest that more do: reach(bound)
-// is how many of a thread's do. It tries `greatest`, then adds bit after bit of `bits`.
+// A bound that exactly `most` numbers of the CTA reach, else the greatest that more do;
+// reach(bound) is how many of a thread's do. First is `greatest`, then bit after bit of `bits`.
 template <class Number> struct Bound { Number at; bool is_exact; };
 template <class Number, class Reach>
-__device__ __forceinline__ Bound<Number> bound_of(int bits, Number greatest, int most, int& turn, Reach reach) {
+__device__ __forceinline__ Bound<Number> bound_of(int bits, Number greatest, int most, int& turn,
+                                                  Reach reach) {
     Number found = 0;
 #pragma unroll 1
     for (int bit = bits; bit >= 0; --bit) {
