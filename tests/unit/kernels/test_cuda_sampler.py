@@ -92,14 +92,9 @@ def test_as_many_teams_work_as_are_resident_together(rows: int, teams: int, laun
 
 def test_the_kernels_read_the_fields_that_are_set() -> None:
     text = (FOLDER / "sampler.cuh").read_text(encoding="utf-8")
-    body = re.sub(r"//.*", "", text[text.index("struct Sampler {") : text.index("};")])
-    statements = body.partition("{")[2].split(";")
-    names = [
-        re.findall(r"\w+", name)[-1]
-        for each in statements
-        if each.strip()
-        for name in each.split(",")
-    ]
+    body = text.partition("struct Sampler {")[2].partition("};")[0]
+    declared = re.sub(r"//.*", "", body).replace(",", ";").split(";")
+    names = [re.findall(r"\w+", each)[-1] for each in declared if each.strip()]
 
     assert tuple(names) == cuda_sampler.CALL.names
 
