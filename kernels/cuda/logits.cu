@@ -99,24 +99,35 @@ __device__ Penalties penalties_of(const Sampler& s, integer row) {
     return p;
 }
 
+__device__ __forceinline__ void see(Seen& id, const Penalties& p, int place, const short* lengths) {
+    if (p.fades) {
+        const unsigned long long steps = (unsigned long long)steps_of(p, place);
+        const unsigned low = (unsigned)steps, before = low ? atomicAdd(&id.low, low) : 0;
+        const unsigned high = (unsigned)(steps >> 32) + (before + low < before);
+        if (high) atomicAdd(&id.high, high);
+        atomicMax(&id.latest, place + 1);
+    }
+    const bool repeats = p.longest && place && lengths[place - 1] == p.longest;
+    if (repeats) atomicAdd(&id.times, 1);
+}
+
 // Count the ids of a history that lie in [first, first + COUNTED): integers, in any order.
 __device__ void count(const Sampler& s, const Penalties& p, integer row, int first, Seen* seen) {
+    constexpr int READ = 8;  // ids that a thread has in flight
     const int* ids = s.history + row * (s.room + 1);
     const short* lengths = s.lengths + row * s.room;
     for (int i = threadIdx.x; i < COUNTED; i += blockDim.x) seen[i] = {};
     __syncthreads();
-    for (int place = threadIdx.x; place < p.count; place += blockDim.x) {
-        const unsigned at = ids[place] - first;
-        if (at >= COUNTED) continue;
-        if (p.fades) {
-            const unsigned long long steps = (unsigned long long)steps_of(p, place);
-            const unsigned low = (unsigned)steps, before = low ? atomicAdd(&seen[at].low, low) : 0;
-            const unsigned high = (unsigned)(steps >> 32) + (before + low < before);
-            if (high) atomicAdd(&seen[at].high, high);
-            atomicMax(&seen[at].latest, place + 1);
+    for (int base = threadIdx.x; base < p.count; base += READ * blockDim.x) {
+        unsigned at[READ];
+#pragma unroll
+        for (int j = 0; j < READ; ++j) {
+            const int place = base + j * blockDim.x;
+            at[j] = place < p.count ? ids[place] - first : COUNTED;
         }
-        const bool repeats = p.longest && place && lengths[place - 1] == p.longest;
-        if (repeats) atomicAdd(&seen[at].times, 1);
+#pragma unroll
+        for (int j = 0; j < READ; ++j)
+            if (at[j] < COUNTED) see(seen[at[j]], p, base + j * blockDim.x, lengths);
     }
     __syncthreads();
 }
