@@ -74,7 +74,6 @@ DEFINITIONS = {
     "COUNT_THREADS": COUNT_THREADS,
     "STRETCH": STRETCH,
     "TEAM": TEAM,
-    "SETTINGS": ",".join(column.upper() for column in sampler_ops.COLUMNS),
     "MOST_REPEATED": sampler_ops.MOST_REPEATED,
     "STRONGEST": str(sampler_ops.STRONGEST),  # fp64
     "LEAST": str(torch_sampler.LEAST),

@@ -99,11 +99,12 @@ extern "C" __global__ void __launch_bounds__(1024) choose_few(const Sampler s) {
     __syncthreads();
     for (int j = 0; j < each; ++j)
         if (key(j) && key(j) >= least) sorted[atomicAdd(&taken, 1)] = key(j);
+    // a bitonic sort, falling
     for (int size = 2; size <= room; size *= 2)
         for (int apart = size / 2; apart; apart /= 2) {
             __syncthreads();
             for (int i = threadIdx.x; i < room / 2; i += blockDim.x) {
-                const int a = i / apart * 2 * apart + i % apart, b = a + apart;
+                const int a = 2 * i - (i & (apart - 1)), b = a + apart;
                 const Key first = sorted[a], second = sorted[b];
                 if ((first < second) == !(a & size)) sorted[a] = second, sorted[b] = first;
             }

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,7 @@ def entered(
     device: str,
     vocab: int = VOCABULARY,
     room: int = 300,
+    idle: Sequence[int] = (),
 ) -> SamplerSlots:
     """Return slots with equal state on every device; pairs come first, the last one is masked."""
     slots = slots_of(
@@ -91,6 +93,8 @@ def entered(
     slots.allow(len(settings) - 1, words)
     if len(settings) > 2 and settings[0].cfg_scale is not None:
         slots.pair(0, 1)
+    for slot in idle:
+        slots.leave(slot)
     return slots
 
 
@@ -99,7 +103,7 @@ def compared(
     settings: Sequence[SamplingSettings],
     logits: torch.Tensor,
     histories: Sequence[Sequence[int]],
-    **options: int,
+    **options: Any,
 ) -> Sampled:
     """Check three draws of the device against those of the twin; return the last."""
     kind = Kind.of(settings, masked=True, top=8, probabilities=True)
@@ -132,7 +136,7 @@ def test_a_step_is_that_of_the_twin(step: str, top_k: int) -> None:
     changes = TOGETHER if step == "together" else STEPS[step]
     settings = [replace(PLAIN, **changes, top_k=top_k)] * 5
 
-    compared(settings, logits_of(5), histories_of(rng, 5, 297))
+    compared(settings, logits_of(5), histories_of(rng, 5, 300))
 
 
 @pytest.mark.parametrize("top_k", [1, 64, 200, 1024, 3000, 0])
@@ -142,7 +146,15 @@ def test_any_settings_may_stand_side_by_side(rows: int, top_k: int) -> None:
     for _ in range(3):
         settings = [drawn(rng, rng.choice((1, top_k))) for _ in range(rows)]
 
-        compared(settings, logits_of(rows), histories_of(rng, rows, 297))
+        compared(settings, logits_of(rows), histories_of(rng, rows, 300))
+
+
+@pytest.mark.parametrize("top_k", [50, 0])
+def test_idle_slots_write_beyond_their_history(top_k: int) -> None:
+    rng = random.Random(top_k)
+    settings = [replace(PLAIN, **TOGETHER, top_k=top_k)] * 5
+
+    compared(settings, logits_of(5), histories_of(rng, 5, 300), idle=(0, 2, 3))
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 40, 1024, 1025, 16_384, 151_936])
@@ -196,7 +208,7 @@ def test_rows_that_are_not_finite_leave_the_others_alone(top_k: int) -> None:
 @torch.inference_mode()
 def test_every_run_gives_the_same_bits(top_k: int) -> None:
     rng = random.Random(0)
-    settings, histories = [replace(PLAIN, **TOGETHER, top_k=top_k)] * 16, histories_of(rng, 16, 297)
+    settings, histories = [replace(PLAIN, **TOGETHER, top_k=top_k)] * 16, histories_of(rng, 16, 300)
     logits, draws = logits_of(16).to(DEVICE), torch.rand(16, dtype=torch.float64).to(DEVICE)
     kind, runs = Kind.of(settings, masked=True, top=8, probabilities=True), []
     for _ in range(20):

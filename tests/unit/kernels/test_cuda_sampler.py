@@ -12,7 +12,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import cuda_sampler
 from exl2flow.kernels.compiler import FOLDER, STRETCH
-from exl2flow.kernels.sampler_ops import MOST_REPEATED
+from exl2flow.kernels.sampler_ops import COLUMNS, MOST_REPEATED
 
 VOCABULARY = 40_000
 GREEDY = SamplingSettings.greedy()
@@ -97,6 +97,13 @@ def test_the_kernels_read_the_fields_that_are_set() -> None:
     names = [re.findall(r"\w+", each)[-1] for each in declared if each.strip()]
 
     assert tuple(names) == cuda_sampler.CALL.names
+
+
+def test_the_kernels_know_the_columns_of_the_settings() -> None:
+    text = (FOLDER / "sampler.cuh").read_text(encoding="utf-8")
+    body = re.sub(r"//.*", "", text.partition("enum Setting {")[2].partition("};")[0])
+
+    assert re.findall(r"\w+", body.lower()) == [*COLUMNS, "columns"]
 
 
 def test_every_repetition_of_the_settings_fits() -> None:
