@@ -133,7 +133,7 @@ def _choose_few(call: _Call, n: int, vocab: int, most: int, *, is_adjusted: bool
         call.set(flagged=pieces)
         call.new("flags", n, pieces, dtype=torch.int32)
     call.new("keys", n, pieces, most, dtype=torch.int64)
-    call.run("logits.cu", "select_likeliest", (pieces, n), threads=SELECT_THREADS)
+    call.run("select.cu", "select_likeliest", (pieces, n), threads=SELECT_THREADS)
     threads = 128 if most == 1 else 256 if most <= 256 else WIDE_THREADS
     call.run("choose.cu", "choose_few", (n,), threads=threads, shared=FEW_BYTES * room)
 

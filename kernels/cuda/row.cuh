@@ -18,9 +18,10 @@ struct Row {
     const double* of;          // the row's settings
     const float* logits;       // in order
     const integer* order;      // their ids; null: they are in `ids`
-    int *ids, *listed, *sorted;
-    double *weights, *shaped, *sums, *spare;
-    double* before;  // (2, TEAM): of `sums` and of `spare`, in shared memory
+    int *ids, *listed, *sorted;  // the latter two: see put_in_order
+    double *weights, *sums;      // in order, and their running sums
+    double *shaped, *spare;      // weights that no longer fall; other running sums
+    double* before;              // (2, TEAM): of `sums` and of `spare`, in shared memory
     __device__ int id(int i) const { return order ? (int)order[i] : ids[i]; }
     __device__ int last(int kept) const { return min(end, kept); }
 };

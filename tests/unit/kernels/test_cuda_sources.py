@@ -57,6 +57,7 @@ def test_no_source_is_left_out() -> None:
         "refit.cu",
         "round.cu",
         "search.cu",
+        "select.cu",
     ]
 
 
