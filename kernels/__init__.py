@@ -32,6 +32,14 @@ from exl2flow.kernels.packed import (
     pack_zeros,
     whole_tiles,
 )
+from exl2flow.kernels.sampler_ops import COLUMNS as SAMPLER_COLUMNS
+from exl2flow.kernels.sampler_ops import (
+    NOT_FINITE,
+    STRONGEST,
+    Sampled,
+    SamplerState,
+    SamplerSteps,
+)
 from exl2flow.kernels.streams import Threads, at_the_same_time, on_device, used_here
 from exl2flow.kernels.torch_refit import times_output
 
@@ -42,8 +50,11 @@ __all__ = [
     "FEW_ROWS",
     "LARGEST_HALF",
     "MOST_COLUMNS",
+    "NOT_FINITE",
     "PAGE_TOKENS",
     "PANEL_ROWS",
+    "SAMPLER_COLUMNS",
+    "STRONGEST",
     "BegunGroups",
     "CacheFormat",
     "Element",
@@ -52,6 +63,9 @@ __all__ = [
     "Ops",
     "PackedMatrix",
     "Product",
+    "Sampled",
+    "SamplerState",
+    "SamplerSteps",
     "Scales",
     "Threads",
     "at_the_same_time",

@@ -12,7 +12,14 @@ import cupy
 import numpy as np
 import torch
 
-from exl2flow.kernels import product, torch_descent, torch_ops, torch_refit
+from exl2flow.kernels import (
+    product,
+    sampler_ops,
+    torch_descent,
+    torch_ops,
+    torch_refit,
+    torch_sampler,
+)
 from exl2flow.kernels.cache_formats import PAGE_TOKENS
 from exl2flow.kernels.groups import PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.ops import MOST_COLUMNS
@@ -26,6 +33,10 @@ ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a tim
 DECODE_WARPS = 8  # of a decoding CTA, each with one tile of one panel
 NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
 GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
+PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
+COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
+STRETCH = 2048  # positions of a history that a CTA searches for repetitions
+TEAM = 8  # CTAs for a row of many candidates
 
 DEFINITIONS = {
     "PANEL_ROWS": PANEL_ROWS,
@@ -57,6 +68,16 @@ DEFINITIONS = {
     "CLASSES": torch_descent.CLASSES,
     "START_SWEEPS": torch_descent.START_SWEEPS,
     "RETRIES": torch_descent.RETRIES,
+    "PIECE": PIECE,
+    "SELECT_THREADS": SELECT_THREADS,
+    "COUNTED": COUNTED,
+    "COUNT_THREADS": COUNT_THREADS,
+    "STRETCH": STRETCH,
+    "TEAM": TEAM,
+    "MOST_REPEATED": sampler_ops.MOST_REPEATED,
+    "STRONGEST": str(sampler_ops.STRONGEST),  # fp64
+    "LEAST": str(torch_sampler.LEAST),
+    "NEAR": str(torch_sampler.NEAR),
 }
 OPTIONS = (
     "-std=c++17",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exl2flow.core.background import helpers, own_stream
-from exl2flow.kernels import cuda_cache, cuda_packed, cuda_products, cuda_steps
+from exl2flow.kernels import cuda_cache, cuda_packed, cuda_products, cuda_sampler, cuda_steps
 from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, build, launch
 from exl2flow.kernels.cuda_packed import panel_table
 from exl2flow.kernels.groups import PANEL_ROWS, Group
@@ -59,6 +59,7 @@ class CudaOps(TorchOps):
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_products.decode_packed)
     multiply = staticmethod(cuda_products.multiply)
+    sample = staticmethod(cuda_sampler.sample)
 
     def _grid_costs(
         self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor

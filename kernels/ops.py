@@ -11,6 +11,7 @@ import torch
 from exl2flow.kernels.cache_ops import CacheOps
 from exl2flow.kernels.groups import Group
 from exl2flow.kernels.packed import PackedMatrix, Product
+from exl2flow.kernels.sampler_ops import SamplerOps
 from exl2flow.kernels.streams import kept, sent
 
 MOST_COLUMNS = 1024  # per block of the output factor; torch waits for the GPU on wider ones
@@ -64,7 +65,7 @@ class BegunGroups:
         return (x.view(len(x), len(self.rows), -1) * self.inside).view(x.shape)
 
 
-class Ops(CacheOps, Protocol):
+class Ops(CacheOps, SamplerOps, Protocol):
     """Tensor operations of the format; all tensors of a call lie on one device."""
 
     def search_grid(

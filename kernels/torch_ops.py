@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from exl2flow.kernels import packed, torch_cache, torch_refit, torch_steps
+from exl2flow.kernels import packed, torch_cache, torch_refit, torch_sampler, torch_steps
 from exl2flow.kernels.groups import SCALE_LEVELS, Group
 from exl2flow.kernels.ops import (
     BegunGroups,
@@ -47,6 +47,7 @@ class TorchOps:
     rms_norm = staticmethod(torch_steps.rms_norm)
     gated = staticmethod(torch_steps.gated)
     rotate = staticmethod(torch_steps.rotate)
+    sample = staticmethod(torch_sampler.sample)
 
     def multiply(
         self, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None

@@ -1,10 +1,11 @@
-"""Choose the next tokens on the device: frozen settings, state per slot, a chain of pure steps."""
+"""Choose the next tokens on the device: frozen settings, state per slot, `Ops.sample`."""
 
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import breakers, newline_ids
-from exl2flow.inference.sampling.chain import NOT_FINITE, Sampled, sample
+from exl2flow.inference.sampling.chain import sample
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
+from exl2flow.kernels import NOT_FINITE, Sampled
 
 __all__ = [
     "NOT_FINITE",

@@ -15,17 +15,6 @@ def words_of(ids: Iterable[int], width: int) -> torch.Tensor:
     return (flags.view(-1, WORD) << torch.arange(WORD)).sum(1).to(torch.int32)
 
 
-def contains(words: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return for ids int64 (n, c) whether masks (n, w) have them."""
-    return (words.gather(1, ids >> 5) >> (ids & 31)) & 1 == 1
-
-
-def without(words: torch.Tensor, width: int) -> torch.Tensor:
-    """Return booleans (n, width), true for the ids that masks (n, w) do not have."""
-    to_sign = torch.arange(WORD - 1, -1, -1, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] << to_sign >= 0).flatten(1)[:, :width]
-
-
 def breakers(pieces: Sequence[str], specials: Collection[int]) -> tuple[int, ...]:
     """Return the ids that no repetition contains by default.
 

@@ -1,16 +1,15 @@
-"""Settings as the sampler reads them: a row of numbers per slot, and which operations to launch."""
+"""Settings as the sampler reads them: a row of numbers per slot, and which steps to launch."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from typing import Self
 
 from exl2flow.core.sampling import SamplingSettings
+from exl2flow.kernels import SAMPLER_COLUMNS, SamplerSteps
 
 FEW = 64  # settings that keep at most this many candidates share the same operations
 LONG = 32  # repetitions of at most this length share the same operations
 EVERYTHING = 2**31  # more than any vocabulary or history has
-COLUMNS = tuple(field.name for field in fields(SamplingSettings) if field.metadata)
 
 
 def numbers_of(settings: SamplingSettings) -> dict[str, float]:
@@ -24,7 +23,7 @@ def numbers_of(settings: SamplingSettings) -> dict[str, float]:
     low = high = s.temperature if is_late else 1.0
     if s.max_temp > s.min_temp:
         low, high = s.min_temp, s.max_temp
-    return {name: getattr(s, name) for name in COLUMNS} | {
+    return {name: getattr(s, name) for name in SAMPLER_COLUMNS} | {
         "temperature": 1.0 if s.is_greedy or is_late else s.temperature,
         "temperature_last": is_late,
         "min_temp": low,
@@ -48,28 +47,10 @@ def most_of(settings: SamplingSettings) -> int:
     return 1 if settings.is_greedy else min(settings.top_k or EVERYTHING, EVERYTHING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """The operations that a call of `sample` launches; one recording serves all of a kind.
+class Kind(SamplerSteps):
+    """The steps that a call of `sample` launches; one recording serves all of a kind."""
 
-    most: candidates that are ranked; 1: an argmax; None: all.
-    top: likeliest tokens to return with their probabilities.
-    probabilities: return that of each sampled token.
-    dry: longest repetition that DRY looks for, 0 if none does.
-    rest: steps of the chain beyond temperature, top-k, top-p and min-p.
-    sorts: those that order candidates anew, typical sampling and XTC.
-    """
-
-    most: int | None
-    top: int = 0
-    probabilities: bool = False
-    cfg: bool = False
-    penalties: bool = False
-    bias: bool = False
-    dry: int = 0
-    masked: bool = False
-    rest: bool = False
-    sorts: bool = False
+    __slots__ = ()
 
     @classmethod
     def of(

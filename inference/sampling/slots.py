@@ -8,22 +8,14 @@ import torch
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import words_of
-from exl2flow.inference.sampling.kind import COLUMNS, numbers_of
-from exl2flow.kernels import on_device
-
-STRONGEST = 1e30  # greatest change of a logit; sums of them are finite in fp32
+from exl2flow.inference.sampling.kind import Kind, numbers_of
+from exl2flow.kernels import STRONGEST, SamplerState, on_device
 
 
 class SamplerSlots:
     """Sampling state of `slots` sequences, read and advanced by `sample` without the host.
 
-    table: fp64 (slots, columns), the settings by `COLUMNS`.
-    history: int32 (slots, max_tokens + 1), ids of prompt and text; `vocab_size` stands for ids not
-        in the vocabulary and fills the rest. Idle slots write to the last column.
-    counts: int32 (slots,), ids in the history.
-    active: int32 (slots,), 1 for slots in use; the history and mu of others do not move.
-    mu: fp64 (slots,), Mirostat's bound of the surprise in bits; infinity without Mirostat.
-    partner, lead: int64 (slots,), the slots whose logits are mixed in and whose id is taken.
+    Its tensors are those of `SamplerState`, for all slots.
     """
 
     @torch.inference_mode()
@@ -56,16 +48,30 @@ class SamplerSlots:
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.mu = torch.full((slots,), math.inf, dtype=torch.float64, device=device)
         self.partner, self.lead = torch.arange(slots, device=device).repeat(2, 1)
-        self.positions = torch.arange(max_tokens, dtype=torch.int32, device=device)
-        self.places = torch.arange(max(width, slots), device=device)  # of slots and candidates
+
+    def state(self, rows: int, kind: Kind) -> SamplerState:
+        """Return what a call of this kind reads and advances of the first slots."""
+        needed = {
+            "bias": kind.bias,
+            "allowed": kind.masked,
+            "breakers": kind.dry > 0,
+            "ignored": kind.sorts,
+        }
+        return SamplerState(
+            vocab_size=self.vocab_size,
+            table=self.table[:rows],
+            history=self.history[:rows],
+            counts=self.counts[:rows],
+            active=self.active[:rows],
+            mu=self.mu[:rows],
+            partner=self.partner[:rows],
+            lead=self.lead[:rows],
+            **{name: self.late(name)[:rows] for name, is_needed in needed.items() if is_needed},
+        )
 
     @torch.inference_mode()
     def late(self, name: str) -> torch.Tensor:
-        """Return a tensor that takes memory from its first use on, (slots, width or words).
-
-        bias: fp32, added to the logits. allowed, breakers, ignored: int32 masks of the ids that may
-        be sampled, that end a repetition (`vocab_size` among them), and that XTC leaves alone.
-        """
+        """Return a tensor that takes memory from its first use on, (slots, width or words)."""
         if name not in self._late:
             default = self._defaults[name].to(self.table.device)
             self._late[name] = default.expand(len(self.table), -1).clone()
@@ -75,10 +81,6 @@ class SamplerSlots:
         """Return all tensors with a row per slot."""
         state = (self.table, self.history, self.counts, self.active, self.mu)
         return (*state, self.partner, self.lead, *self._late.values())
-
-    def numbers(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return the settings of the first slots by column, fp64 (rows, 1) each."""
-        return dict(zip(COLUMNS, self.table[:rows, :, None].unbind(1), strict=True))
 
     @torch.inference_mode()
     def enter(

@@ -13,13 +13,14 @@ __device__ __forceinline__ void let_the_next_begin() {
 #endif
 }
 
-// All CTAs of a launch meet: everything written before is visible to each after. The counter need
-// not be cleared: its highest bit flips when the last one arrives.
-__device__ __forceinline__ void meet(unsigned* meetings) {
+// CTA `rank` of `ctas` that are resident together meets the others: everything written before is
+// visible to each after. The counter need not be cleared: its highest bit flips when the last one
+// arrives.
+__device__ __forceinline__ void meet(unsigned* meetings, unsigned rank, unsigned ctas) {
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        const unsigned before = atomicAdd(meetings, blockIdx.x ? 1 : 0x80000001u - gridDim.x);
+        const unsigned before = atomicAdd(meetings, rank ? 1 : 0x80000001u - ctas);
         unsigned now;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"

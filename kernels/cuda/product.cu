@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         const Stage& stage = c.stages[s];
         const Work work(stage, own);
         const int stride = stage.length * PANEL_ROWS + (stage.length % 2 ? 0 : 32);
-        if (s) meet(c.meetings);
+        if (s) meet(c.meetings, blockIdx.x, gridDim.x);
         if (work.tiles && NT == 1 && c.rows == 1)
             stage_x<1, 1>(stage, work.part, 1, xs, stride, squares);
         else if (work.tiles)

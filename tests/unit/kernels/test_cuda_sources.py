@@ -46,15 +46,18 @@ def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> Non
 def test_no_source_is_left_out() -> None:
     assert SOURCES == [
         "attention.cu",
+        "choose.cu",
         "decode.cu",
         "descend.cu",
         "elementwise.cu",
         "lay_out.cu",
+        "logits.cu",
         "pack.cu",
         "product.cu",
         "refit.cu",
         "round.cu",
         "search.cu",
+        "select.cu",
     ]
 
 
