@@ -12,6 +12,7 @@ from exl2flow.kernels.cache_formats import (
     slots_at,
     slots_of,
 )
+from exl2flow.kernels.cache_ops import STEP_TOKENS
 from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
     CHUNK_ELEMENTS,
@@ -44,6 +45,7 @@ __all__ = [
     "MOST_COLUMNS",
     "PAGE_TOKENS",
     "PANEL_ROWS",
+    "STEP_TOKENS",
     "BegunGroups",
     "CacheFormat",
     "Element",

@@ -1,11 +1,23 @@
 """Launches of attention to a cache."""
 
+from itertools import product
+
 import pytest
 from caches import GPU_FORMATS
 
 from exl2flow.kernels import CACHE_FORMATS, LayerStore
 from exl2flow.kernels.compiler import ATTENTION_WARPS
-from exl2flow.kernels.cuda_cache import HEAD_STEP, MOST_STAGES, UNIT, WIDTHS, _stages, _width
+from exl2flow.kernels.cuda_cache import (
+    HEAD_STEP,
+    MOST_STAGES,
+    SET,
+    STEP_TOKENS,
+    UNIT,
+    WIDTHS,
+    _columns,
+    _stages,
+    _width,
+)
 
 ROOMS = (46 << 10, 81 << 10, 145 << 10, 209 << 10)
 
@@ -35,10 +47,18 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
     store = LayerStore.empty(
         CACHE_FORMATS[name], pages=1, kv_heads=1, head_dim=width, device="meta"
     )
-    for positions in (1, 256, 8192):
-        warps, stages, shared = _stages(store, width, positions, room)
+    columns = {_columns(tokens, width, 32) for tokens in (1, STEP_TOKENS)}
+    for positions, count in product((1, 256, 8192), columns):
+        warps, stages, shared = _stages(store, width, count, positions=positions, room=room)
 
         assert 1 <= warps <= ATTENTION_WARPS
         assert 1 <= stages <= MOST_STAGES
         assert shared <= room
         assert stages > 1 or positions < 8192
+        assert shared // warps >= 4 * count * width  # sums of values
+
+
+def test_one_new_token_has_a_set_of_columns_and_several_have_two_where_they_fit() -> None:
+    assert [_columns(1, 128, pairs) for pairs in (1, 8, 16)] == [SET] * 3
+    assert [_columns(STEP_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)] == [8, 8, 16, 16]
+    assert _columns(STEP_TOKENS, 256, 32) == SET
