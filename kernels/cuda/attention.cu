@@ -92,8 +92,10 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
     const int units = begin < end && end * POSITIONS > length ? 2 * UNITS * tokens : 0;
     const integer first_row = (integer)row * tokens;
     half_bits two[TOGETHER][2];
-    auto load_unit = [&](int i, half_bits* to) {
+    integer slots[TOGETHER];
+    auto load_unit = [&](int i, half_bits* to, integer& slot) {
         const int token = i / (2 * UNITS), unit = i % UNITS * 64;
+        slot = call.slots[first_row + token];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             int e = unit + 2 * lane + j - offset, of = kv;
@@ -109,9 +111,9 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
     auto load_units = [&](int i) {
 #pragma unroll
         for (int j = 0; j < TOGETHER; ++j)
-            if (i + j * warps < units) load_unit(i + j * warps, two[j]);
+            if (i + j * warps < units) load_unit(i + j * warps, two[j], slots[j]);
     };
-    auto put_unit = [&](int i, const half_bits* from) {
+    auto put_unit = [&](int i, const half_bits* from, integer slot) {
         const int token = i / (2 * UNITS), unit = i % UNITS * 64;
         const bool is_value = i / UNITS % 2;
         byte* const to = fresh + (is_value ? TOKENS * Keys::ROW + token * Values::ROW
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
         put(of_row, element, at, code);
         if (part == 0 && is_last && unit >= offset && unit < offset + dim)  // begins in this head
             put(is_value ? call.values : call.keys, element,
-                call.slots[first_row + token] * padded + first_element + at, code);
+                slot * padded + first_element + at, code);
     };
     const int first_unit = warps - 1 - warp;
     load_units(first_unit);
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
         if (i != first_unit) load_units(i);
 #pragma unroll
         for (int j = 0; j < TOGETHER; ++j)
-            if (i + j * warps < units) put_unit(i + j * warps, two[j]);
+            if (i + j * warps < units) put_unit(i + j * warps, two[j], slots[j]);
     }
     __syncthreads();
     u32 q[SETS][PAIRS];  // of column g of each set
