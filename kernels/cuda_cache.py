@@ -4,6 +4,7 @@ Everything else is torch on the device.
 """
 
 import math
+from collections.abc import MutableMapping
 
 import numpy as np
 import torch
@@ -196,12 +197,13 @@ def _stages(
     return warps, stages, warps * stages * stage
 
 
-_COUNTERS = WeakIdKeyDictionary()  # by keys of a layer: passes that read them follow each other
+# by a layer's keys and by their number: passes over a layer follow each other
+_COUNTERS: MutableMapping[torch.Tensor, dict[int, torch.Tensor]] = WeakIdKeyDictionary()
 
 
 def _counters(store: LayerStore, count: int) -> torch.Tensor:
-    """Return zeros int32 (count,), the same for each count; each launch leaves them zero."""
-    of_layer: dict[int, torch.Tensor] = _COUNTERS.setdefault(store.keys.data, {})
+    """Return zeros int32 (count,), for a count always the same; each launch leaves them zero."""
+    of_layer = _COUNTERS.setdefault(store.keys.data, {})
     found = of_layer.get(count)
     if found is None:
         found = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)

@@ -59,8 +59,12 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
         rows.data[slots], rows.scales[slots] = data, scales
 
 
-def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.read_cache`; slots may be a slice."""
+def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.read_cache`."""
+    return _read(store, slots)
+
+
+def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
 
@@ -85,7 +89,7 @@ def attend_step(
     write_cache(store, slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
     outputs = []
     for row, length in enumerate(lengths.tolist()):
-        held = read_cache(store, _slots(tables[row], length + q.shape[1]))
+        held = _read(store, _slots(tables[row], length + q.shape[1]))
         keys, values = (x.float() for x in held)
         outputs.append(_attention(q[row].float(), keys, values, scale, window, softcap))
     return torch.stack(outputs).to(q.dtype)
