@@ -36,9 +36,11 @@ MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
 APART = 256  # least positions of a part, at full length
 MOST_STAGES = 4  # steps that a warp has in flight
 CTAS = 1  # per multiprocessor, at full length
+ALL = 2**31 - 1  # a window that hides nothing
 SET = 8  # columns of an mma: pairs of a new token and a query head
+WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
 # most bytes of a CTA's shared memory that are not for stages, by the most new tokens of a kernel
-SHARED_BESIDE = {1: 18 << 10, STEP_TOKENS: 24 << 10}
+SHARED_BESIDE = {1: 18 << 10, STEP_TOKENS: 40 << 10}
 CALL = np.dtype(
     [
         (name, np.uint64)
@@ -121,7 +123,7 @@ def attend_step(
     width = _width(head_dim)
     assert width is not None
     most, pairs = 1 if t == 1 else STEP_TOKENS, t * heads // kv_heads
-    columns = _columns(most, width, pairs)
+    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS)
     parts = -(-pairs // columns)
     processors, most_shared = limits(q.device.index)
     splits = min(
@@ -143,7 +145,7 @@ def attend_step(
         values=store.values.data, value_scales=store.values.scales, tables=tables,
         lengths=lengths, partial=partial, arrived=arrived, out=out, cosines=cos, sines=sin,
         slots=slots, tokens=t, heads=heads, kv_heads=kv_heads, parts=parts, head_dim=head_dim,
-        pages=pages, splits=splits, stages=stages, window=window or 0, half=cos.shape[-1],
+        pages=pages, splits=splits, stages=stages, window=window or ALL, half=cos.shape[-1],
         angle_step=cos.stride(0) if cos.dim() == 4 else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     formats = f"{store.keys.element.name}, {store.values.element.name}"
@@ -169,9 +171,13 @@ def _width(head_dim: int) -> int | None:
     return next((width for width in WIDTHS if width >= reach), None)
 
 
-def _columns(tokens: int, width: int, pairs: int) -> int:
-    """Return how many pairs of a new token and a query head share a CTA, one or two sets."""
-    return SET * (2 if tokens > 1 and width < WIDTHS[-1] and pairs > SET else 1)
+def _columns(tokens: int, width: int, pairs: int, positions: int) -> int:
+    """Return how many pairs of a new token and a query head share a CTA, one or two sets.
+
+    Two sets read positions half as often, but take more time before and after.
+    """
+    is_wide = tokens > 1 and pairs > SET and width < WIDTHS[-1] and positions >= WIDE_FROM
+    return 2 * SET if is_wide else SET
 
 
 def _stages(

@@ -27,7 +27,7 @@ struct Cap {
 
 // Reads WIDTH elements per slot; the head's own begin at `offset`. TOKENS: most new ones.
 template <int WIDTH, int KE, int VE, int TOKENS, int COLUMNS>
-__global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ? 2 : 1)
+__global__ void __launch_bounds__(32 * ATTENTION_WARPS, TOKENS == 1 && WIDTH < 256 ? 2 : 1)
     attend(const __grid_constant__ Call call) {
     using Keys = Tiles<WIDTH, KE>;
     using Values = Tiles<WIDTH, VE>;
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
     constexpr int BLOCKS = WIDTH / 16, PAIRS = WIDTH / 8, RUNS = WIDTH / 32, UNITS = WIDTH / 64;
     constexpr int PART = COLUMNS * (WIDTH + 2), SETS = COLUMNS / 8;  // sets: of an mma's columns
     extern __shared__ __align__(16) byte ring[];  // at the end, each warp's sums
-    __shared__ float window[COLUMNS][WIDTH];                        // queries; at the end, sums
+    // queries, then each token's new key and value; at the end, sums
+    __shared__ float window[COLUMNS + 2 * TOKENS][WIDTH];
     __shared__ __align__(16) u32 queries[COLUMNS][WIDTH / 2 + 4];  // pairs as a lane holds them
     __shared__ __align__(16) byte fresh[TOKENS * (Keys::ROW + Values::ROW)];  // new rows
     __shared__ float maxima[ATTENTION_WARPS][COLUMNS], totals[ATTENTION_WARPS][COLUMNS];
@@ -57,12 +58,10 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
     let_the_next_begin();
     wait_for_input();
     const int length = call.lengths[row];
-    // positions of the first and last token, and how many each sees, its own included
-    const int earliest = length + columns.token(0);
+    const int earliest = length + columns.token(0);  // positions of the first and the last token
     const int latest = length + columns.token(columns.count - 1);
-    const int reach = call.window ? call.window : 0x7fffffff;
     const int steps = (length + tokens + POSITIONS - 1) / POSITIONS;
-    const int first = max(0, earliest + 1 - reach) / POSITIONS;
+    const int first = max(0, earliest + 1 - call.window) / POSITIONS;
     const int each = (steps - first + call.splits - 1) / call.splits;
     const int begin = first + split * each, end = min(steps, begin + each);
     const int* table = call.tables + (integer)row * call.pages;
@@ -85,68 +84,52 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
     };
     for (int i = 0; i < call.stages; ++i) fetch(i, own + i * STAGE);
 
-    // Encode the new keys and values: each warp takes units, TOGETHER at a time; the last warps
-    // begin, because the first ones have the queries.
-    constexpr int TOGETHER = TOKENS == 1 ? 1 : 4;
-    const bool is_last = begin < end && end == steps;  // all new rows are stored once
-    const int units = begin < end && end * POSITIONS > length ? 2 * UNITS * tokens : 0;
+    const bool is_last = begin < end && end == steps;  // stores the new keys and values
+    const bool has_new = begin < end && end * POSITIONS > length;
     const integer first_row = (integer)row * tokens;
-    half_bits two[TOGETHER][2];
-    integer slots[TOGETHER];
-    auto load_unit = [&](int i, half_bits* to, integer& slot) {
-        const int token = i / (2 * UNITS), unit = i % UNITS * 64;
-        slot = call.slots[first_row + token];
+    const integer slot = call.slots[first_row + (TOKENS == 1 ? 0 : min(lane, tokens - 1))];
+    const integer own_q = (first_row * call.heads + kv * group) * dim;
+    const int rows = columns.count + (has_new ? 2 * tokens : 0);
+    constexpr int AHEAD = TOKENS == 1 ? 2 : 8;  // elements that a thread loads together
+    for (int i = threadIdx.x; i < rows * WIDTH; i += AHEAD * blockDim.x) {
+        Source sources[AHEAD];
+        Loaded loaded[AHEAD];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            int e = unit + 2 * lane + j - offset, of = kv;
-            to[j] = 0;
-            if (e >= width - kv * dim) continue;
-            for (; e < 0; e += dim) --of;  // a unit of 64 may include elements of other heads
-            for (; e >= dim; e -= dim) ++of;
-            const integer at = (first_row + token) * width + of * dim;
-            to[j] = i / UNITS % 2 ? call.v[at + e]
-                                  : to_half(call.rotated(call.k + at, e, row, token));
+        for (int j = 0; j < AHEAD; ++j) {
+            const int at = (i + j * blockDim.x) % WIDTH, column = (i + j * blockDim.x) / WIDTH;
+            const int in_new = column - columns.count, token = in_new / 2;
+            int e = at - offset;
+            sources[j] = {call.q, 0, 0, NO_ELEMENT};
+            if (column < columns.count) {
+                const half_bits* x = call.q + own_q + columns.head(column) * dim;
+                if (e >= 0 && e < dim) sources[j] = call.source(x, e, row, columns.token(column));
+            } else if (column < rows && first_element + at < width) {
+                const integer own = (first_row + token) * width + first_element + at;
+                if (e < 0 || e >= dim) e = (first_element + at) % dim;  // of another head
+                if (in_new % 2) sources[j] = {call.v + own, 0, 0, NOT_ROTATED};
+                else sources[j] = call.source(call.k + own - e, e, row, token);
+            }
         }
-    };
-    auto load_units = [&](int i) {
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j)
-            if (i + j * warps < units) load_unit(i + j * warps, two[j], slots[j]);
-    };
-    auto put_unit = [&](int i, const half_bits* from, integer slot) {
-        const int token = i / (2 * UNITS), unit = i % UNITS * 64;
-        const bool is_value = i / UNITS % 2;
-        byte* const to = fresh + (is_value ? TOKENS * Keys::ROW + token * Values::ROW
-                                           : token * Keys::ROW);
-        const int element = is_value ? VE : KE, at = unit + 2 * lane;
-        const Code code = encode(element, from, lane);
-        const Rows of_row = {to, (half_bits*)(to + (is_value ? Values::BYTES : Keys::BYTES))};
-        put(of_row, element, at, code);
-        if (part == 0 && is_last && unit >= offset && unit < offset + dim)  // begins in this head
-            put(is_value ? call.values : call.keys, element,
-                slot * padded + first_element + at, code);
-    };
-    const int first_unit = warps - 1 - warp;
-    load_units(first_unit);
+        for (int j = 0; j < AHEAD; ++j) loaded[j] = call.loaded(sources[j]);
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+            if (i + j * blockDim.x < rows * WIDTH)
+                window[0][i + j * blockDim.x] = loaded[j].rotated(sources[j].kind);
+    }
+    __syncthreads();
 
     const float scale = call.scale * LOG2_E;
-    const integer own_q = (first_row * call.heads + kv * group) * dim;
     for (int column = warp; column < columns.count; column += warps) {
-        const half_bits* of_column = call.q + own_q + columns.head(column) * dim;
         float* const turned = window[column];
+        if constexpr (is_rotated<KE>())
 #pragma unroll
-        for (int unit = 0; unit < WIDTH; unit += 64) {
-            float of_lane[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int e = unit + 2 * lane + j - offset;
-                const bool is_own = e >= 0 && e < dim;
-                of_lane[j] =
-                    is_own ? call.rotated(of_column, e, row, columns.token(column)) : 0.0f;
+            for (int unit = 0; unit < WIDTH; unit += 64) {
+                float* two = turned + unit + 2 * lane;
+                float of_lane[2] = {two[0], two[1]};
+                rotate_unit(of_lane, lane);
+                two[0] = of_lane[0], two[1] = of_lane[1];
             }
-            if constexpr (is_rotated<KE>()) rotate_unit(of_lane, lane);
-            turned[unit + 2 * lane] = of_lane[0], turned[unit + 2 * lane + 1] = of_lane[1];
-        }
         __syncwarp();
         const float factor = scale / (is_rotated<KE>() ? 32.0f : 1.0f);  // H₃₂ twice is 32
         for (int i = lane; i < WIDTH / 2; i += 32) {
@@ -155,11 +138,23 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
                                         turned[Keys::second_of(pair, of)] * factor);
         }
     }
-    for (int i = first_unit; i < units; i += TOGETHER * warps) {
-        if (i != first_unit) load_units(i);
-#pragma unroll
-        for (int j = 0; j < TOGETHER; ++j)
-            if (i + j * warps < units) put_unit(i + j * warps, two[j], slots[j]);
+    // Encode the new rows, a unit at a time; the last warps begin, the first ones have the queries.
+    const int units = has_new ? 2 * UNITS * tokens : 0;
+    for (int i = warps - 1 - warp; i < units; i += warps) {
+        const int token = i / (2 * UNITS), unit = i % UNITS * 64, at = unit + 2 * lane;
+        const bool is_value = i / UNITS % 2;
+        const int element = is_value ? VE : KE;
+        byte* const to =
+            fresh + (is_value ? TOKENS * Keys::ROW + token * Values::ROW : token * Keys::ROW);
+        const Rows fresh_row = {to, (half_bits*)(to + (is_value ? Values::BYTES : Keys::BYTES))};
+        const float* from = window[columns.count + i / UNITS] + at;
+        const half_bits two[2] = {to_half(from[0]), to_half(from[1])};
+        const Code code = encode(element, two, lane);
+        put(fresh_row, element, at, code);
+        const integer of_token = TOKENS == 1 ? slot : __shfl_sync(~0u, slot, token);
+        if (part == 0 && is_last && unit >= offset && unit < offset + dim)  // begins in this head
+            put(is_value ? call.values : call.keys, element,
+                of_token * padded + first_element + at, code);
     }
     __syncthreads();
     u32 q[SETS][PAIRS];  // of column g of each set
@@ -243,12 +238,12 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, WIDTH * COLUMNS < 2048 ?
             if (call.softcap > 0.0f)
 #pragma unroll
                 for (int i = 0; i < POSITIONS / 4; ++i) of_set[i] = cap(of_set[i]);
-            if (step * POSITIONS <= latest - reach || (step + 1) * POSITIONS > earliest + 1)
+            if (step * POSITIONS <= latest - call.window || (step + 1) * POSITIONS > earliest + 1)
 #pragma unroll
                 for (int i = 0; i < POSITIONS / 4; ++i) {
                     const int position = step * POSITIONS + i / 2 * 8 + g;
                     const int ahead = position - own_place[2 * set + i % 2];
-                    if (ahead > 0 || ahead <= -reach) of_set[i] = HIDDEN;
+                    if (ahead > 0 || ahead <= -call.window) of_set[i] = HIDDEN;
                 }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {

@@ -2,6 +2,26 @@
 
 #define NOTHING -1e28f
 
+// What an element rotated by position is made of. All of it is loaded, whatever the kind, because
+// loads without branches wait for each other only once.
+enum Kind { NO_ELEMENT, NOT_ROTATED, FIRST, SECOND };
+struct Source {
+    const half_bits* x;
+    int other, angle;  // from x to the other element of its pair; of the angle
+    Kind kind;
+};
+struct Loaded {
+    half_bits x, other;
+    float cosine, sine;
+
+    __device__ __forceinline__ float rotated(Kind kind) const {  // exact in fp16
+        if (kind == NO_ELEMENT) return 0.0f;
+        if (kind == NOT_ROTATED) return from_half(x);
+        const float c = __fmul_rn(from_half(x), cosine), s = __fmul_rn(from_half(other), sine);
+        return from_half(to_half(kind == FIRST ? __fsub_rn(c, s) : __fadd_rn(c, s)));
+    }
+};
+
 struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv_heads, head_dim)
     const half_bits *q, *k, *v;  // before rotation
     Rows keys, values;
@@ -14,19 +34,18 @@ struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv
     int tokens, heads, kv_heads;
     int parts;                            // CTAs that share the columns of a key head
     int head_dim, pages, splits, stages;  // stages: steps that a warp has in flight
-    int window;                           // 0: none
+    int window;                           // positions that a token sees, its own included
     int half, angle_step;                 // angle_step: from one sequence to the next
     float scale, softcap;                 // softcap 0: none
 
-    // Element i of a head, rotated by the position of a new token; exact in fp16.
-    __device__ __forceinline__ float rotated(const half_bits* x, int i, int row, int token) const {
-        const float value = from_half(x[i]);
-        if (i >= 2 * half) return value;
-        const bool is_first = i < half;
-        const float other = from_half(x[is_first ? i + half : i - half]);
-        const int angle = row * angle_step + token * half + (is_first ? i : i - half);
-        const float c = __fmul_rn(value, cosines[angle]), s = __fmul_rn(other, sines[angle]);
-        return from_half(to_half(is_first ? __fsub_rn(c, s) : __fadd_rn(c, s)));
+    // Element i of a head x.
+    __device__ __forceinline__ Source source(const half_bits* x, int i, int row, int token) const {
+        if (i >= 2 * half) return {x + i, 0, 0, NOT_ROTATED};
+        const int angle = row * angle_step + token * half + (i < half ? i : i - half);
+        return {x + i, i < half ? half : -half, angle, i < half ? FIRST : SECOND};
+    }
+    __device__ __forceinline__ Loaded loaded(const Source& of) const {
+        return {*of.x, of.x[of.other], cosines[of.angle], sines[of.angle]};
     }
 };
 

@@ -14,6 +14,7 @@ from exl2flow.kernels import (
     PAGE_TOKENS,
     STEP_TOKENS,
     LayerStore,
+    cuda_cache,
     get_ops,
     slots_at,
     slots_of,
@@ -27,7 +28,7 @@ DEVICE = "cuda"
 LENGTHS = (0, 1, 17, 255, 256, 257, 700)
 CASES = (  # new tokens, window, softcap
     (1, None, None), (1, 100, None), (1, None, 5.0), (2, 1, None), (3, None, 5.0), (4, 100, None),
-    (5, 3, None), (7, None, None), (8, None, None), (8, 100, 5.0),
+    (5, 3, None), (7, None, None), (8, 100, 5.0), (8, None, None), (8, None, None), (8, 2, None),
 )  # fmt: skip
 
 
@@ -169,14 +170,15 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, *note: object) -> N
 )
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_new_tokens_are_stored_and_attend_to_what_is_stored(
-    name: str, head_dim: int, half: int, heads: tuple[int, int]
+    name: str, head_dim: int, half: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=half)
     written = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=half)
     ops, (cos, sin) = get_ops(DEVICE), steps.angles
     k = ops.rotate(steps.k.transpose(1, 2), cos, sin).transpose(1, 2)
     ops.write_cache(written.store, written.slots.flatten(), k.flatten(0, 1), steps.v.flatten(0, 1))
-    for new, window, softcap in CASES:
+    for index, (new, window, softcap) in enumerate(CASES):
+        monkeypatch.setattr(cuda_cache, "WIDE_FROM", (1 << 14) * (index % 2))  # two sets, if it can
         steps.forget()
         options = {"window": window, "softcap": softcap}
 

@@ -13,6 +13,7 @@ from exl2flow.kernels.cuda_cache import (
     SET,
     STEP_TOKENS,
     UNIT,
+    WIDE_FROM,
     WIDTHS,
     _columns,
     _stages,
@@ -47,7 +48,7 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
     store = LayerStore.empty(
         CACHE_FORMATS[name], pages=1, kv_heads=1, head_dim=width, device="meta"
     )
-    columns = {_columns(tokens, width, 32) for tokens in (1, STEP_TOKENS)}
+    columns = {_columns(tokens, width, 32, WIDE_FROM) for tokens in (1, STEP_TOKENS)}
     for positions, count in product((1, 256, 8192), columns):
         warps, stages, shared = _stages(store, width, count, positions=positions, room=room)
 
@@ -58,7 +59,9 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
         assert shared // warps >= 4 * count * width  # sums of values
 
 
-def test_one_new_token_has_a_set_of_columns_and_several_have_two_where_they_fit() -> None:
-    assert [_columns(1, 128, pairs) for pairs in (1, 8, 16)] == [SET] * 3
-    assert [_columns(STEP_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)] == [8, 8, 16, 16]
-    assert _columns(STEP_TOKENS, 256, 32) == SET
+def test_several_new_tokens_have_two_sets_of_columns_where_that_saves_reading() -> None:
+    assert [_columns(1, 128, pairs, WIDE_FROM) for pairs in (1, 8, 16)] == [SET] * 3
+    wide = [_columns(STEP_TOKENS, 128, pairs, WIDE_FROM) for pairs in (2, 8, 9, 32)]
+    assert wide == [SET, SET, 2 * SET, 2 * SET]
+    assert _columns(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
+    assert _columns(STEP_TOKENS, 256, 32, WIDE_FROM) == SET

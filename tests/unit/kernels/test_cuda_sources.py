@@ -18,12 +18,13 @@ DEVICES = [
 ]
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
+SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
 SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
 INSTANCES = {
     "attention.cu": [
         f"attend<{width}, {keys}, {values}, {tokens}, {columns}>"
         for width, (keys, values), (tokens, columns) in product(WIDTHS, sorted(FORMATS), SHAPES)
-        if columns == SET or width < WIDTHS[-1]
+        if (columns == SET or width < WIDTHS[-1]) and (tokens == 1 or (keys, values) in SOME)
     ],
     "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],
 }
