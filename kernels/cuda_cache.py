@@ -39,8 +39,7 @@ CTAS = 1  # per multiprocessor, at full length
 ALL = 2**31 - 1  # a window that hides nothing
 SET = 8  # columns of an mma: pairs of a new token and a query head
 WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
-# most bytes of a CTA's shared memory that are not for stages, by the most new tokens of a kernel
-SHARED_BESIDE = {1: 18 << 10, STEP_TOKENS: 40 << 10}
+RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
 CALL = np.dtype(
     [
         (name, np.uint64)
@@ -122,7 +121,8 @@ def attend_step(
     (b, t, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
     width = _width(head_dim)
     assert width is not None
-    most, pairs = 1 if t == 1 else STEP_TOKENS, t * heads // kv_heads
+    elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
+    bits, most = sum(element.bits for element in elements), 1 if t == 1 else STEP_TOKENS
     columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS)
     parts = -(-pairs // columns)
     processors, most_shared = limits(q.device.index)
@@ -132,8 +132,8 @@ def attend_step(
         max(1, pages * PAGE_TOKENS // APART),
     )
     warps, stages, shared = _stages(
-        store, width, columns, positions=-(-pages * PAGE_TOKENS // splits),
-        room=most_shared // CTAS - SHARED_BESIDE[most],
+        bits, width, columns, positions=-(-pages * PAGE_TOKENS // splits),
+        room=most_shared // CTAS - _beside(bits, width, most, columns),
     )  # fmt: skip
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
@@ -148,7 +148,7 @@ def attend_step(
         pages=pages, splits=splits, stages=stages, window=window or ALL, half=cos.shape[-1],
         angle_step=cos.stride(0) if cos.dim() == 4 else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
-    formats = f"{store.keys.element.name}, {store.values.element.name}"
+    formats = ", ".join(element.name for element in elements)
     name = f"attend<{width}, {formats}, {most}, {columns}>"
     launch(
         "attention.cu", name, (splits, kv_heads * parts, b), call,
@@ -180,19 +180,32 @@ def _columns(tokens: int, width: int, pairs: int, positions: int) -> int:
     return 2 * SET if is_wide else SET
 
 
+def _beside(bits: int, width: int, tokens: int, columns: int) -> int:
+    """Return most bytes of a CTA's shared memory that are not for stages: arrays of attention.cu.
+
+    Args:
+        bits: of an element of a key and one of a value.
+        width: elements read per position.
+        tokens: most new tokens.
+        columns: of a CTA.
+    """
+    of_column = width + width // 2 + 4 + 2 * ATTENTION_WARPS + MOST_SPLITS  # and 2 rows of a token
+    fresh = tokens * (width * bits // 8 + 32)
+    return 4 * (columns * of_column + 2 * tokens * width) + fresh + RESERVED
+
+
 def _stages(
-    store: LayerStore, width: int, columns: int, *, positions: int, room: int
+    bits: int, width: int, columns: int, *, positions: int, room: int
 ) -> tuple[int, int, int]:
     """Return warps per CTA, steps in flight per warp, and bytes for all of them.
 
     Args:
-        store: the cache to read.
+        bits: of an element of a key and one of a value.
         width: elements read per position.
         columns: of a CTA; their sums of values, fp32, are at last where a warp's stages were.
         positions: most positions of a CTA.
         room: available bytes of shared memory.
     """
-    bits = store.keys.element.bits + store.values.element.bits
     row = width * bits // 8
     step = 32 if 32 * row <= ATTENTION_STEP else 16
     stage, warps = step * (row + 32), ATTENTION_WARPS  # 16 bytes after each key and value

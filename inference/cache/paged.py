@@ -77,7 +77,7 @@ class PagedCache:
 
 
 class _Layer(NamedTuple):
-    """A `LayerCache`."""
+    """A `LayerCache`: a view's `attend` for the store of one layer."""
 
     attend: Callable[..., Tensor]
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from caches import GPU_FORMATS
 
-from exl2flow.kernels import CACHE_FORMATS, LayerStore
+from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.kernels.compiler import ATTENTION_WARPS
 from exl2flow.kernels.cuda_cache import (
     HEAD_STEP,
@@ -41,16 +41,18 @@ def test_common_heads_have_a_kernel_and_odd_ones_have_none() -> None:
     assert _width(512) is None
 
 
+def bits_of(name: str) -> int:
+    return CACHE_FORMATS[name].keys.bits + CACHE_FORMATS[name].values.bits
+
+
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_stages_fit(name: str, width: int, room: int) -> None:
-    store = LayerStore.empty(
-        CACHE_FORMATS[name], pages=1, kv_heads=1, head_dim=width, device="meta"
-    )
+    bits = bits_of(name)
     columns = {_columns(tokens, width, 32, WIDE_FROM) for tokens in (1, STEP_TOKENS)}
     for positions, count in product((1, 256, 8192), columns):
-        warps, stages, shared = _stages(store, width, count, positions=positions, room=room)
+        warps, stages, shared = _stages(bits, width, count, positions=positions, room=room)
 
         assert 1 <= warps <= ATTENTION_WARPS
         assert 1 <= stages <= MOST_STAGES

@@ -8,9 +8,9 @@ import pytest
 from caches import GPU_FORMATS
 from cupy_backends.cuda.libs import nvrtc
 
-from exl2flow.kernels.cache_formats import CACHE_FORMATS
+from exl2flow.kernels.cache_formats import CACHE_FORMATS, Element
 from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
-from exl2flow.kernels.cuda_cache import SET, SHARED_BESIDE, STEP_TOKENS, WIDTHS
+from exl2flow.kernels.cuda_cache import RESERVED, SET, STEP_TOKENS, WIDTHS, _beside
 
 DEVICES = [
     [90],
@@ -61,8 +61,10 @@ def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> Non
         assert all(names)
         if file == "attention.cu":
             for instance, name in zip(instances, names, strict=True):
-                tokens = int(instance.split(", ")[3])
-                assert 0 < shared[name] <= SHARED_BESIDE[tokens], instance
+                width, keys, values, tokens, columns = instance[7:-1].split(", ")
+                bits = Element[keys].bits + Element[values].bits
+                most = _beside(bits, int(width), int(tokens), int(columns))
+                assert most - RESERVED <= shared[name] <= most, instance
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(compiled, devices))
