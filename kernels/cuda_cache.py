@@ -39,6 +39,7 @@ CTAS = 1  # per multiprocessor, at full length
 ALL = 2**31 - 1  # a window that hides nothing
 SET = 8  # columns of an mma: pairs of a new token and a query head
 WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
+LEAST_BESIDE = 18 << 10  # bytes of shared memory that are never for stages, nor were when measured
 RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
 CALL = np.dtype(
     [
@@ -133,7 +134,7 @@ def attend_step(
     )
     warps, stages, shared = _stages(
         bits, width, columns, positions=-(-pages * PAGE_TOKENS // splits),
-        room=most_shared // CTAS - _beside(bits, width, most, columns),
+        room=most_shared // CTAS - max(LEAST_BESIDE, _beside(bits, width, most, columns)),
     )  # fmt: skip
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
