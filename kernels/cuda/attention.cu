@@ -1,5 +1,5 @@
-// Attention of up to 8 new tokens per sequence to a paged cache, which is read as it is stored. Each
-// CTA handles a part of a sequence's positions, one key head and 8 or 16 columns, the pairs of a
+// Attention of up to 8 new tokens per sequence to a paged cache, which is read as it is stored.
+// Each CTA handles a part of a sequence's positions, one key head and 8 or 16 columns, pairs of a
 // new token and one of its query heads; its warps take 16 or 32 positions at a time. The first
 // operand of the tensor cores has positions as rows, later elements of values; the second one has
 // the columns. Code offsets and scales of keys are applied to the scores, scales of values to the
