@@ -1,7 +1,7 @@
-"""Time attention of one new token to a paged cache: `python benchmarks/attention.py`.
+"""Time a step's attention to a paged cache: `python benchmarks/attention.py`.
 
-Layers take turns so that nothing stays in the chip's cache. Prints a table for
-`docs/benchmarks.md`.
+Rotating and storing the new tokens is included. Layers take turns so that nothing stays in the
+chip's cache. Prints a table for `docs/benchmarks.md`.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from timing import copy_rate, milliseconds
 
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, get_ops
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, get_ops, slots_at
 
 FORMATS = [name for name in CACHE_FORMATS if name != "fp32"]  # which only a CPU has
 LAYERS = 8
@@ -31,23 +31,33 @@ def layers_of(name: str, *, pages: int, kv_heads: int) -> list[LayerStore]:
     return layers
 
 
-def measured(heads: tuple[int, int], batch: int, context: int, name: str) -> tuple[float, float]:
-    """Return the megabytes that a layer's attention reads, and its microseconds."""
+def measured(
+    heads: tuple[int, int], batch: int, context: int, name: str, counts: list[int]
+) -> tuple[float, list[float]]:
+    """Return the megabytes of a layer's context, and microseconds for each count of new tokens."""
     queries, kv_heads = heads
     pages = -(-context // PAGE_TOKENS)
     layers = layers_of(name, pages=batch * pages, kv_heads=kv_heads)
     tables = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
-    lengths = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
-    q = torch.randn(batch, 1, queries, HEAD_DIM, device="cuda").half()
-    k, v = torch.randn(2, batch, 1, kv_heads, HEAD_DIM, device="cuda").half()
     ops = get_ops("cuda")
 
-    def step() -> None:
-        for layer in layers:
-            ops.paged_attention(q, k, v, layer, tables, lengths, scale=HEAD_DIM**-0.5)
+    def microseconds(count: int) -> float:
+        lengths = torch.full((batch,), context - count, dtype=torch.int32, device="cuda")
+        slots = slots_at(tables, lengths.long()[:, None] + torch.arange(count, device="cuda"))
+        q = torch.randn(batch, count, queries, HEAD_DIM, device="cuda").half()
+        k, v = torch.randn(2, batch, count, kv_heads, HEAD_DIM, device="cuda").half()
+        angles = torch.rand(2, batch, 1, count, HEAD_DIM // 2, device="cuda")
+
+        def step() -> None:
+            for layer in layers:
+                ops.attend_step(
+                    q, k, v, layer, tables, lengths, slots, *angles, scale=HEAD_DIM**-0.5
+                )
+
+        return 1e3 * milliseconds(step) / LAYERS
 
     share = context / (pages * PAGE_TOKENS)
-    return 1e-6 * layers[0].nbytes * share, 1e3 * milliseconds(step) / LAYERS
+    return 1e-6 * layers[0].nbytes * share, [microseconds(count) for count in counts]
 
 
 def main() -> None:
@@ -55,18 +65,20 @@ def main() -> None:
     parser.add_argument("--context", nargs="+", type=int, default=[2048, 32768])
     parser.add_argument("--heads", nargs="+", default=["32/32", "32/8"], help="query/key heads")
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1], help="new per sequence")
     arguments = parser.parse_args()
     peak = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies at {peak:.0f} GB/s\n")
-    print("| heads | batch | context | cache | MB | µs | GB/s | of copies |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = " | ".join(f"µs, {count} new" for count in arguments.tokens)
+    print(f"| heads | batch | context | cache | MB | {columns} | GB/s | of copies |")
+    print("|---" * (7 + len(arguments.tokens)) + "|")
     chosen = product(arguments.heads, arguments.batch, arguments.context, FORMATS)
     for heads, batch, context, name in chosen:
         queries, kv_heads = map(int, heads.split("/"))
-        size, taken = measured((queries, kv_heads), batch, context, name)
-        speed = 1e3 * size / taken
+        size, times = measured((queries, kv_heads), batch, context, name, arguments.tokens)
+        speed, taken = 1e3 * size / times[0], " | ".join(f"{time:.1f}" for time in times)
         print(
-            f"| {heads} | {batch} | {context} | `{name}` | {size:.1f} | {taken:.1f} "
+            f"| {heads} | {batch} | {context} | `{name}` | {size:.1f} | {taken} "
             f"| {speed:.0f} | {speed / peak:.0%} |",
             flush=True,
         )

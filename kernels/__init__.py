@@ -12,6 +12,7 @@ from exl2flow.kernels.cache_formats import (
     slots_at,
     slots_of,
 )
+from exl2flow.kernels.cache_ops import STEP_TOKENS
 from exl2flow.kernels.groups import PANEL_ROWS, Group
 from exl2flow.kernels.ops import (
     CHUNK_ELEMENTS,
@@ -54,6 +55,7 @@ __all__ = [
     "PAGE_TOKENS",
     "PANEL_ROWS",
     "SAMPLER_COLUMNS",
+    "STEP_TOKENS",
     "STRONGEST",
     "BegunGroups",
     "CacheFormat",

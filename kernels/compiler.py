@@ -28,7 +28,6 @@ from exl2flow.kernels.packed import TILE
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # per CTA, with one column per thread
 ATTENTION_WARPS = 8  # most warps of an attention CTA
-ATTENTION_HEADS = 8  # most query heads of an attention CTA, the columns of an mma
 ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
 DECODE_WARPS = 8  # of a decoding CTA, each with one tile of one panel
 NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
@@ -52,7 +51,6 @@ DEFINITIONS = {
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_TILES": product.MOST_TILES,
     "ATTENTION_WARPS": ATTENTION_WARPS,
-    "ATTENTION_HEADS": ATTENTION_HEADS,
     "ATTENTION_STEP": ATTENTION_STEP,
     "DECODE_WARPS": DECODE_WARPS,
     "PAGE_TOKENS": PAGE_TOKENS,

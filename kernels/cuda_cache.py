@@ -1,9 +1,10 @@
-"""The cache operations on a GPU: kernels write and read rows, and attend for one new token each.
+"""The cache operations on a GPU: kernels write and read rows, and attend for a few new tokens.
 
 Everything else is torch on the device.
 """
 
 import math
+from collections.abc import MutableMapping
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from exl2flow.kernels.cache_formats import (
     LayerStore,
     padded_width,
 )
+from exl2flow.kernels.cache_ops import STEP_TOKENS
 from exl2flow.kernels.compiler import (
-    ATTENTION_HEADS,
     ATTENTION_STEP,
     ATTENTION_WARPS,
     THREADS,
@@ -35,7 +36,11 @@ MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
 APART = 256  # least positions of a part, at full length
 MOST_STAGES = 4  # steps that a warp has in flight
 CTAS = 1  # per multiprocessor, at full length
-SHARED_BESIDE = 18 << 10  # most bytes of a CTA's shared memory that are not for stages
+ALL = 2**31 - 1  # a window that hides nothing
+SET = 8  # columns of an mma: pairs of a new token and a query head
+WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
+LEAST_BESIDE = 18 << 10  # bytes of shared memory that are never for stages, nor were when measured
+RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
 CALL = np.dtype(
     [
         (name, np.uint64)
@@ -47,7 +52,7 @@ CALL = np.dtype(
     + [
         (name, np.int32)
         for name in (
-            *("heads", "kv_heads", "parts", "head_dim", "pages", "splits", "stages"),
+            *("tokens", "heads", "kv_heads", "parts", "head_dim", "pages", "splits", "stages"),
             *("window", "half", "angle_step"),
         )
     ]
@@ -90,28 +95,7 @@ def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Ten
     units = padded_width(rows.width) // UNIT
     grid = (len(slots), -(-units // (THREADS // 32)))
     element = list(Element).index(rows.element)
-    launch("attention.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
-
-
-def paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    store: LayerStore,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """See `Ops.paged_attention`."""
-    if not _is_known(q, store):
-        return torch_cache.paged_attention(
-            q, k, v, store, tables, lengths, scale=scale, window=window, softcap=softcap
-        )
-    call = np.zeros(1, CALL)[0]
-    return _attend(call, q, k, v, store, tables, lengths, scale, window, softcap)
+    launch("cache.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
 
 
 def attend_step(
@@ -135,16 +119,49 @@ def attend_step(
             q, k, v, store, tables, lengths, slots, cos, sin,
             scale=scale, window=window, softcap=softcap,
         )  # fmt: skip
-    call = filled(
-        np.zeros(1, CALL)[0], cosines=cos, sines=sin, slots=slots, half=cos.shape[-1],
-        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
+    (b, t, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
+    width = _width(head_dim)
+    assert width is not None
+    elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
+    bits, most = sum(element.bits for element in elements), 1 if t == 1 else STEP_TOKENS
+    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS)
+    parts = -(-pairs // columns)
+    processors, most_shared = limits(q.device.index)
+    splits = min(
+        MOST_SPLITS,
+        max(1, CTAS * processors // (b * kv_heads * parts)),
+        max(1, pages * PAGE_TOKENS // APART),
+    )
+    warps, stages, shared = _stages(
+        bits, width, columns, positions=-(-pages * PAGE_TOKENS // splits),
+        room=most_shared // CTAS - max(LEAST_BESIDE, _beside(bits, width, most, columns)),
     )  # fmt: skip
-    return _attend(call, q, k, v, store, tables, lengths, scale, window, softcap)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out = torch.empty_like(q)
+    partial = torch.empty(b, kv_heads, parts, splits, columns, width + 2, device=q.device)
+    arrived = _counters(store, b * kv_heads * parts)
+    call = filled(
+        np.zeros(1, CALL)[0],
+        q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,
+        values=store.values.data, value_scales=store.values.scales, tables=tables,
+        lengths=lengths, partial=partial, arrived=arrived, out=out, cosines=cos, sines=sin,
+        slots=slots, tokens=t, heads=heads, kv_heads=kv_heads, parts=parts, head_dim=head_dim,
+        pages=pages, splits=splits, stages=stages, window=window or ALL, half=cos.shape[-1],
+        angle_step=cos.stride(0) if cos.dim() == 4 else 0, scale=scale, softcap=softcap or 0.0,
+    )  # fmt: skip
+    formats = ", ".join(element.name for element in elements)
+    name = f"attend<{width}, {formats}, {most}, {columns}>"
+    launch(
+        "attention.cu", name, (splits, kv_heads * parts, b), call,
+        threads=32 * warps, shared=shared, device=q.device, early=True,
+    )  # fmt: skip
+    return out
 
 
 def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
     _, tokens, _, head_dim = q.shape
-    return tokens == 1 and _width(head_dim) is not None and q.dtype == torch.float16
+    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
+    return is_known and q.dtype == torch.float16
 
 
 def _width(head_dim: int) -> int | None:
@@ -155,76 +172,61 @@ def _width(head_dim: int) -> int | None:
     return next((width for width in WIDTHS if width >= reach), None)
 
 
-def _stages(store: LayerStore, width: int, positions: int, room: int) -> tuple[int, int, int]:
+def _columns(tokens: int, width: int, pairs: int, positions: int) -> int:
+    """Return how many pairs of a new token and a query head share a CTA, one or two sets.
+
+    Two sets read positions half as often, but take more time before and after.
+    """
+    is_wide = tokens > 1 and pairs > SET and width < WIDTHS[-1] and positions >= WIDE_FROM
+    return 2 * SET if is_wide else SET
+
+
+def _beside(bits: int, width: int, tokens: int, columns: int) -> int:
+    """Return most bytes of a CTA's shared memory that are not for stages: arrays of attention.cu.
+
+    Args:
+        bits: of an element of a key and one of a value.
+        width: elements read per position.
+        tokens: most new tokens.
+        columns: of a CTA.
+    """
+    of_column = width + width // 2 + 4 + 2 * ATTENTION_WARPS + MOST_SPLITS  # and 2 rows of a token
+    fresh = tokens * (width * bits // 8 + 32)
+    return 4 * (columns * of_column + 2 * tokens * width) + fresh + RESERVED
+
+
+def _stages(
+    bits: int, width: int, columns: int, *, positions: int, room: int
+) -> tuple[int, int, int]:
     """Return warps per CTA, steps in flight per warp, and bytes for all of them.
 
     Args:
-        store: the cache to read.
+        bits: of an element of a key and one of a value.
         width: elements read per position.
+        columns: of a CTA; their sums of values, fp32, are at last where a warp's stages were.
         positions: most positions of a CTA.
         room: available bytes of shared memory.
     """
-    bits = store.keys.element.bits + store.values.element.bits
     row = width * bits // 8
     step = 32 if 32 * row <= ATTENTION_STEP else 16
     stage, warps = step * (row + 32), ATTENTION_WARPS  # 16 bytes after each key and value
     while warps > 1 and 2 * warps * stage > room:
         warps //= 2
-    most = max(1, room // (warps * stage))
-    stages = min(MOST_STAGES, most, -(-positions // (warps * step)))
+    least, most = -(-4 * columns * width // stage), max(1, room // (warps * stage))
+    stages = min(MOST_STAGES, most, max(least, -(-positions // (warps * step))))
     return warps, stages, warps * stages * stage
 
 
-def _attend(
-    call: np.void,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    store: LayerStore,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    (b, _, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
-    width = _width(head_dim)
-    assert width is not None
-    parts = -(-heads // (kv_heads * ATTENTION_HEADS))
-    processors, most_shared = limits(q.device.index)
-    splits = min(
-        MOST_SPLITS,
-        max(1, CTAS * processors // (b * kv_heads * parts)),
-        max(1, pages * PAGE_TOKENS // APART),
-    )
-    warps, stages, shared = _stages(
-        store, width, -(-pages * PAGE_TOKENS // splits), most_shared // CTAS - SHARED_BESIDE
-    )
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    out = torch.empty_like(q)
-    partial = torch.empty(b, kv_heads, parts, splits, ATTENTION_HEADS, width + 2, device=q.device)
-    filled(
-        call,
-        q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,
-        values=store.values.data, value_scales=store.values.scales, tables=tables,
-        lengths=lengths, partial=partial, arrived=_counters(tables, kv_heads * parts), out=out,
-        heads=heads, kv_heads=kv_heads, parts=parts, head_dim=head_dim, pages=pages,
-        splits=splits, stages=stages, window=window or 0, scale=scale, softcap=softcap or 0.0,
-    )  # fmt: skip
-    name = f"attend<{width}, {store.keys.element.name}, {store.values.element.name}>"
-    launch(
-        "attention.cu", name, (splits, kv_heads * parts, b), call,
-        threads=32 * warps, shared=shared, device=q.device, early=True,
-    )  # fmt: skip
-    return out
+# by a layer's keys and by their number: passes over a layer follow each other
+_COUNTERS: MutableMapping[torch.Tensor, dict[int, torch.Tensor]] = WeakIdKeyDictionary()
 
 
-_COUNTERS = WeakIdKeyDictionary()  # by page table: the sequences of a cache attend in one stream
-
-
-def _counters(tables: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return zeros int32 (b, heads); each launch leaves them zero."""
-    if tables not in _COUNTERS:
-        _COUNTERS[tables] = torch.zeros(len(tables), heads, dtype=torch.int32, device=tables.device)
-    found: torch.Tensor = _COUNTERS[tables]
+def _counters(store: LayerStore, count: int) -> torch.Tensor:
+    """Return zeros int32 (count,), for a count always the same; each launch leaves them zero."""
+    of_layer = _COUNTERS.setdefault(store.keys.data, {})
+    found = of_layer.get(count)
+    if found is None:
+        found = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)
+        if not torch.cuda.is_current_stream_capturing():  # a recording frees what it allocates
+            of_layer[count] = found
     return found

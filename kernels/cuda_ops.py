@@ -55,7 +55,6 @@ class CudaOps(TorchOps):
     lay_out_scales = staticmethod(cuda_packed.lay_out_scales)
     write_cache = staticmethod(cuda_cache.write_cache)
     read_cache = staticmethod(cuda_cache.read_cache)
-    paged_attention = staticmethod(cuda_cache.paged_attention)
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_products.decode_packed)
     multiply = staticmethod(cuda_products.multiply)

@@ -69,38 +69,6 @@ def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor,
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    store: LayerStore,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """See `Ops.paged_attention`."""
-    outputs = []
-    for row, length in enumerate(lengths.tolist()):
-        held_k, held_v = _read(store, _slots(tables[row], length))
-        keys, values = (
-            torch.cat((held.to(new.dtype), new)).float()
-            for held, new in ((held_k, k[row]), (held_v, v[row]))
-        )
-        outputs.append(_attention(q[row].float(), keys, values, scale, window, softcap))
-    return torch.stack(outputs).to(q.dtype)
-
-
-def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:
-    """Return the slots of the first positions; a slice, which copies nothing, if they are one."""
-    first, *others = table[: max(1, -(-length // PAGE_TOKENS))].tolist()
-    if all(page == first + i for i, page in enumerate(others, 1)):
-        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
-    return slots_of(table, 0, length)
-
-
 def attend_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,11 +86,21 @@ def attend_step(
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
     q, k = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
-    found = paged_attention(
-        q, k, v, store, tables, lengths, scale=scale, window=window, softcap=softcap
-    )
-    write_cache(store, slots, k[:, 0], v[:, 0])
-    return found
+    write_cache(store, slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
+    outputs = []
+    for row, length in enumerate(lengths.tolist()):
+        held = _read(store, _slots(tables[row], length + q.shape[1]))
+        keys, values = (x.float() for x in held)
+        outputs.append(_attention(q[row].float(), keys, values, scale, window, softcap))
+    return torch.stack(outputs).to(q.dtype)
+
+
+def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:
+    """Return the slots of the first positions; a slice, which copies nothing, if they are one."""
+    first, *others = table[: max(1, -(-length // PAGE_TOKENS))].tolist()
+    if all(page == first + i for i, page in enumerate(others, 1)):
+        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
+    return slots_of(table, 0, length)
 
 
 def _attention(

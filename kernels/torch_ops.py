@@ -41,7 +41,6 @@ class TorchOps:
 
     write_cache = staticmethod(torch_cache.write_cache)
     read_cache = staticmethod(torch_cache.read_cache)
-    paged_attention = staticmethod(torch_cache.paged_attention)
     attend_step = staticmethod(torch_cache.attend_step)
     decode_packed = staticmethod(packed.decode_packed)
     rms_norm = staticmethod(torch_steps.rms_norm)

@@ -23,8 +23,8 @@ class RopeTable:
     sin: torch.Tensor
 
     def at(self, positions: torch.Tensor) -> "RopeTable":
-        """Return the rows of one position per sequence, int (b,), as (b, 1, 1, d/2)."""
-        rows = positions.long()[:, None, None]
+        """Return the rows of positions, int (b,) or (b, t), as (b, 1, t or 1, d/2)."""
+        rows = positions.long().view(len(positions), 1, -1)
         return RopeTable(cos=self.cos[rows], sin=self.sin[rows])
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:

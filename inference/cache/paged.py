@@ -1,21 +1,26 @@
 """Keys and values in pages of 256 tokens, in any format of `CACHE_FORMATS`.
 
 Sequences share one pool of pages; `pages.py` decides which page holds what. A pass of the model
-reads and writes through a view: `StepView` for one new token per sequence, `PromptView` for many
-tokens of several prompts.
+reads and writes through a view: `StepView` for a few new tokens per sequence, `PromptView` for many
+tokens of several prompts. Every token sees all keys and values as they are stored, its own too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,
+    STEP_TOKENS,
     CacheFormat,
     Element,
     LayerStore,
@@ -71,41 +76,34 @@ class PagedCache:
             store.values.copy_pages(source, target)
 
 
+class _Layer(NamedTuple):
+    """A `LayerCache`: a view's `attend` for the store of one layer."""
+
+    attend: Callable[..., Tensor]
+
+
 class StepView:
-    """The cache as a step sees it that adds one token to each sequence.
+    """The cache as a step sees it that adds `count` tokens to each sequence.
 
     tables: int32 (b, pages); lengths: int32 (b,), positions that each sequence holds.
     """
 
-    def __init__(self, cache: PagedCache, tables: torch.Tensor, lengths: torch.Tensor) -> None:
+    def __init__(
+        self, cache: PagedCache, tables: Tensor, lengths: Tensor, *, count: int = 1
+    ) -> None:
         self.tables = tables
         self.lengths = lengths
-        self.slots = slots_at(tables, lengths.long()[:, None])[:, 0]
-        self.layers = [_StepLayer(store, self) for store in cache.stores]
+        positions = lengths.long()[:, None]
+        if count > 1:
+            positions = positions + torch.arange(count, device=lengths.device)
+        self.slots = slots_at(tables, positions)
+        self.layers = [_Layer(partial(self.attend, store)) for store in cache.stores]
 
-
-class _StepLayer:
-    def __init__(self, store: LayerStore, view: StepView) -> None:
-        self._store = store
-        self._view = view
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        table: RopeTable,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See `LayerCache`."""
-        view = self._view
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def attend(self, store: LayerStore, *new: Tensor, table: RopeTable, **scores: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in new)
         found = get_ops(q.device).attend_step(
-            q, k, v, self._store, view.tables, view.lengths, view.slots, table.cos, table.sin,
-            scale=scale, window=window,
-        )  # fmt: skip
+            q, k, v, store, self.tables, self.lengths, self.slots, table.cos, table.sin, **scores
+        )
         return found.transpose(1, 2)
 
 
@@ -123,6 +121,9 @@ class Segment:
         return self.end - self.begin
 
 
+_Part = tuple[Segment, int]  # and the place of its first token in the pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """Prompts from their start, side by side, short ones padded at their end.
@@ -131,45 +132,71 @@ class _Group:
     the tokens are in the flattened group; places: int64 (tokens,), where they belong in the pass.
     """
 
-    rows: torch.Tensor
-    kept: torch.Tensor
-    places: torch.Tensor
+    rows: Tensor
+    kept: Tensor
+    places: Tensor
 
 
 class PromptView:
     """The cache as a pass over parts of several prompts sees it, (1, t) tokens one after another.
 
-    Every token sees earlier ones as they are stored, so where prompts are cut changes nothing.
+    Where prompts are cut changes nothing. No two parts belong to the same sequence.
     """
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
         device = cache.device
-        starts = [0, *accumulate(s.count for s in segments[:-1])]
+        starts = [0, *accumulate(s.count for s in segments[:-1])]  # places in the pass
         slots = [slots_of(torch.tensor(s.pages, dtype=torch.int32), 0, s.end) for s in segments]
-        positions = torch.cat([torch.arange(s.begin, s.end) for s in segments])
-        self.positions = on_device(positions, device)
+        positions = [torch.arange(s.begin, s.end) for s in segments]
         new = [x[s.begin :] for x, s in zip(slots, segments, strict=True)]
-        self.slots = on_device(torch.cat(new), device)
-        fresh = [(s.count, start) for s, start in zip(segments, starts, strict=True) if not s.begin]
-        fresh.sort(key=lambda pair: pair[0].bit_length())  # within a group twice as long at most
-        self.groups = [
-            _group(list(members), device)
-            for _, members in groupby(fresh, key=lambda pair: pair[0].bit_length())
+        self.positions, self.slots = (on_device(torch.cat(x), device) for x in (positions, new))
+        parts = [*zip(segments, starts, strict=True)]
+        fresh = [part for part in parts if not part[0].begin]
+        tails = [part for part in parts if part[0].begin and part[0].count <= STEP_TOKENS]
+        self.groups = [  # in each the longest is less than twice as long as the shortest
+            _group(alike, device) for alike in _grouped(fresh, lambda p: p[0].count.bit_length())
         ]
-        self.behind = [  # place in the pass, and slots of all positions up to the end
+        self.tails = [_tail(alike, cache) for alike in _grouped(tails, lambda p: p[0].count)]
+        self.behind = [  # place, and slots of all positions up to the end
             (slice(start, start + s.count), on_device(x, device))
-            for x, s, start in zip(slots, segments, starts, strict=True)
-            if s.begin
+            for x, (s, start) in zip(slots, parts, strict=True)
+            if s.begin and s.count > STEP_TOKENS
         ]
-        self.layers = [_PromptLayer(store, self) for store in cache.stores]
+        self.layers = [_Layer(partial(self.attend, store)) for store in cache.stores]
+
+    def attend(self, store: LayerStore, *new: Tensor, table: RopeTable, **scores: Any) -> Tensor:
+        (q, k, v), ops = new, get_ops(new[0].device)
+        out = torch.empty_like(q)
+        for rows, step in self.tails:
+            mine = (x[0].transpose(0, 1)[rows].transpose(1, 2) for x in new)
+            found = step.attend(store, *mine, table=table.at(rows), **scores)
+            out[0].transpose(0, 1)[rows] = found.transpose(1, 2)
+        if not self.groups and not self.behind:
+            return out
+        q, k = table.rotate(q), table.rotate(k)
+        ops.write_cache(store, self.slots, *(x[0].transpose(0, 1) for x in (k, v)))
+        stored = {EXACT.get(x.element) for x in (store.keys, store.values)}
+        if self.groups and stored != {q.dtype}:
+            k, v = (_heads(x, q) for x in ops.read_cache(store, self.slots))
+        for group in self.groups:
+            mine = (x[0][:, group.rows].transpose(0, 1) for x in (q, k, v))
+            found = attend(*mine, **scores)  # (prompts, heads, longest, head_dim)
+            found = found.transpose(0, 1).flatten(1, 2)
+            out[0].index_copy_(1, group.places, found.index_select(1, group.kept))
+        for place, slots in self.behind:
+            held = (_heads(x, q) for x in ops.read_cache(store, slots))
+            out[:, :, place] = attend(q[:, :, place], *held, **scores)
+        return out
 
 
-def _group(members: list[tuple[int, int]], device: torch.device) -> _Group:
-    """Build from (tokens, place of the first in the pass) of each prompt."""
-    longest = max(count for count, _ in members)
-    steps = torch.arange(longest)
-    counts = torch.tensor([count for count, _ in members])[:, None]
-    rows = torch.tensor([start for _, start in members])[:, None] + steps.clamp(max=counts - 1)
+def _grouped(parts: Sequence[_Part], key: Callable[[_Part], int]) -> list[list[_Part]]:
+    return [list(alike) for _, alike in groupby(sorted(parts, key=key), key=key)]
+
+
+def _group(parts: Sequence[_Part], device: torch.device) -> _Group:
+    counts = torch.tensor([s.count for s, _ in parts])[:, None]
+    steps = torch.arange(int(counts.max()))
+    rows = torch.tensor([start for _, start in parts])[:, None] + steps.clamp(max=counts - 1)
     is_kept = (steps < counts).flatten()
     return _Group(
         rows=on_device(rows, device),
@@ -178,43 +205,16 @@ def _group(members: list[tuple[int, int]], device: torch.device) -> _Group:
     )
 
 
-class _PromptLayer:
-    def __init__(self, store: LayerStore, view: PromptView) -> None:
-        self._store = store
-        self._view = view
+def _tail(parts: Sequence[_Part], cache: PagedCache) -> tuple[Tensor, StepView]:
+    """Return the places of parts of equal length in the pass, and a step that adds them."""
+    tables = pad_sequence([torch.tensor(s.pages, dtype=torch.int32) for s, _ in parts], True)
+    lengths = torch.tensor([s.begin for s, _ in parts], dtype=torch.int32)
+    there = (on_device(x, cache.device) for x in (tables, lengths))
+    return _group(parts, cache.device).rows, StepView(cache, *there, count=parts[0][0].count)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        table: RopeTable,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See `LayerCache`."""
-        view, ops = self._view, get_ops(q.device)
-        q, k = table.rotate(q), table.rotate(k)
-        rows = [x[0].transpose(0, 1) for x in (k, v)]  # (t, kv_heads, head_dim)
-        ops.write_cache(self._store, view.slots, *rows)
-        stored = {EXACT.get(x.element) for x in (self._store.keys, self._store.values)}
-        if view.groups and stored != {q.dtype}:
-            k, v = (self._heads(x, q) for x in ops.read_cache(self._store, view.slots))
-        out = torch.empty_like(q)
-        for group in view.groups:
-            mine = (x[0][:, group.rows].transpose(0, 1) for x in (q, k, v))
-            found = attend(*mine, scale=scale, window=window)  # (prompts, heads, longest, head_dim)
-            found = found.transpose(0, 1).flatten(1, 2)
-            out[0].index_copy_(1, group.places, found.index_select(1, group.kept))
-        for place, slots in view.behind:
-            held = (self._heads(x, q) for x in ops.read_cache(self._store, slots))
-            out[:, :, place] = attend(q[:, :, place], *held, scale=scale, window=window)
-        return out
 
-    @staticmethod
-    def _heads(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1)[None].to(like.dtype)
+def _heads(x: Tensor, like: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None].to(like.dtype)
 
 
 def cache_format(name: str, device: torch.device) -> CacheFormat:

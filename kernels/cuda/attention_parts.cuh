@@ -1,54 +1,75 @@
 // The arguments of attention, and the reduction over all parts of a sequence's positions.
 
-#define HEADS ATTENTION_HEADS
 #define NOTHING -1e28f
 
-// Multiply the even and the odd places of 64 numbers by H₃₂; a lane has two adjacent ones.
-__device__ __forceinline__ void rotate(float* two, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int s = 1; s < 32; s <<= 1) {
-            const float other = __shfl_xor_sync(~0u, two[i], s);
-            two[i] = lane & s ? other - two[i] : two[i] + other;
-        }
-}
+// What an element rotated by position is made of. All of it is loaded, whatever the kind, because
+// loads without branches wait for each other only once.
+enum Kind { NO_ELEMENT, NOT_ROTATED, FIRST, SECOND };
+struct Source {
+    const half_bits* x;
+    int other, angle;  // from x to the other element of its pair; of the angle
+    Kind kind;
+};
+struct Loaded {
+    half_bits x, other;
+    float cosine, sine;
 
-struct Call {  // fp16: q, out (b, heads, head_dim); k, v (b, kv_heads, head_dim) of the new token
-    const half_bits *q, *k, *v;
-    Rows keys, values;
-    const int *tables, *lengths;  // (b, pages); (b,)
-    float* partial;               // (b, kv_heads, parts, splits, HEADS, WIDTH + 2)
-    int* arrived;                 // (b, kv_heads, parts), zero before and after
-    half_bits* out;
-    const float *cosines, *sines;  // (b or 1, half), of the new positions; or null
-    const integer* slots;          // (b), where the new keys and values are stored
-    int heads, kv_heads, parts;    // parts: CTAs that share the query heads of a key head
-    int head_dim, pages, splits, stages;  // stages: steps that a warp has in flight
-    int window;                           // 0: none
-    int half, angle_step;                 // angle_step: from one sequence to the next
-    float scale, softcap;                 // softcap 0: none
-
-    // Element i of a head, rotated by its position if there are angles.
-    __device__ __forceinline__ float rotated(const half_bits* x, int i, int row) const {
-        const float value = from_half(x[i]);
-        if (!cosines || i >= 2 * half) return value;
-        const float other = from_half(x[i < half ? i + half : i - half]);
-        const int angle = row * angle_step + i % half;
-        const float c = __fmul_rn(value, cosines[angle]), s = __fmul_rn(other, sines[angle]);
-        return from_half(to_half(i < half ? __fsub_rn(c, s) : __fadd_rn(c, s)));
+    __device__ __forceinline__ float rotated(Kind kind) const {  // exact in fp16
+        if (kind == NO_ELEMENT) return 0.0f;
+        if (kind == NOT_ROTATED) return from_half(x);
+        const float c = __fmul_rn(from_half(x), cosine), s = __fmul_rn(from_half(other), sine);
+        return from_half(to_half(kind == FIRST ? __fsub_rn(c, s) : __fadd_rn(c, s)));
     }
 };
 
-// Add up the parts (splits, HEADS · WIDTH sums of values, HEADS maxima, HEADS totals) and the new
-// token, by one CTA. selves: scores of its key; window: scratch, then, after HEADS rows, its key
-// and value.
-template <int WIDTH, bool IS_ROTATED>
-__device__ __forceinline__ void add_parts(const Call& call, const float* parts, int heads,
-                                          const float* selves, float (*window)[WIDTH],
-                                          integer out_at, int offset) {
-    constexpr int PART = HEADS * (WIDTH + 2);
-    __shared__ float weights[HEADS][33];  // of the parts, then of the new token
+struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv_heads, head_dim)
+    const half_bits *q, *k, *v;  // before rotation
+    Rows keys, values;
+    const int *tables, *lengths;  // (b, pages); (b,), positions before the new ones
+    float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 2)
+    int* arrived;                 // (b, kv_heads, parts), zero before and after
+    half_bits* out;
+    const float *cosines, *sines;  // (b or 1, tokens, half), of the new positions
+    const integer* slots;          // (b, tokens), where the new keys and values are stored
+    int tokens, heads, kv_heads;
+    int parts;                            // CTAs that share the columns of a key head
+    int head_dim, pages, splits, stages;  // stages: steps that a warp has in flight
+    int window;                           // positions that a token sees, its own included
+    int half, angle_step;                 // angle_step: from one sequence to the next
+    float scale, softcap;                 // softcap 0: none
+
+    // Element i of a head x.
+    __device__ __forceinline__ Source source(const half_bits* x, int i, int row, int token) const {
+        if (i >= 2 * half) return {x + i, 0, 0, NOT_ROTATED};
+        const int angle = row * angle_step + token * half + (i < half ? i : i - half);
+        return {x + i, i < half ? half : -half, angle, i < half ? FIRST : SECOND};
+    }
+    __device__ __forceinline__ Loaded loaded(const Source& of) const {
+        return {*of.x, of.x[of.other], cosines[of.angle], sines[of.angle]};
+    }
+};
+
+// A CTA's columns: a query head of a new token each, all heads of a token before the next token.
+template <int TOKENS> struct Columns {
+    int first, count, group, apart;  // apart: heads from one token's group to the next one's
+
+    __device__ __forceinline__ int token(int column) const {
+        return TOKENS == 1 ? 0 : (first + column) / group;
+    }
+    // The head to which a column belongs, counted from the first head of the group and sequence.
+    __device__ __forceinline__ int head(int column) const {
+        return first + column + token(column) * apart;
+    }
+};
+
+// Add up the parts (splits, COLUMNS · WIDTH sums of values, COLUMNS maxima, COLUMNS totals) by one
+// CTA. out: of the sequence's and group's first head; window: scratch.
+template <int WIDTH, int COLUMNS, bool IS_ROTATED, int TOKENS>
+__device__ __forceinline__ void add_parts(const Call& call, const float* parts,
+                                          const Columns<TOKENS>& columns, half_bits* out,
+                                          float (*window)[WIDTH], int offset) {
+    constexpr int PART = COLUMNS * (WIDTH + 2);
+    __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     float early[4];  // of the first parts, which are all for short sequences
     auto begin_sum = [&](int i) {
@@ -57,39 +78,36 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts, 
             early[from] = from < call.splits ? __ldcg(parts + from * PART + i) : 0.0f;
     };
     begin_sum(threadIdx.x);
-    for (int head = warp; head < heads; head += warps) {  // lane i has part i
-        const float* of_lane = parts + lane * PART + HEADS * WIDTH + head;
+    for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
+        const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
         const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
-        const float part_total = lane < call.splits ? __ldcg(of_lane + HEADS) : 0.0f;
-        float m = fmaxf(selves[head], part_most);
+        const float part_total = lane < call.splits ? __ldcg(of_lane + COLUMNS) : 0.0f;
+        float m = part_most;
         for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
-        const float weight = power(part_most - m), self = power(selves[head] - m);
+        const float weight = power(part_most - m);
         float l = weight * part_total;
         for (int other = 16; other; other >>= 1) l += __shfl_xor_sync(~0u, l, other);
-        l += self;
-        weights[head][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
-        if (lane == 0) weights[head][32] = self / l;
+        weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < heads * WIDTH; i += blockDim.x) {
-        const float* of_head = weights[i / WIDTH];
+    for (int i = threadIdx.x; i < columns.count * WIDTH; i += blockDim.x) {
+        const float* of_column = weights[i / WIDTH];
         float sum = 0.0f;
 #pragma unroll
-        for (int from = 0; from < 4; ++from) sum += of_head[from] * early[from];
+        for (int from = 0; from < 4; ++from) sum += of_column[from] * early[from];
 #pragma unroll 4
         for (int from = 4; from < call.splits; ++from)
-            sum += of_head[from] * __ldcg(parts + from * PART + i);
+            sum += of_column[from] * __ldcg(parts + from * PART + i);
         window[i / WIDTH][i % WIDTH] = sum;
-        if (i + blockDim.x < heads * WIDTH) begin_sum(i + blockDim.x);
+        if (i + blockDim.x < columns.count * WIDTH) begin_sum(i + blockDim.x);
     }
     __syncthreads();
-    for (int i = warp; i < heads * (WIDTH / 64); i += warps) {
-        const int head = i / (WIDTH / 64), at = i % (WIDTH / 64) * 64 + 2 * lane, e = at - offset;
-        float two[2] = {window[head][at], window[head][at + 1]};
-        if constexpr (IS_ROTATED) rotate(two, lane);
-        const float self = weights[head][32], *new_value = window[heads + 1] + at;
+    for (int i = warp; i < columns.count * (WIDTH / 64); i += warps) {
+        const int column = i / (WIDTH / 64), at = i % (WIDTH / 64) * 64 + 2 * lane;
+        const int e = at - offset;
+        float two[2] = {window[column][at], window[column][at + 1]};
+        if constexpr (IS_ROTATED) rotate_unit(two, lane);
         if (e >= 0 && e < call.head_dim)
-            *(u32*)(call.out + out_at + head * call.head_dim + e) =
-                halves(two[0] + self * new_value[0], two[1] + self * new_value[1]);
+            *(u32*)(out + columns.head(column) * call.head_dim + e) = halves(two[0], two[1]);
     }
 }

@@ -14,14 +14,16 @@ struct Rows {  // keys or values of a layer by slot: bytes; fp16 scales, one per
 
 // Multiply a warp's even places by H₃₂, and its odd ones; a lane has places 2 lane, 2 lane + 1.
 __device__ __forceinline__ void rotate_unit(float* two, int lane) {
+#pragma unroll
     for (int i = 0; i < 2; ++i)
+#pragma unroll
         for (int s = 1; s < 32; s <<= 1) {
             const float other = __shfl_xor_sync(~0u, two[i], s);
             two[i] = lane & s ? other - two[i] : two[i] + other;
         }
 }
 
-// Load what `store` wrote, like `torch_cache.decode`.
+// Load what `put` wrote, like `torch_cache.decode`.
 __device__ __forceinline__ void load(const Rows& rows, int element, integer at, half_bits* two,
                                      int lane) {
     if (element == HALF) {
@@ -48,17 +50,15 @@ __device__ __forceinline__ void load(const Rows& rows, int element, integer at, 
     for (int i = 0; i < 2; ++i) two[i] = to_half(v[i] / 32.0f);
 }
 
-// Store elements 2 lane, 2 lane + 1 of 64 like `torch_cache.encode`, by a warp. at: of the first.
-__device__ __forceinline__ void store(const Rows& rows, int element, integer at,
-                                      const half_bits* two, int lane) {
-    if (element == HALF) {
-        ((u32*)rows.data)[at / 2] = two[0] | (u32)two[1] << 16;
-        return;
-    }
-    if (element == UPPER_BYTE) {
-        ((unsigned short*)rows.data)[at / 2] = (two[0] >> 8) | (two[1] & 0xff00);
-        return;
-    }
+struct Code {  // two elements as they are stored; the scale of their run, if they have one
+    u32 bits;
+    half_bits scale;
+};
+
+// Encode elements 2 lane, 2 lane + 1 of 64 like `torch_cache.encode`, by a warp.
+__device__ __forceinline__ Code encode(int element, const half_bits* two, int lane) {
+    if (element == HALF) return {two[0] | (u32)two[1] << 16, 0};
+    if (element == UPPER_BYTE) return {(u32)(two[0] >> 8) | (two[1] & 0xff00u), 0};
     float v[2] = {from_half(two[0]), from_half(two[1])};
     rotate_unit(v, lane);
     const float center = element == ROTATED_8 ? 128.0f : 8.0f;
@@ -70,9 +70,13 @@ __device__ __forceinline__ void store(const Rows& rows, int element, integer at,
         const float code = (largest > 0.0f ? __fdiv_rn(v[i], largest) : 0.0f) * center + center;
         codes[i] = (u32)clamped(rintf(code), 0.0f, 2.0f * center - 1.0f);
     }
-    if (element == ROTATED_8)
-        ((unsigned short*)rows.data)[at / 2] = codes[0] | codes[1] << 8;
-    else
-        rows.data[at / 2] = codes[0] | codes[1] << 4;
-    if (lane % 16 == 0) rows.scales[at / 32] = to_half(largest / center);
+    return {codes[0] | codes[1] << (element == ROTATED_8 ? 8 : 4), to_half(largest / center)};
+}
+
+// Put a lane's two elements in their place. at: of the first.
+__device__ __forceinline__ void put(const Rows& rows, int element, integer at, const Code& code) {
+    if (element == HALF) ((u32*)rows.data)[at / 2] = code.bits;
+    else if (element == ROTATED_4) rows.data[at / 2] = code.bits;
+    else ((unsigned short*)rows.data)[at / 2] = code.bits;
+    if (element >= ROTATED_8 && at % 32 == 0) rows.scales[at / 32] = code.scale;
 }

@@ -102,6 +102,19 @@ template <int WIDTH, int E> struct Tiles {
                 begin_copy<4>(behind + i * ROW, scale + i * scale_row, lane / UNITS + i < in_unit);
         }
     }
+    // Put `count` rows of shared memory, from position `place` on, among those of a step.
+    template <int POSITIONS> __device__ __forceinline__ void insert(byte* to, const byte* rows,
+                                                               int place, int count,
+                                                               int lane) const {
+        const int chunk = lane % CHUNKS * 16, scale = BYTES + lane % UNITS * 4;
+        for (int i = lane / CHUNKS; i < count; i += 32 / CHUNKS)
+            if (is_used && (unsigned)(place + i) < POSITIONS)
+                *(uint4*)(to + (place + i) * ROW + chunk) = *(const uint4*)(rows + i * ROW + chunk);
+        if constexpr (is_rotated<E>())
+            for (int i = lane / UNITS; i < count; i += 32 / UNITS)
+                if (has_scales && (unsigned)(place + i) < POSITIONS)
+                    *(u32*)(to + (place + i) * ROW + scale) = *(const u32*)(rows + i * ROW + scale);
+    }
     // Address of a lane's matrix row, for 16 positions of two chunks.
     __device__ __forceinline__ static u32 place(int lane) {
         return lane % 16 * ROW + lane / 16 * 16;

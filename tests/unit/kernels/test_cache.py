@@ -1,12 +1,13 @@
 """The cache formats against loops over single elements, and attention that reads them."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, get_ops, slots_of
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, get_ops, slots_at, slots_of
 from exl2flow.kernels.cache_formats import CacheRows, Element, padded_width
 from exl2flow.kernels.torch_cache import decode, encode, hadamard
 
@@ -16,7 +17,7 @@ ROTATED = (Element.ROTATED_8, Element.ROTATED_4)
 MOST_ERROR = {"fp16": 0.0, "fp8": 0.25, "q8": 0.02, "q6": 0.3, "q4": 0.3, "fp32": 0.0}
 
 
-def held(element: Element, x: torch.Tensor) -> torch.Tensor:
+def as_stored(element: Element, x: torch.Tensor) -> torch.Tensor:
     """Return rows as they read back from the cache."""
     data, scales = encode(element, x)
     rows = CacheRows(element=element, width=x.shape[1], data=data, scales=scales)
@@ -81,20 +82,27 @@ def test_the_largest_element_is_cut_off_and_zeros_stay_zeros(element: Element) -
     assert even == expected
     assert scales[0].tolist() == [3 / half, 3 / half]
     assert scales[1].tolist() == [0, 0]
-    assert held(element, x)[1].eq(0).all()
+    assert as_stored(element, x)[1].eq(0).all()
 
 
 def test_an_upper_byte_is_cut_off_towards_zero() -> None:
     x = torch.tensor([[1.24, -1.24, 0.0, -65504.0, 6e-8, math.inf]]).half()
     x = torch.cat([x, torch.zeros(1, 58).half()], dim=1)
 
-    assert held(Element.UPPER_BYTE, x)[0, :6].tolist() == [1.0, -1.0, 0.0, -57344.0, 0.0, math.inf]
+    assert as_stored(Element.UPPER_BYTE, x)[0, :6].tolist() == [
+        1.0,
+        -1.0,
+        0.0,
+        -57344.0,
+        0.0,
+        math.inf,
+    ]
 
 
 def test_numbers_whose_rotation_overflows_fp16_stay_finite() -> None:
     x = torch.full((1, 64), 60000.0).half()
     for element in ROTATED:
-        assert held(element, x).isfinite().all()
+        assert as_stored(element, x).isfinite().all()
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
@@ -102,7 +110,7 @@ def test_numbers_whose_rotation_overflows_fp16_stay_finite() -> None:
 def test_every_width_comes_back(name: str, width: int) -> None:
     x = torch.randn(7, width).half()
     for element in (CACHE_FORMATS[name].keys, CACHE_FORMATS[name].values):
-        found = held(element, x)
+        found = as_stored(element, x)
         assert found.shape == x.shape
         error = torch.linalg.vector_norm((found - x).float()) / torch.linalg.vector_norm(x.float())
         assert float(error) <= MOST_ERROR[name]
@@ -113,7 +121,7 @@ def test_rotation_spreads_an_outlier() -> None:
     x = torch.randn(64, 64).half() * 0.1
     x[:, 5] = 8.0
     plain = (x.float() / 8 * 8).round().clamp(-8, 7)  # the result of 4 bits without rotation
-    rotated = (held(Element.ROTATED_4, x) - x).float()
+    rotated = (as_stored(Element.ROTATED_4, x) - x).float()
     assert rotated.square().mean() < 0.5 * (plain - x.float()).square().mean()
 
 
@@ -160,32 +168,119 @@ def test_what_is_written_is_read_wherever_its_pages_lie() -> None:
         assert torch.equal(found_v, v)
 
 
-@pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("window", [None, 4, 290])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
-def test_attention_is_that_of_what_the_cache_gives_back(
-    name: str, window: int | None, new: int
-) -> None:
-    lengths = [300, 0, 17]
-    store, tables, _ = paged(name, lengths, pages=2)
-    q = torch.randn(3, new, 2 * HEADS, DIM)
-    k, v = torch.randn(2, 3, new, HEADS, DIM)
-    ops, scale = get_ops("cpu"), DIM**-0.5
+def copied(rows: CacheRows) -> CacheRows:
+    return replace(rows, data=rows.data.clone(), scales=rows.scales.clone())
 
-    found = ops.paged_attention(
-        q, k, v, store, tables, torch.tensor(lengths).int(), scale=scale, window=window
-    )
+
+def plain(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return angles that leave heads as they are, for new tokens x (b, t, heads, head_dim)."""
+    return torch.ones(x.shape[1], DIM // 2), torch.zeros(x.shape[1], DIM // 2)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads (t, heads, head_dim) by angles (t, half)."""
+    half, cos, sin = cos.shape[-1], cos[:, None], sin[:, None]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def attended(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Return what each head of each new token sees, one after another, in fp64."""
+    q, keys, values = q.double(), keys.double(), values.double()
+    found, before, share = torch.empty_like(q), len(keys) - len(q), q.shape[1] // HEADS
+    for token, head in itertools.product(range(len(q)), range(q.shape[1])):
+        end = before + token + 1
+        seen = slice(max(0, end - (window or end)), end)
+        scores = keys[seen, head // share] @ q[token, head] * DIM**-0.5
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        found[token, head] = scores.softmax(0) @ values[seen, head // share]
+    return found
+
+
+@pytest.mark.parametrize("new", range(1, 9))
+@pytest.mark.parametrize(
+    ("share", "window", "softcap"),
+    [(1, None, None), (3, 4, None), (4, 290, 2.0), (8, None, 5.0), (2, 1, None)],
+)
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_new_tokens_attend_to_all_as_it_is_stored(
+    name: str, share: int, window: int | None, softcap: float | None, new: int
+) -> None:
+    lengths = [300, 0, 17, 253]
+    store, tables, _ = paged(name, lengths, pages=2)
+    q = torch.randn(4, new, share * HEADS, DIM)
+    k, v = torch.randn(2, 4, new, HEADS, DIM)
+    angles = torch.rand(4, new, DIM // 4)
+    cos, sin = angles.cos(), angles.sin()
+    held = torch.tensor(lengths)[:, None] + torch.arange(new)
+
+    found = get_ops("cpu").attend_step(
+        q, k, v, store, tables, torch.tensor(lengths).int(), slots_at(tables, held),
+        cos[:, None], sin[:, None], scale=DIM**-0.5, window=window, softcap=softcap,
+    )  # fmt: skip
 
     for row, length in enumerate(lengths):
-        held_k, held_v = ops.read_cache(store, slots_of(tables[row], 0, length))
-        keys, values = torch.cat((held_k.float(), k[row])), torch.cat((held_v.float(), v[row]))
-        place = torch.arange(length, length + new)[:, None] - torch.arange(length + new)
-        visible = (place >= 0) & (place < (window or length + new))
-        expected = scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in (q[row], keys, values)),
-            attn_mask=visible, scale=scale, enable_gqa=True,
-        )  # fmt: skip
-        torch.testing.assert_close(found[row], expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+        keys, values = get_ops("cpu").read_cache(store, slots_of(tables[row], 0, length + new))
+        turned_k = turned(k[row], cos[row], sin[row])
+        for mine, computed, rows in (
+            (keys, turned_k, store.keys),
+            (values, v[row], store.values),
+        ):
+            expected = as_stored(rows.element, computed.flatten(1)).view_as(computed)
+            assert torch.equal(mine[length:], expected)
+        turned_q = turned(q[row], cos[row], sin[row])
+        expected = attended(turned_q, keys, values, window, softcap)
+        torch.testing.assert_close(found[row], expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_tokens_at_once_attend_as_one_by_one(name: str, window: int | None) -> None:
+    lengths = torch.tensor([250, 0], dtype=torch.int32)
+    store, tables, _ = paged(name, lengths.tolist(), pages=2)
+    other = LayerStore(
+        keys=copied(store.keys), values=copied(store.values), kv_heads=HEADS, head_dim=DIM
+    )
+    q, (k, v) = torch.randn(2, 8, 3 * HEADS, DIM), torch.randn(2, 2, 8, HEADS, DIM)
+    cos, sin = torch.rand(2, 2, 1, 8, DIM // 2)
+    slots = slots_at(tables, lengths[:, None] + torch.arange(8))
+    attend, options = get_ops("cpu").attend_step, {"scale": 0.2, "window": window}
+
+    found = attend(q, k, v, store, tables, lengths, slots, cos, sin, **options)
+
+    for i in range(8):
+        new = (x[:, i : i + 1] for x in (q, k, v))
+        angles = (x[:, :, i : i + 1].contiguous() for x in (cos, sin))
+        single = attend(*new, other, tables, lengths + i, slots[:, i : i + 1], *angles, **options)
+        # sums of products may be ordered by their shapes
+        torch.testing.assert_close(single[:, 0], found[:, i], rtol=1e-5, atol=1e-6)
+    for mine, theirs in ((store.keys, other.keys), (store.values, other.values)):
+        assert torch.equal(mine.data[slots], theirs.data[slots])
+        assert torch.equal(mine.scales[slots], theirs.scales[slots])
+
+
+def test_idle_rows_may_share_a_spare_page() -> None:
+    store, tables, _ = paged("q8", [300, 0], pages=2)
+    q, k, v = torch.randn(3, 3, 2, HEADS, DIM)
+    tables = tables[[0, 1, 1]]
+    lengths = torch.tensor([300, 0, 0], dtype=torch.int32)
+    slots = slots_at(tables, lengths[:, None] + torch.arange(2))
+    options = {"scale": 0.1}
+
+    found = get_ops("cpu").attend_step(q, k, v, store, tables, lengths, slots, *plain(q), **options)
+
+    alone = get_ops("cpu").attend_step(
+        q[:1], k[:1], v[:1], store, tables[:1], lengths[:1], slots[:1], *plain(q), **options
+    )
+    assert torch.equal(found[:1], alone)
+    assert found.isfinite().all()
 
 
 def test_a_soft_cap_bounds_the_scores() -> None:
@@ -193,10 +288,12 @@ def test_a_soft_cap_bounds_the_scores() -> None:
     q = torch.full((1, 2, 2, DIM), 10.0)
     k = torch.stack([torch.full((HEADS, DIM), 10.0), torch.full((HEADS, DIM), -10.0)])[None]
     v = torch.stack([torch.ones(HEADS, DIM), torch.zeros(HEADS, DIM)])[None]
+    slots = slots_at(tables, torch.arange(2)[None])
 
-    found = get_ops("cpu").paged_attention(
-        q, k, v, store, tables, torch.zeros(1, dtype=torch.int32), scale=1.0, softcap=0.5
-    )
+    found = get_ops("cpu").attend_step(
+        q, k, v, store, tables, torch.zeros(1, dtype=torch.int32), slots, *plain(q),
+        scale=1.0, softcap=0.5,
+    )  # fmt: skip
 
     share = 1 / (1 + math.exp(-1.0))  # scores are 0.5 and -0.5
     assert found[0, 0].eq(1).all()

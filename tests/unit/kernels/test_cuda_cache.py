@@ -1,11 +1,24 @@
 """Launches of attention to a cache."""
 
+from itertools import product
+
 import pytest
 from caches import GPU_FORMATS
 
-from exl2flow.kernels import CACHE_FORMATS, LayerStore
+from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.kernels.compiler import ATTENTION_WARPS
-from exl2flow.kernels.cuda_cache import HEAD_STEP, MOST_STAGES, UNIT, WIDTHS, _stages, _width
+from exl2flow.kernels.cuda_cache import (
+    HEAD_STEP,
+    MOST_STAGES,
+    SET,
+    STEP_TOKENS,
+    UNIT,
+    WIDE_FROM,
+    WIDTHS,
+    _columns,
+    _stages,
+    _width,
+)
 
 ROOMS = (46 << 10, 81 << 10, 145 << 10, 209 << 10)
 
@@ -28,17 +41,29 @@ def test_common_heads_have_a_kernel_and_odd_ones_have_none() -> None:
     assert _width(512) is None
 
 
+def bits_of(name: str) -> int:
+    return CACHE_FORMATS[name].keys.bits + CACHE_FORMATS[name].values.bits
+
+
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_stages_fit(name: str, width: int, room: int) -> None:
-    store = LayerStore.empty(
-        CACHE_FORMATS[name], pages=1, kv_heads=1, head_dim=width, device="meta"
-    )
-    for positions in (1, 256, 8192):
-        warps, stages, shared = _stages(store, width, positions, room)
+    bits = bits_of(name)
+    columns = {_columns(tokens, width, 32, WIDE_FROM) for tokens in (1, STEP_TOKENS)}
+    for positions, count in product((1, 256, 8192), columns):
+        warps, stages, shared = _stages(bits, width, count, positions=positions, room=room)
 
         assert 1 <= warps <= ATTENTION_WARPS
         assert 1 <= stages <= MOST_STAGES
         assert shared <= room
         assert stages > 1 or positions < 8192
+        assert shared // warps >= 4 * count * width  # sums of values
+
+
+def test_several_new_tokens_have_two_sets_of_columns_where_that_saves_reading() -> None:
+    assert [_columns(1, 128, pairs, WIDE_FROM) for pairs in (1, 8, 16)] == [SET] * 3
+    wide = [_columns(STEP_TOKENS, 128, pairs, WIDE_FROM) for pairs in (2, 8, 9, 32)]
+    assert wide == [SET, SET, 2 * SET, 2 * SET]
+    assert _columns(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
+    assert _columns(STEP_TOKENS, 256, 32, WIDE_FROM) == SET

@@ -1,14 +1,16 @@
 """Every CUDA source compiles for the supported devices, without any present."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from struct import unpack_from
 
 import pytest
 from caches import GPU_FORMATS
 from cupy_backends.cuda.libs import nvrtc
 
-from exl2flow.kernels.cache_formats import CACHE_FORMATS
+from exl2flow.kernels.cache_formats import CACHE_FORMATS, Element
 from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
-from exl2flow.kernels.cuda_cache import WIDTHS
+from exl2flow.kernels.cuda_cache import RESERVED, SET, STEP_TOKENS, WIDTHS, _beside
 
 DEVICES = [
     [90],
@@ -16,10 +18,28 @@ DEVICES = [
 ]
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
+SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
+SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
 INSTANCES = {
-    "attention.cu": [f"attend<{w}, {k}, {v}>" for w in WIDTHS for k, v in sorted(FORMATS)],
+    "attention.cu": [
+        f"attend<{width}, {keys}, {values}, {tokens}, {columns}>"
+        for width, (keys, values), (tokens, columns) in product(WIDTHS, sorted(FORMATS), SHAPES)
+        if (columns == SET or width < WIDTHS[-1]) and (tokens == 1 or (keys, values) in SOME)
+    ],
     "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],
 }
+
+
+def static_shared(cubin: bytes) -> dict[str, int]:
+    """Return the bytes of static shared memory of each function of an ELF file that has any."""
+    (table,), (size, count, names) = unpack_from("<Q", cubin, 40), unpack_from("<3H", cubin, 58)
+    sections = [unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    begin, found = sections[names][4], {}
+    for name, _, _, _, _, length in sections:
+        text = cubin[begin + name : cubin.index(b"\0", begin + name)].decode()
+        if text.startswith(".nv.shared."):
+            found[text.removeprefix(".nv.shared.")] = length
+    return found
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -36,8 +56,15 @@ def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> Non
         except nvrtc.NVRTCError:
             pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
         assert nvrtc.getProgramLog(program).strip("\0\n") == ""
-        assert nvrtc.getCUBIN(program)
-        assert all(nvrtc.getLoweredName(program, instance) for instance in instances)
+        shared = static_shared(nvrtc.getCUBIN(program))
+        names = [nvrtc.getLoweredName(program, instance) for instance in instances]
+        assert all(names)
+        if file == "attention.cu":
+            for instance, name in zip(instances, names, strict=True):
+                width, keys, values, tokens, columns = instance[7:-1].split(", ")
+                bits = Element[keys].bits + Element[values].bits
+                most = _beside(bits, int(width), int(tokens), int(columns))
+                assert most - RESERVED <= shared[name] <= most, instance
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(compiled, devices))
@@ -46,6 +73,7 @@ def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> Non
 def test_no_source_is_left_out() -> None:
     assert SOURCES == [
         "attention.cu",
+        "cache.cu",
         "choose.cu",
         "decode.cu",
         "descend.cu",

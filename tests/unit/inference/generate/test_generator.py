@@ -93,12 +93,13 @@ def test_text_is_the_same_alone_and_in_any_company(
     assert all(ids_of([*lonely.stream(r)])[r.tag] == together[r.tag] for r in every)
 
 
+@pytest.mark.parametrize("cache", ["fp32", "q4"])
 def test_jobs_that_were_sent_back_go_on_where_they_were(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = requests(4, tokens=260, settings=RICH)
-    roomy = ids_of([*Generator(model, tokens=8192, slots=4).stream(*every)])
-    cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=4)
+    roomy = ids_of([*Generator(model, cache=cache, tokens=8192, slots=4).stream(*every)])
+    cramped = Generator(model, cache=cache, tokens=5 * PAGE_TOKENS, slots=4)
     sent_back, send_back = list[Job](), cramped._schedule.send_back
     monkeypatch.setattr(
         cramped._schedule, "send_back", lambda job: (sent_back.append(job), send_back(job))
