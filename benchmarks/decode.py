@@ -112,7 +112,8 @@ def measure(model: LoadedModel, rows: int, context: int, form: str) -> list[floa
 
 def replayed(steps: Steps, kind: Kind, draws: list[float]) -> None:
     """Run a step of all slots, which then stand where they stood."""
-    steps.run(len(draws), kind, draws)
+    steps.forward(len(draws))
+    steps.sample(len(draws), kind, draws)
     steps.lengths -= 1
     steps.sampler.counts -= 1
 

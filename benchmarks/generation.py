@@ -2,13 +2,12 @@
 
     python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16] [--device cuda]
 
-Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, ties, jobs, batch; the last two
-also run on a CPU. Unless a model is given, one of random codes is written to a temporary folder;
-texts end by their number of tokens only.
+Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, grammar, ties, jobs, batch; the
+last two also run on a CPU. Unless a model is given, one of random codes is written to a temporary
+folder. Texts end by their number of tokens only.
 """
 
 import argparse
-import os
 import random
 import tempfile
 import time
@@ -21,9 +20,11 @@ from typing import Any
 import torch
 from decode import seconds, write_model
 from layers import SHAPES
+from psutil import Process
 
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.filters import GrammarFilter
 from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
@@ -72,7 +73,8 @@ def static(
     for _ in range(25):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        steps.run(rows, kind, [0.5] * rows)
+        steps.forward(rows)
+        steps.sample(rows, kind, [0.5] * rows)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return median(times[5:])
@@ -254,20 +256,16 @@ def fit(model: LoadedModel, form: str) -> None:
     found = torch.cuda.max_memory_allocated() - held
     needs = Footprint.of(model.spec, context=2048, cache_format="q6", sequences=64)
     expected = needs.cache + needs.work
-    print(
-        f"| 64 slots of 2,048, q6 | tensors {found / 1e9:.2f} GB | forecast {expected / 1e9:.2f} |"
-    )
+    print(f"| 64 of 2,048, q6 | tensors {found / 1e9:.2f} GB | forecast {expected / 1e9:.2f} |")
 
 
 def scattered(model: LoadedModel, form: str) -> None:
     """Compare steps on pages in random order with steps on adjacent ones."""
     for rows, context in ((1, 16_000), (16, 4_000)):
+        kind = Kind.of([GREEDY])
         adjacent, shuffled = (
-            min(
-                static(model, rows, context, form, Kind.of([GREEDY]), shuffled=shuffled)
-                for _ in range(3)
-            )
-            for shuffled in (False, True)
+            min(static(model, rows, context, form, kind, shuffled=mixed) for _ in range(3))
+            for mixed in (False, True)
         )
         print(
             f"| {rows} rows at {context} | {1e3 * adjacent:.3f} ms adjacent "
@@ -296,6 +294,22 @@ def ties(model: LoadedModel, form: str) -> None:
         print(f"| {name} | {differ} of 64 texts differ | {sum(equal)} tokens until there |")
 
 
+def grammar(model: LoadedModel, form: str) -> None:
+    """Compare 16 jobs under a JSON schema with 16 under none."""
+    schema = {"type": "array", "items": {"type": "number"}, "minItems": 1000}
+    answer = GrammarFilter(json_schema=schema)
+    times = {}
+    for filters in ((), (answer,)):
+        generator = Generator(model, cache=form, tokens=16 * 512, slots=16)
+        for seed in range(16):
+            generator.submit(request(model, 32, 300, seed, filters=filters))
+        for _ in range(60):
+            generator.step()
+        times[filters] = min(stepped(generator, 40) for _ in range(4))
+    free, bound = times.values()
+    print(f"| 16 jobs | {1e3 * free:.3f} ms | {1e3 * bound:.3f} bound | {free / bound:.3f} |")
+
+
 def jobs(model: LoadedModel, form: str) -> None:
     """Run 10,000 jobs, a third cancelled, some failing; compare memory before and after."""
 
@@ -317,19 +331,13 @@ def jobs(model: LoadedModel, form: str) -> None:
             while doomed and source.random() < 0.6:
                 doomed.pop(0).cancel()
         taken = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        held.append((resident(), taken))
+        held.append((Process().memory_info().rss, taken))
         assert generator.free_pages == generator.pages
     (host, device), (last_host, last_device) = held[0], held[-1]
     print(
         f"| 10,000 jobs | host + {(last_host - host) / 1e6:.1f} MB "
         f"| device + {(last_device - device) / 1e6:.1f} MB |"
     )
-
-
-def resident() -> int:
-    """Return the bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def batch(model: LoadedModel, form: str) -> None:
@@ -353,7 +361,7 @@ MODES = {
     f.__name__: f
     for f in (
         *(overhead, mixed, admit, gap, prefix, sampler, fit),
-        *(scattered, ties, jobs, batch),
+        *(scattered, grammar, ties, jobs, batch),
     )
 }
 

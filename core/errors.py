@@ -9,7 +9,7 @@ Exl2FlowError
 ├── AllocationError      ─ BudgetUnreachable
 ├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · ReadFailed · WriteFailed
 ├── KernelError          ─ BackendUnavailable
-├── InferenceError       ─ ContextOverflow · CacheFull · OutOfDeviceMemory
+├── InferenceError       ─ ContextOverflow · CacheFull · OutOfDeviceMemory · FilterDeadEnd
 ├── ValidationFailed
 ├── PreflightFailed
 ├── SweepFailed
@@ -129,6 +129,10 @@ class CacheFull(InferenceError):
 
 class OutOfDeviceMemory(InferenceError):
     """The device has too little free memory for a computation."""
+
+
+class FilterDeadEnd(InferenceError):
+    """The filters of a text, and what is banned in it, leave no token to sample."""
 
 
 class ValidationFailed(Exl2FlowError):

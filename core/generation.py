@@ -15,6 +15,12 @@ class GenerationOptions(Options):
     stop: list[str] = Field([], description="texts that end the answer, and are not shown")
     ignore_eos: bool = Field(False, description="go on after the model's end-of-text tokens")
     ban: list[str] = Field([], description="texts that must not appear, in upper or lower case")
+    json_schema: str | None = Field(
+        None, description="JSON schema of the answer: a file, or the schema itself"
+    )
+    regex: str | None = Field(None, description="regular expression that the whole answer matches")
+    grammar: Path | None = Field(None, description="file with a grammar of the answer, in Lark")
+    prefer_end: bool = Field(False, description="end the answer as soon as these allow it")
     end_loops: bool = Field(False, description="end a text that repeats itself without end")
     heal: bool = Field(
         False, description="choose the prompt's last token again, if it may end inside a word"

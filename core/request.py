@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import index
-from typing import TypeGuard, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
@@ -27,6 +27,14 @@ class Sampled:
 Hook = Callable[[Sampled], object]
 
 
+class Filter(Protocol):
+    """Constrains a text; any number of requests may share one, see `inference/filters/`."""
+
+    def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
+        """Return the constraint of one text, given its tokenizer and the width of the logits."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt and how to continue it.
@@ -47,6 +55,8 @@ class Request:
     top_tokens: report this many of the likeliest ids per token, with their probabilities.
     logits: report the model's logits per token, before penalties.
     hooks: called in order for every sampled token; each may replace it.
+    filters: what the text must match, all of them.
+    prefer_end: end the text as soon as the filters allow it.
     end_loops: end a text that repeats itself without end, as defined in `loops.py`.
     max_skips: how many other requests may overtake this one in the queue; None: any number.
     tag: returned in every event.
@@ -71,6 +81,8 @@ class Request:
     top_tokens: int = 0
     logits: bool = False
     hooks: Sequence[Hook] = ()
+    filters: Sequence[Filter] = ()
+    prefer_end: bool = False
     end_loops: bool = False
     max_skips: int | None = 4
     tag: object = None
@@ -92,6 +104,10 @@ class Request:
         for hook in self.hooks:
             if not callable(hook):
                 raise ConfigError(f"`hooks` contains {hook!r}, which cannot be called")
+        keep("filters", tuple(_several("filters", self.filters)))
+        for one in self.filters:
+            if not callable(getattr(one, "start", None)):
+                raise ConfigError(f"`filters` contains {_shown(one)}, which is no filter")
         self._check_numbers()
         self._check_guidance()
 

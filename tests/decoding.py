@@ -88,7 +88,8 @@ class Slots:
         for _ in range(steps):
             number = float(torch.rand((), generator=self._draws, dtype=torch.float64))
             chosen = Kind.of(self.settings.values(), **kind)
-            found = self.steps.run(count, chosen, draws or [number] * count)
+            self.steps.forward(count)
+            found = self.steps.sample(count, chosen, draws or [number] * count)
             for slot in self.settings:
                 self.sampled[slot].append(int(found.ids[slot]))
                 self.logits[slot].append(self.steps.logits[slot].clone())

@@ -14,7 +14,7 @@ import typer
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.generation import GenerationOptions
-from exl2flow.core.request import Request
+from exl2flow.core.request import Filter, Request
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, printable, say
 from exl2flow.flows.cli.options import Values, with_settings
@@ -109,6 +109,7 @@ def _common(options: GenerationOptions, settings: SamplingSettings) -> dict[str,
         "encode_special": options.special,
         "decode_special": options.special,
         "end_loops": options.end_loops,
+        "prefer_end": options.prefer_end,
     }
 
 
@@ -122,19 +123,55 @@ def _generator(
     from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()
+    filters = _filters(options)
     loaded = load_model(
         model, device=options.device, max_tokens=options.max_tokens,
         rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
     )  # fmt: skip
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
     stops: tuple[int | str, ...] = (*ends, *options.stop)
-    requests = [replace(r, stops=stops) if r.stops is None else r for r in requests]
+    requests = [
+        replace(r, stops=stops if r.stops is None else r.stops, filters=filters) for r in requests
+    ]
     tokens, slots = options.tokens, options.slots
     if options.prompts is None:
         slots, longest = len(requests[0].prompts), loaded.max_tokens
         needed = encoded(requests[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
         tokens = tokens or needed * PAGE_TOKENS
     return Generator(loaded, cache=options.cache, tokens=tokens, slots=slots), requests
+
+
+def _filters(options: GenerationOptions) -> "list[Filter]":
+    """Return what all answers must match.
+
+    Raises:
+        ConfigError: one of them is broken, or a file cannot be read.
+    """
+    schema, found = options.json_schema, list["Filter"]()
+    if schema is None and options.regex is None and options.grammar is None:
+        return found
+    from exl2flow.inference.filters import GrammarFilter
+
+    if schema is not None:
+        is_text = schema.lstrip().startswith("{")
+        found.append(GrammarFilter(json_schema=schema if is_text else _read(Path(schema))))
+    if options.regex is not None:
+        found.append(GrammarFilter(regex=options.regex))
+    if options.grammar is not None:
+        found.append(GrammarFilter(lark=_read(options.grammar)))
+    return found
+
+
+def _read(path: Path) -> str:
+    """Return a text file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read `{path}`: {error}") from error
 
 
 def _complete(model: Path, options: GenerationOptions, request: Request, *, as_json: bool) -> None:
@@ -186,11 +223,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: naming the line that is none.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read `{path}`: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

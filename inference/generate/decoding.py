@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.request import Request, Sampled
+from exl2flow.inference.filters import prepare
 from exl2flow.inference.generate.arrival import Arrival
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
@@ -36,26 +37,37 @@ class Decoding:
         if self._launched is not None and any(job.output.waits for job, _ in self._launched.jobs):
             self.catch_up()
         self._schedule.make_room()
-        launched = self._launch()
+        jobs, slots = self._forward()
+        if any(job.constraint is not None for job in jobs):
+            self.catch_up()  # what a constraint allows follows from the last token
+        launched = self._sample(jobs, slots)
         self.catch_up()
         self._launched = launched
         if not self._steps.ahead:
             self.catch_up()
 
-    def _launch(self) -> _Launched | None:
+    def _forward(self) -> tuple[list[Job], int]:
+        """Launch the next forward pass; return the jobs that sample from it, and its slots."""
         self._schedule.close_gaps()
         jobs = [job for job in self._schedule.running if job.steps and job.wants_more]
-        if not jobs:
-            return None
-        draws = [0.0] * self._schedule.top
-        taken: list[tuple[Job, int]] = []
+        slots = self._schedule.top if jobs else 0
+        if jobs:
+            self._steps.forward(slots)
         for job in jobs:
-            slot = job.lead.slot
-            draws[slot] = job.random.random()
-            self._set_mask(job, slot)
             job.launched += 1
-            taken.append((job, slot))
-        sampled = self._steps.run(len(draws), self._kind(), draws)
+        return jobs, slots
+
+    def _sample(self, jobs: list[Job], slots: int) -> _Launched | None:
+        draws, taken = [0.0] * slots, list[tuple[Job, int]]()
+        prepare(p for job in jobs if job.constraint is not None for p in job.constraint.parts)
+        for job in jobs:
+            if not self._set_mask(job):
+                continue
+            draws[job.lead.slot] = job.random.random()
+            taken.append((job, job.lead.slot))
+        if not taken:
+            return None
+        sampled = self._steps.sample(slots, self._kind(), draws)
         rows = [slot for job, slot in taken if job.request.logits or job.request.hooks]
         return _Launched(taken, Arrival(sampled, self._steps.logits, rows))
 
@@ -64,23 +76,35 @@ class Decoding:
         jobs = [job for job in self._schedule.running if job.steps]
         return Kind.of(
             {job.request.settings for job in jobs},
-            masked=any(job.mask != FREE for job in jobs),
+            masked=any(job.mask != FREE or job.constraint is not None for job in jobs),
             top=max(_top(job.request) for job in jobs),
             probabilities=any(job.request.probabilities or job.request.hooks for job in jobs),
         )
 
-    def _set_mask(self, job: Job, slot: int) -> None:
-        mask = job.next_mask()
-        if mask == job.mask:
-            return
-        job.mask, width = mask, self._steps.sampler.width
-        only, without = mask
-        words = None
-        if only is not None:
+    def _set_mask(self, job: Job) -> bool:
+        """Set what the next sample may take; False: the job has ended."""
+        if job.is_done:
+            return False
+        mask, width, words = job.next_mask(), self._steps.sampler.width, None
+        if mask == job.mask and job.constraint is None:
+            return True
+        only, without = job.mask = mask
+        if job.constraint is not None:
+            try:
+                allowed = job.constraint.allowed(only, without)
+            except Exception as error:  # of a filter
+                self._schedule.end(job, job.output.finish("error", error=error))
+                return False
+            if allowed.must_end:
+                self._schedule.end(job, job.output.finish("end_filter"))
+                return False
+            words, job.ends = allowed.words, allowed.ends
+        elif only is not None:
             words = words_of(set(only) - without, width)
         elif without:
             words = ~words_of(without, width)
-        self._steps.sampler.allow(slot, words)
+        self._steps.sampler.allow(job.lead.slot, words)
+        return True
 
     def catch_up(self) -> None:
         """Read what the last step sampled."""
@@ -111,7 +135,10 @@ class Decoding:
             return
         if event is not None:
             job.deliver(event)
-        self._schedule.accept(job)
+        if job.follows(token.id, len(event.suppressed_ids) if event is not None else 0):
+            self._schedule.accept(job)
+        else:
+            self._schedule.end(job, job.output.finish("end_filter"))
 
     def _hooked(self, job: Job, token: Token) -> Token:
         """Let the hooks see a token and replace it."""

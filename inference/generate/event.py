@@ -7,7 +7,9 @@ from typing import Any, Literal, NamedTuple
 from exl2flow.core.request import Request
 
 Stage = Literal["started", "prompt", "text"]
-Reason = Literal["stop_token", "stop_string", "max_new_tokens", "loop", "cancelled", "error"]
+Reason = Literal[
+    "stop_token", "stop_string", "max_new_tokens", "end_filter", "loop", "cancelled", "error"
+]
 
 
 class Token(NamedTuple):

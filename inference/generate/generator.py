@@ -19,6 +19,7 @@ from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.core.request import Request, Text
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.cache.pages import PageTable
+from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decoding import Decoding
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job
@@ -110,8 +111,14 @@ class Generator:
             pages=self.pages, slots=self.slots,
         )  # fmt: skip
         self._steps.sampler.check(request.settings)
+        healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
+        constraint = request.filters and Combined(
+            request.filters, tokenizer, self._steps.sampler.width, prefix=healed,
+            prefer_end=request.prefer_end,
+        )  # fmt: skip
         job = Job(
             request, prompt, tokenizer, max_new_tokens=most, begin=self._schedule.table.begin,
+            constraint=constraint or None,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
         )  # fmt: skip
         self._schedule.add(job)
@@ -208,10 +215,9 @@ class Generator:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
         texts: list[Prompt] = [prompts] if isinstance(prompts, str) else [*prompts]
-        seeds = [None if seed is None else seed + index for index in range(len(texts))]
         requests = [
-            Request(text, seed=seed, tag=index, **options)
-            for index, (text, seed) in enumerate(zip(texts, seeds, strict=True))
+            Request(text, seed=None if seed is None else seed + index, tag=index, **options)
+            for index, text in enumerate(texts)
         ]
         completions = [""] * len(requests)
         with closing(self.stream(*requests, abort_event=abort_event)) as events:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from exl2flow.core.request import Request
 from exl2flow.inference.cache.pages import Pages
+from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics
 from exl2flow.inference.generate.output import Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.model import Tokenizer
 
 Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (None: all), ids not
-FREE: Mask = (None, frozenset())
+NONE: frozenset[int] = frozenset()
+FREE: Mask = (None, NONE)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +38,9 @@ class Sequence:
 class Job:
     """A submitted request; `Generator` changes it.
 
-    launched: samples that were launched and not read yet; steps: whether its sequences take part in
-    decode steps; skips: how often another job overtook it in the queue.
+    launched: samples that were begun and not read yet; steps: whether its sequences take part in
+    decode steps; skips: how often another job overtook it in the queue; constraint: of its filters;
+    ends: ids that end the text, if the next sample takes one.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Job:
         tokenizer: Tokenizer,
         *,
         max_new_tokens: int,
+        constraint: Combined | None,
         begin: Callable[[], Pages],
         deliver: Callable[[Event], None],
         on_cancel: Callable[["Job"], None],
@@ -59,7 +63,8 @@ class Job:
         self.deliver = deliver
         self.launched = self.skips = 0
         self.steps = self.is_done = False
-        self.mask = FREE
+        self.mask, self.constraint = FREE, constraint
+        self.ends = NONE
         self.mu: float | None = None
         self._times = [time.monotonic()]  # submitted, started, first token, last token
         self._on_cancel = on_cancel
@@ -82,9 +87,19 @@ class Job:
         return self.output.new_tokens + self.launched < self.max_new_tokens
 
     def next_mask(self) -> Mask:
-        """Return what the next sample may take."""
-        healing = None if self.launched else self.output.healing
-        return healing, self.output.blocked(self.launched)
+        """Return what the sample that was begun last may take."""
+        ahead = self.launched - 1
+        return None if ahead else self.output.healing, self.output.blocked(ahead)
+
+    def follows(self, token: int, cut: int) -> bool:
+        """Continue the constraint by a token, or cut as many; False: the token ends the text."""
+        if self.constraint is None:
+            return True
+        if cut:
+            self.constraint.rollback(cut - 1)  # the last one was not accepted
+            return True
+        self.constraint.accept(token)
+        return token not in self.ends
 
     def started(self) -> None:
         """Note that the prompt is read from now on."""

@@ -157,15 +157,16 @@ class Steps:
         )
         self._decoder.hidden(on_device(torch.tensor([ids]), self.cache.device), view, table)
 
-    def run(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
-        """Decode and sample a token for each of the first slots; see `sample`.
+    def forward(self, slots: int) -> None:
+        """Compute the logits of the next token for each of the first slots."""
+        rows = self._rows(slots)
+        self._replay(rows, partial(self._forward, rows))
 
-        The result is overwritten by the next step.
-        """
+    def sample(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
+        """Sample a token for each of the first slots; the next call overwrites the result."""
         rows = self._rows(slots)
         there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
         self.draws[:slots] = there
-        self._replay(rows, partial(self._forward, rows))
         sampled: Sampled = self._replay((rows, kind), partial(self._sample, rows, kind))
         return sampled
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 
 WORD = 32
@@ -10,9 +11,10 @@ BREAKING = frozenset('.,!?<>[](){}"\n\t')  # what ends a repetition for DRY
 
 def words_of(ids: Iterable[int], width: int) -> torch.Tensor:
     """Return the mask int32 (ceil(width / 32),) of the ids below `width`."""
-    flags = torch.zeros(-(-width // WORD) * WORD, dtype=torch.int64)
-    flags[[token for token in ids if 0 <= token < width]] = 1
-    return (flags.view(-1, WORD) << torch.arange(WORD)).sum(1).to(torch.int32)
+    chosen = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
+    flags = np.zeros(-(-width // WORD) * WORD, np.uint8)
+    flags[chosen[(chosen >= 0) & (chosen < width)]] = 1
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view("<i4"))
 
 
 def breakers(pieces: Sequence[str], specials: Collection[int]) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("model/template_program.py", "inference/report/page.py", "inference/report/card.py"),
+    "llguidance": ("inference/filters/grammar.py",),
     "matplotlib": ("inference/report/plots.py",),
     "pandas": ("inference/report/frames.py", "quant/tokenize/frame.py"),
     "prefect": ("flows/", "tasks/"),
@@ -54,7 +55,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "yaml": ("flows/server/lasting.py",),
     "sqlalchemy": ("flows/server/",),
 }
-LAZY_IMPORTS = ("flows/", "kernels/backend.py", "model/attention.py")  # may import inside functions
+# may import inside functions
+LAZY_IMPORTS = (
+    *("flows/", "kernels/backend.py", "model/attention.py", "inference/filters/grammar.py"),
+)
 RUNNING_FLOWS = {
     "flows/cli/measure.py",
     "flows/cli/running.py",

@@ -138,14 +138,14 @@ def test_every_imported_library_is_a_dependency() -> None:
                 elif isinstance(node, ast.ImportFrom):
                     imported.add(str(node.module).partition(".")[0])
 
-    extras = {"cupy", "prefect_dask", "prefect_ray"}
+    extras = {"cupy", "llguidance", "prefect_dask", "prefect_ray"}
     foreign = imported - sys.stdlib_module_names - extras - {"exl2flow"}
 
     names = {CARRIED_BY.get(name, name).lower().replace("_", "-") for name in foreign}
     assert names - {normalized(name) for name in declared} == set()
 
 
-@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "dask", "ray", "dev"])
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "grammar", "dask", "ray", "dev"])
 def test_extra_is_offered(extra: str) -> None:
     assert PROJECT["project"]["optional-dependencies"][extra]
 

@@ -25,6 +25,12 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "ban": ("TEXT", None),
         "end_loops": ("", None),
     },
+    "What an answer may contain": {
+        "json_schema": ("FILE|JSON", None),
+        "regex": ("REGEX", None),
+        "grammar": ("FILE", None),
+        "prefer_end": ("", None),
+    },
     "Model and cache": {
         "device": ("auto|cpu|cuda", None),
         "cache": ("FORMAT", "as computed"),

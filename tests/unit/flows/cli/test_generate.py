@@ -1,6 +1,7 @@
 """`exl2flow generate`: one prompt, files of prompts, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,36 @@ def test_a_prompt_that_fails_stops_no_other(folder: Path, tmp_path: Path) -> Non
     assert "no tokens" in answers[0]["error"]
     assert "5000 prompt tokens" in answers[2]["error"]
     assert "3 prompts, 3 tokens, 2 failed" in done.stderr
+
+
+def test_answers_match_their_schema_expression_and_grammar(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": ["yes", "no"]}')
+    (tmp_path / "sum.lark").write_text('start: /[0-9]{1,3}/ "+" /[0-9]{1,3}/')
+
+    def answer(*options: object) -> str:
+        found = run(folder, "--prompt", "Well: ", "--json", "--seed", 1, *options)
+        assert found.exit_code == 0, found.stderr
+        return json.loads(found.stdout)["text"]
+
+    assert answer("--json-schema", tmp_path / "schema.json").strip() in ('"yes"', '"no"')
+    assert json.loads(answer("--json-schema", '{"enum": [17]}')) == 17
+    assert re.fullmatch("[xyz]{5}", answer("--regex", "[xyz]{5}"))
+    assert re.fullmatch(r"\d{1,3}\+\d{1,3}", answer("--grammar", tmp_path / "sum.lark"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "code"),
+    [
+        (("--json-schema", "none.json"), "cannot read `none.json`", 2),
+        (("--json-schema", '{"type": "objec"}'), "`json_schema` of a filter is broken", 2),
+        (("--regex", "[0-9"), "unclosed character class", 2),
+        (("--regex", "a", "--json-schema", "{}"), "no token is left", 1),  # no JSON text is an `a`
+    ],
+)
+def test_a_filter_that_is_broken_or_a_dead_end_is_one_message(
+    folder: Path, options: tuple[str], words: str, code: int
+) -> None:
+    done = run(folder, "--prompt", "a", *options)
+
+    assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr

@@ -115,7 +115,7 @@ def test_closing_ends_what_runs_and_refuses_more(generator: Generator) -> None:
 def test_a_failure_of_the_device_reaches_all(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = generator._steps.run
+    decode = generator._steps.forward
 
     def broken(*step: object) -> object:
         if len(generator._schedule.running) < 3:
@@ -125,7 +125,7 @@ def test_a_failure_of_the_device_reaches_all(
     async def run() -> list[object]:
         async with AsyncGenerator(generator) as engine:
             tasks = [engine.generate(request(i, tokens=400)) for i in range(3)]
-            monkeypatch.setattr(generator._steps, "run", broken)
+            monkeypatch.setattr(generator._steps, "forward", broken)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert [str(error)[:10] for error in asyncio.run(run())] == ["CUDA error"] * 3

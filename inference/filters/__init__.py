@@ -1,0 +1,11 @@
+"""Filters: what a generated text may contain, token by token."""
+
+from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
+from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint, Filter
+from exl2flow.inference.filters.foreign import ForeignFilter
+from exl2flow.inference.filters.grammar import GrammarFilter, prepare
+
+__all__ = [
+    "Allowed", "Combined", "Constraint", "Filter", "ForeignFilter", "GrammarFilter", "PrefixFilter",
+    "SelectFilter", "prepare",
+]  # fmt: skip

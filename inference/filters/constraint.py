@@ -1,0 +1,91 @@
+"""What a filter is, and the state of one text under one or several."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol
+
+import torch
+
+from exl2flow.core.errors import FilterDeadEnd
+from exl2flow.inference.sampling.bits import words_of
+from exl2flow.model import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allowed:
+    """What may follow a text.
+
+    words: int32 (ceil(width / 32),), read-only mask of the ids that may be sampled, as in
+        `sampling/bits.py`; None: all. ends: ids that end the text when they are sampled.
+    may_end, must_end: whether the text may end before another token, and whether it must.
+    """
+
+    words: torch.Tensor | None
+    ends: frozenset[int] = frozenset()
+    may_end: bool = False
+    must_end: bool = False
+
+
+class Constraint(Protocol):
+    """The state of a text. No token may follow one that was not allowed, until it is taken back."""
+
+    def allowed(self) -> Allowed: ...
+    def accept(self, token: int) -> None: ...
+    def rollback(self, count: int) -> None: ...
+
+
+class Filter(Protocol):
+    """A description of texts, for any number of requests."""
+
+    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> Constraint:
+        """Return the state of an empty text; `prefix`: what a healed first token begins with."""
+
+
+class Combined:
+    """A text under several filters: all must allow a token, and any may end the text by it."""
+
+    def __init__(
+        self, filters: Sequence[Filter], tokenizer: Tokenizer, width: int, *,
+        prefix: str = "", prefer_end: bool = False,
+    ) -> None:  # fmt: skip
+        """Start the filters; `prefer_end`: end the text as soon as they do not forbid it."""
+        self._filters, self._tokenizer, self._width = filters, tokenizer, width
+        self.parts = [given.start(tokenizer, width, prefix) for given in filters]
+        everything = words_of(torch.arange(width).numpy(), width)
+        self._going_on = everything & ~words_of(tokenizer.eos_token_ids, width)
+        self._ids, self._prefer_end = list[int](), prefer_end
+
+    def allowed(self, only: Iterable[int] | None = None, blocked: Collection[int] = ()) -> Allowed:
+        """Return what may follow the accepted tokens, of `only` these ids and not the `blocked`.
+
+        Raises `FilterDeadEnd` if nothing may, and the text may not end.
+        """
+        parts = [part.allowed() for part in self.parts]
+        masks = [part.words for part in parts if part.words is not None]
+        may_end = all(part.may_end for part in parts)
+        must_end = any(part.must_end for part in parts) or (self._prefer_end and bool(masks))
+        masks += [] if only is None else [words_of(only, self._width)]
+        masks += [~words_of(blocked, self._width)] if blocked else []
+        words = reduce(torch.bitwise_and, masks) if masks else None
+        if words is not None and not (words & self._going_on).any():
+            must_end = True
+            if not may_end:
+                who = " and ".join(f"`{repr(given)[:60]}`" for given in self._filters)
+                who += " and the bans" if blocked else ""
+                text = self._tokenizer.decode(self._ids)[-60:]
+                raise FilterDeadEnd(f"no token is left by {who} after {text!r}; change them")
+        ends = frozenset[int]().union(*(part.ends for part in parts))
+        return Allowed(words, ends, may_end, may_end and must_end)
+
+    def accept(self, token: int) -> None:
+        """Continue the text by a token, the healed one included."""
+        self._ids.append(token)
+        for part in self.parts:
+            part.accept(token)
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+        del self._ids[len(self._ids) - count :]
+        for part in self.parts:
+            part.rollback(count)

@@ -1,0 +1,132 @@
+"""Texts under filters: they match, in any company, also where they are cut back."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from exl2flow.core.errors import ConfigError, FilterDeadEnd
+from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference.filters import GrammarFilter, PrefixFilter, SelectFilter
+
+DEMO = Path(__file__).parents[4] / "demo" / "model"
+HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"enum": [7, 42]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+JSON, DATE = GrammarFilter(json_schema=SCHEMA), GrammarFilter(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(DEMO, device="cpu", max_tokens=512)
+
+
+def request(*filters: object, prompt: str = "The answer is ", **more: object) -> Request:
+    return Request(prompt, **{"max_new_tokens": 60, "settings": HOT, "filters": filters, **more})
+
+
+def texts_of(model: LoadedModel, *requests: Request, slots: int = 4) -> list[tuple[str, Event]]:
+    """Return text and last event of each request, generated together."""
+    generator = Generator(model, tokens=4096, slots=slots)
+    jobs = [(generator.submit(r, deliver=(seen := []).append), seen) for r in requests]
+    while not generator.is_idle:
+        generator.step()
+    assert generator.free_pages == generator.pages
+    return [("".join(e.text for e in events), events[-1]) for _, events in jobs]
+
+
+def test_texts_are_those_of_their_filters(model: LoadedModel) -> None:
+    wanted = [
+        request(JSON, seed=1),
+        request(DATE, seed=2),
+        request(SelectFilter(["red", "green", "dark red"]), seed=3),
+        request(PrefixFilter("Once", "There"), seed=4),
+        request(seed=5),
+    ]
+
+    (person, json_end), (date, date_end), (colour, end), (story, _), _ = texts_of(model, *wanted)
+
+    assert json.loads(person)["age"] in (7, 42)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+    assert colour in ("red", "green", "dark red")
+    assert story.startswith(("Once", "There"))
+    assert {json_end.reason, date_end.reason, end.reason} <= {"end_filter", "stop_token"}
+
+
+def test_filtered_text_is_the_same_in_any_company(model: LoadedModel) -> None:
+    wanted = [request(f, seed=i) for i, f in enumerate([JSON, DATE, JSON, DATE, JSON])]
+    wanted += [request(seed=i, max_new_tokens=20) for i in range(3)]
+
+    together = texts_of(model, *wanted, slots=4)
+    alone = [texts_of(model, each, slots=1)[0] for each in wanted]
+
+    assert [text for text, _ in together] == [text for text, _ in alone]
+
+
+def test_filters_hold_together(model: LoadedModel) -> None:
+    ((text, _),) = texts_of(
+        model, request(GrammarFilter(regex="[ab]{3,9}"), PrefixFilter("aba"), seed=1)
+    )
+
+    assert re.fullmatch("aba[ab]{0,6}", text)
+
+
+def test_a_ban_inside_a_grammar_cuts_both_back(model: LoadedModel) -> None:
+    bans = ("0", "1", "2", "3", "4")
+    wanted = [request(DATE, seed=i, banned_strings=bans) for i in range(6)]
+
+    found = texts_of(model, *wanted)
+
+    assert all(re.fullmatch("[5-9]{4}-[5-9]{2}-[5-9]{2}", text) for text, _ in found)
+
+
+def test_a_text_ends_as_soon_as_its_filters_allow_it(model: LoadedModel) -> None:
+    letters = GrammarFilter(regex="[a-z]{2,40}")
+
+    (short, end), (longer, _) = texts_of(
+        model, request(letters, seed=1, prefer_end=True), request(letters, seed=1)
+    )
+
+    assert longer.startswith(short)
+    assert len(short) < len(longer)
+    assert end.reason == "end_filter"
+
+
+def test_a_healed_token_belongs_to_the_filtered_text(model: LoadedModel) -> None:
+    found = texts_of(
+        model,
+        *(
+            request(SelectFilter(["house", "horse"]), prompt="the old ho", heal=True, seed=i)
+            for i in range(4)
+        ),
+    )
+
+    assert {"house", "horse"} >= {text for text, _ in found}
+
+
+def test_a_dead_end_ends_its_job_only(model: LoadedModel) -> None:
+    (_, dead), (text, _) = texts_of(
+        model,
+        request(GrammarFilter(regex="[a-f]+x"), PrefixFilter("ghost"), seed=1),
+        request(SelectFilter(["yes"]), seed=2),
+    )
+
+    assert isinstance(dead.error, FilterDeadEnd)
+    assert text == "yes"
+
+
+def test_a_text_that_must_not_end_yet_ends_where_its_filter_does(model: LoadedModel) -> None:
+    ((text, end),) = texts_of(model, request(SelectFilter(["no"]), seed=1, min_new_tokens=40))
+
+    assert (text, end.reason) == ("no", "end_filter")
+
+
+def test_what_is_no_filter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`filters` contains 'yes', which is no filter"):
+        Request("a", filters=["yes"])  # type: ignore[list-item]

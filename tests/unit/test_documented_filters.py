@@ -1,0 +1,27 @@
+"""The programs on the page about filters run as they stand there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from constrained import walk
+from spelled import spelled
+
+from exl2flow.inference.filters import Combined
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "constrain-texts.md"
+
+
+def test_programs_run() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    for program in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(program, names)
+
+    tokenizer, _ = spelled("yesnot ")
+    for seed in range(5):
+        short = walk(Combined([names["Short"](3)], tokenizer, 40), tokenizer, seed=seed)
+        assert short is not None
+        assert len(short) <= 3
+        verdict = walk(Combined([names["verdict"]], tokenizer, 40), tokenizer, seed=seed)
+        assert verdict is not None
+        assert "".join(tokenizer.pieces[i] for i in verdict) in ("yes", "no", "not yet")
