@@ -106,7 +106,7 @@ class Schedule:
 
     def accept(self, job: Job) -> None:
         """Let the job's sequences follow its output, which a token or a rewind has changed."""
-        made = job.output.ids
+        made, lacks = job.output.ids, False
         for s, prompt in zip(job.sequences, job.prompt.sequences, strict=True):
             count = len(prompt) + len(made)
             if count > len(s.ids):
@@ -115,7 +115,8 @@ class Schedule:
                     self._settle(s)
             elif count < len(s.ids):
                 self._rewind(s, count)
-        if job.steps and any(s.unread for s in job.sequences):  # no page was free for a copy
+                lacks |= s.unread > 0  # no page was free for a copy
+        if lacks:
             job.steps = False
             for s in job.sequences:
                 self._steps.leave(s.slot)

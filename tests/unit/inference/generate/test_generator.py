@@ -245,6 +245,21 @@ def test_values_that_are_not_finite_end_one_job_and_are_forgotten(
     assert is_empty(generator)
 
 
+def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, passes = Generator(model, tokens=2048, slots=2), list[int]()
+    read = generator._steps.read
+    monkeypatch.setattr(
+        generator._steps, "read", lambda ids, *rest: (passes.append(len(ids)), read(ids, *rest))
+    )
+
+    bans = {"banned_strings": ("a", "e", "5"), "settings": HOT, "seed": 1}
+    for options in ({"settings": GREEDY}, bans):
+        text = generator.generate([[5, 6, 7, 8]], max_new_tokens=300, stops=(), **options)
+
+    assert text
+    assert passes == [3]  # the second time, the prompt comes from the cache
+
+
 def test_two_thousand_waiting_jobs_end(model: LoadedModel) -> None:
     generator = Generator(model, tokens=8192, slots=32)
     source, ended = random.Random(0), list[Event]()
