@@ -23,7 +23,8 @@ class Recording(Generic[T]):
             work()
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
+        with here, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.result = work()
 
     def replay(self) -> T:

@@ -222,6 +222,7 @@ def test_a_step_that_cannot_be_recorded_is_launched(
     for each in (slots, launched):
         each.run(10)
 
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert recordings == []
     assert slots.sampled == launched.sampled
 
