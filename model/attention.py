@@ -1,6 +1,5 @@
 """Attention over grouped heads: the half-layer, and the cache interface it needs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,8 +46,7 @@ class LayerCache(Protocol):
 class KvCache(Protocol):
     """One `LayerCache` per layer."""
 
-    @property
-    def layers(self) -> Sequence[LayerCache]: ...
+    def layer(self, index: int) -> LayerCache: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

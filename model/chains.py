@@ -48,7 +48,7 @@ class Chains:
         for sublayer, chain in zip(self.attentions, self.products, strict=False):
             found, states = ops.multiply(x, chain, states)
             q, k, v = (y.view(*shape[:-1], -1) for y in found)
-            layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
+            layer = None if cache is None else cache.layer(sublayer.spec.layer_index)
             inner = sublayer.attend(Projected(q=q, k=k, v=v), start=start, cache=layer)
             x = inner.reshape(-1, inner.shape[-1])
         _, states = ops.multiply(x, self.products[-1], states)

@@ -104,7 +104,7 @@ class Decoder:
         if self._chains and ids.numel() <= FEW_ROWS and hidden.dtype == torch.float16:
             return self._chains(hidden, start=start, cache=cache)
         for sublayer in self.sublayers:
-            layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
+            layer = None if cache is None else cache.layer(sublayer.spec.layer_index)
             hidden = sublayer(hidden, start=start, cache=layer)
         return hidden
 

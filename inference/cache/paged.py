@@ -29,7 +29,7 @@ from exl2flow.kernels import (
     slots_at,
     slots_of,
 )
-from exl2flow.model import ModelSpec, RopeTable, attend
+from exl2flow.model import LayerCache, ModelSpec, RopeTable, attend
 
 EXACT = {Element.HALF: torch.float16, Element.FULL: torch.float32}  # stored as they are
 
@@ -97,7 +97,10 @@ class StepView:
         if count > 1:
             positions = positions + torch.arange(count, device=lengths.device)
         self.slots = slots_at(tables, positions)
-        self.layers = [_Layer(partial(self.attend, store)) for store in cache.stores]
+        self._stores = cache.stores
+
+    def layer(self, index: int) -> LayerCache:
+        return _Layer(partial(self.attend, self._stores[index]))
 
     def attend(self, store: LayerStore, *new: Tensor, table: RopeTable, **scores: Any) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in new)
@@ -162,7 +165,10 @@ class PromptView:
             for x, (s, start) in zip(slots, parts, strict=True)
             if s.begin and s.count > STEP_TOKENS
         ]
-        self.layers = [_Layer(partial(self.attend, store)) for store in cache.stores]
+        self._stores = cache.stores
+
+    def layer(self, index: int) -> LayerCache:
+        return _Layer(partial(self.attend, self._stores[index]))
 
     def attend(self, store: LayerStore, *new: Tensor, table: RopeTable, **scores: Any) -> Tensor:
         (q, k, v), ops = new, get_ops(new[0].device)

@@ -1,6 +1,7 @@
 """Decode steps: launched for all jobs that can go on, read one step later, token by token."""
 
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.request import Request, Sampled
@@ -30,7 +31,7 @@ class Decoding:
     def __init__(self, steps: Steps, schedule: Schedule) -> None:
         self._steps, self._schedule = steps, schedule
         self._launched: _Launched | None = None
-        schedule.catch_up = self.catch_up
+        schedule.catch_up = WeakMethod(self.catch_up)
 
     def step(self) -> None:
         """Launch the next step for all that need not wait for the last one, then read that."""

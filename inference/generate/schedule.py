@@ -21,12 +21,12 @@ class Schedule:
     """The queue, the slots and the pages of a generator.
 
     running: jobs with slots, the oldest first. catch_up: reads what was launched, which may end
-    jobs; set by who launches.
+    jobs; set by who launches, weakly, so that the memory of a dropped generator is free at once.
     """
 
     def __init__(self, steps: Steps, table: PageTable, *, slots: int) -> None:
         self.table, self.running = table, list[Job]()
-        self.catch_up: Callable[[], None] = lambda: None
+        self.catch_up: Callable[[], Callable[[], None] | None] = lambda: None
         self._steps = steps
         self._waiting = deque[Job]()
         self._free = list(range(slots))
@@ -140,7 +140,8 @@ class Schedule:
     def send_back(self, job: Job) -> None:
         """Put a running job at the front of the queue, unless it ends by itself."""
         if job.launched:
-            self.catch_up()
+            if (catch_up := self.catch_up()) is not None:
+                catch_up()
             if job not in self.running:
                 return
         if job.steps and job.request.settings.mirostat:

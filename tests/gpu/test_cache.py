@@ -326,7 +326,7 @@ def test_ends_of_prompts_are_read_as_in_whole_prompts(name: str, window: int | N
         ]
         at = angles[view.positions]
         table = RopeTable(cos=at.cos(), sin=at.sin())
-        found = view.layers[0].attend(*of_pass, table=table, scale=0.125, window=window)
+        found = view.layer(0).attend(*of_pass, table=table, scale=0.125, window=window)
         return list(found.split([s.count for s in segments], dim=2))
 
     begins = [count - end for count, end in zip(counts, ends, strict=True)]

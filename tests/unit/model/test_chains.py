@@ -84,7 +84,7 @@ def one_by_one(
     table: RopeTable | None = None,
 ) -> torch.Tensor:
     for sublayer in sublayers:
-        layer = None if cache is None else cache.layers[sublayer.spec.layer_index]
+        layer = None if cache is None else cache.layer(sublayer.spec.layer_index)
         hidden = sublayer(hidden, start=table or 0, cache=layer)
     return hidden
 

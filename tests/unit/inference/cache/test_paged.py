@@ -195,7 +195,7 @@ def test_a_token_of_a_prompt_sees_itself_as_it_is_stored(tmp_path: Path, name: s
     q, k, v = (torch.randn(1, heads, 1, dim) for heads in (4, 2, 2))
 
     table = RopeTable(cos=torch.ones(1, dim // 2), sin=torch.zeros(1, dim // 2))
-    found = view.layers[1].attend(q, k, v, table=table, scale=1.0, window=None)
+    found = view.layer(1).attend(q, k, v, table=table, scale=1.0, window=None)
 
     _, stored = read_cache(cache.stores[1], view.slots)
     expected = stored.float()[0].repeat_interleave(2, dim=0)[None, :, None]

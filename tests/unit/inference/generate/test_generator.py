@@ -1,8 +1,10 @@
 """`Generator` on a tiny model: the same text whoever else is there, and nothing lost."""
 
+import gc
 import math
 import random
 import threading
+import weakref
 from pathlib import Path
 
 import psutil
@@ -258,6 +260,18 @@ def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.Mon
 
     assert text
     assert passes == [3]  # the second time, the prompt comes from the cache
+
+
+def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel) -> None:
+    gc.disable()
+    try:
+        generator = Generator(model, tokens=2048, slots=4)
+        generator.generate(prompts(8), max_new_tokens=4, banned_strings=("a",))
+        cache, views = weakref.ref(generator._steps.cache), weakref.ref(generator._steps.lengths)
+        del generator
+        assert (cache(), views()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_two_thousand_waiting_jobs_end(model: LoadedModel) -> None:

@@ -84,8 +84,7 @@ def test_idle_slots_write_to_the_spare_page_only(model: LoadedModel, name: str) 
     stores = slots.cache.stores
     data = [rows.data for store in stores for rows in (store.keys, store.values)]
     for x in data:
-        for page in {*range(slots.cache.pages + 1)} - {*slots.pages[0], *slots.pages[5]}:
-            x[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = 77
+        x[:] = 77
     before = [x.clone() for x in data]
 
     slots.run(3)
