@@ -112,19 +112,24 @@ def _attention(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attend causally, fp32: q (t, heads, d) are the last positions of k and v (p, kv_heads, d)."""
-    share = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
-    scores = torch.einsum("thd,phd->htp", q, k) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    count, positions = len(q), len(k)
-    query = torch.arange(positions - count, positions, device=q.device)[:, None]
-    key = torch.arange(positions, device=q.device)
-    hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("htp,phd->thd", weights, v)
+    count, positions, hidden = len(q), len(k), None
+    if count > 1 or (window is not None and window < positions):
+        query = torch.arange(positions - count, positions, device=q.device)[:, None]
+        key = torch.arange(positions, device=q.device)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    if softcap is None:
+        mask = None if hidden is None else ~hidden
+        found = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return found[0].transpose(0, 1)
+    k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * (scale / softcap))
+    weights = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
+    return (weights @ v).transpose(0, 1)
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
