@@ -20,7 +20,6 @@ from exl2flow.core.files import digest, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.inference.generate import sample_text
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.publication import (
     CARD_FILE,
@@ -33,6 +32,7 @@ from exl2flow.inference.report.publication import (
     without_paths,
 )
 from exl2flow.inference.report.record import read_object
+from exl2flow.inference.sample import sample_text
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import MAIN
 from exl2flow.tasks.origin import check_account, origin_of_models, refusal

@@ -63,17 +63,13 @@ class PagedCache:
         """Bytes that keys and values occupy."""
         return sum(store.nbytes for store in self.stores)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copy pages, all rows of them."""
-        if not copies:
-            return
-        source, target = (
-            on_device(torch.tensor(pages), self.device)
-            for pages in ([c.source for c in copies], [c.target for c in copies])
-        )
-        for store in self.stores:
-            store.keys.copy_pages(source, target)
-            store.values.copy_pages(source, target)
+    def copy(self, copy: Copy | None) -> None:
+        """Copy a page, all rows of it."""
+        if copy is not None:
+            pages = on_device(torch.tensor([[copy.source], [copy.target]]), self.device)
+            for store in self.stores:
+                store.keys.copy_pages(*pages)
+                store.values.copy_pages(*pages)
 
 
 class _Layer(NamedTuple):

@@ -5,7 +5,6 @@ from exl2flow.inference.generate.asynchronous import AsyncGenerator
 from exl2flow.inference.generate.event import Event, Statistics
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job
-from exl2flow.inference.generate.sample import sample_text
 
 __all__ = [
     "AsyncGenerator",
@@ -14,5 +13,4 @@ __all__ = [
     "Job",
     "Request",
     "Statistics",
-    "sample_text",
 ]

@@ -93,11 +93,7 @@ class Generator:
         self._failure: Exception | None = None
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
-        """Put a request in the queue; any thread may do so.
-
-        Args:
-            request: what to generate.
-            deliver: gets the request's events instead of those who call `step`.
+        """Put a request in the queue, from any thread; `deliver` gets its events, not `step`.
 
         Raises:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
@@ -112,10 +108,10 @@ class Generator:
         )  # fmt: skip
         self._steps.sampler.check(request.settings)
         healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
+        width, prefer_end = self._steps.sampler.width, request.prefer_end
         constraint = request.filters and Combined(
-            request.filters, tokenizer, self._steps.sampler.width, prefix=healed,
-            prefer_end=request.prefer_end,
-        )  # fmt: skip
+            request.filters, tokenizer, width, prefix=healed, prefer_end=prefer_end
+        )
         job = Job(
             request, prompt, tokenizer, max_new_tokens=most, begin=self._schedule.table.begin,
             constraint=constraint or None,
@@ -214,10 +210,9 @@ class Generator:
         Raises:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
-        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else [*prompts]
         requests = [
             Request(text, seed=None if seed is None else seed + index, tag=index, **options)
-            for index, text in enumerate(texts)
+            for index, text in enumerate([prompts] if isinstance(prompts, str) else prompts)
         ]
         completions = [""] * len(requests)
         with closing(self.stream(*requests, abort_event=abort_event)) as events:

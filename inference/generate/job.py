@@ -9,12 +9,11 @@ from exl2flow.core.request import Request
 from exl2flow.inference.cache.pages import Pages
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics
-from exl2flow.inference.generate.output import Output
+from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.model import Tokenizer
 
 Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (None: all), ids not
-NONE: frozenset[int] = frozenset()
 FREE: Mask = (None, NONE)
 
 

@@ -93,7 +93,7 @@ class Output:
             return self.finish("error", error=_exhausted(self._request))
         is_prompt = token.id == self._healed and self.healing is not None
         if token.id in self._stop_ids and not is_prompt:
-            return self._end("stop_token", trigger=token.id, stop=token)
+            return self.finish("stop_token", trigger=token.id, stop=token)
         place, unhealed = self._stream.place, self._unhealed
         text = self._beyond_prompt(self._stream.push(token.id))
         self.ids.append(token.id)
@@ -102,15 +102,11 @@ class Output:
         if found is not None:
             return found
         if self.new_tokens >= self._most:
-            return self._end("max_new_tokens")
+            return self.finish("max_new_tokens")
         if self._request.end_loops and is_loop(self.ids):
-            return self._end("loop")
+            return self.finish("loop")
         count = self._ready()
         return self._show(count) if count else None
-
-    def finish(self, reason: Reason, *, error: Exception | None = None) -> Event:
-        """End the text early and return its last event, which shows all pending text."""
-        return self._end(reason, error=error)
 
     def _beyond_prompt(self, text: str) -> str:
         """Drop the part of the healed token's text that the prompt already has."""
@@ -124,7 +120,7 @@ class Output:
         if banned is not None:
             return self._rewind(banned)
         if stop is not None:
-            return self._end("stop_string", trigger=stop[1], cut=stop[0])
+            return self.finish("stop_string", trigger=stop[1], cut=stop[0])
         return None
 
     def _search(self) -> tuple[tuple[int, str] | None, int | None]:
@@ -187,7 +183,7 @@ class Output:
         del self.ids[at:]
         return event
 
-    def _end(
+    def finish(
         self,
         reason: Reason,
         *,
@@ -196,7 +192,11 @@ class Output:
         stop: Token | None = None,
         error: Exception | None = None,
     ) -> Event:
-        """Show pending text up to character `cut`; None: up to the first string to hide."""
+        """End the text and return its last event, which shows all that is pending.
+
+        cut: show only so many characters; None: up to the first string to hide. stop: the token
+        that ended the text.
+        """
         self.reason = reason
         if self._pending:
             self._pending[-1].text += self._beyond_prompt(self._stream.flush())

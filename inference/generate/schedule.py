@@ -130,10 +130,9 @@ class Schedule:
     def _rewind(self, sequence: Sequence, count: int) -> None:
         self._settle(sequence)
         del sequence.ids[count:]
-        copy = self.table.cut(sequence.held, min(count - 1, sequence.held.filled))
-        if copy is not None:
-            self._steps.cache.copy([copy])
-        self._steps.set_pages(sequence.slot, sequence.held.pages)
+        held = sequence.held
+        self._steps.cache.copy(self.table.cut(held, min(count - 1, held.filled)))
+        self._steps.set_pages(sequence.slot, held.pages)
         self._steps.stand_at(sequence.slot, sequence.ids)
         self._steps.sampler.cut(sequence.slot, count)
 

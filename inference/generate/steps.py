@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -102,18 +102,10 @@ class Steps:
     def _completed(self, settings: SamplingSettings) -> SamplingSettings:
         """Fill in the ids that DRY and XTC leave alone by default."""
         if settings.dry_multiplier and settings.dry_breakers is None:
-            settings = replace(settings, dry_breakers=self._breakers)
+            settings = replace(settings, dry_breakers=breakers(self._tokenizer))
         if settings.xtc_probability and settings.xtc_ignored is None:
-            settings = replace(settings, xtc_ignored=self._newlines)
+            settings = replace(settings, xtc_ignored=newline_ids(self._tokenizer))
         return settings
-
-    @cached_property
-    def _breakers(self) -> tuple[int, ...]:
-        return breakers(self._tokenizer.pieces, self._tokenizer.special_ids)
-
-    @cached_property
-    def _newlines(self) -> tuple[int, ...]:
-        return newline_ids(self._tokenizer.pieces, self._tokenizer.special_ids)
 
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""

@@ -1,9 +1,12 @@
 """Sets of token ids as bit masks: bit i of word w stands for id 32 w + i."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 import torch
+
+from exl2flow.model import Tokenizer
 
 WORD = 32
 BREAKING = frozenset('.,!?<>[](){}"\n\t')  # what ends a repetition for DRY
@@ -17,25 +20,25 @@ def words_of(ids: Iterable[int], width: int) -> torch.Tensor:
     return torch.from_numpy(np.packbits(flags, bitorder="little").view("<i4"))
 
 
-def breakers(pieces: Sequence[str], specials: Collection[int]) -> tuple[int, ...]:
+@lru_cache(8)
+def breakers(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that no repetition contains by default.
 
     These are special tokens and pieces with punctuation, brackets, quotes, a line end or a tab.
     """
-    return _with_any(BREAKING, pieces, specials)
+    return _with_any(BREAKING, tokenizer)
 
 
-def newline_ids(pieces: Sequence[str], specials: Collection[int]) -> tuple[int, ...]:
+@lru_cache(8)
+def newline_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that XTC ignores by default: special tokens and pieces with a line end."""
-    return _with_any({"\n"}, pieces, specials)
+    return _with_any(frozenset("\n"), tokenizer)
 
 
-def _with_any(
-    characters: Collection[str], pieces: Sequence[str], specials: Collection[int]
-) -> tuple[int, ...]:
-    special = set(specials)
+def _with_any(characters: frozenset[str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    specials = set(tokenizer.special_ids)
     return tuple(
         token
-        for token, piece in enumerate(pieces)
-        if token in special or any(character in characters for character in piece)
+        for token, piece in enumerate(tokenizer.pieces)
+        if token in specials or not characters.isdisjoint(piece)
     )

@@ -27,9 +27,9 @@ from exl2flow.core.files import (
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
 from exl2flow.core.store import StageFolder
 from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate_texts
-from exl2flow.inference.generate import sample_text
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
+from exl2flow.inference.sample import sample_text
 from exl2flow.inference.text import text_rows
 from exl2flow.kernels import get_ops
 from exl2flow.model import Tokenizer, resolve

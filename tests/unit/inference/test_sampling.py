@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sampled import PLAIN, distribution, reference, sample, sampled, slots_of
+from spelled import EOS, spelled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exl2flow.core.errors import ConfigError, InferenceError
@@ -386,6 +387,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 def test_default_breakers_are_punctuation_and_special_tokens() -> None:
     pieces = ["a", "b.", "\n", "<s>", "x", ' "', "tab\t", " word"]
+    tokenizer, ids = spelled(pieces)
+    at = [ids[piece.encode()] for piece in pieces]
 
-    assert breakers(pieces, {4}) == (1, 2, 3, 4, 5, 6)
-    assert newline_ids(pieces, {4}) == (2, 4)
+    assert breakers(tokenizer) == (EOS, at[1], at[2], at[3], at[5], at[6])
+    assert newline_ids(tokenizer) == (EOS, at[2])

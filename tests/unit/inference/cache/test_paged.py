@@ -310,9 +310,8 @@ def test_copied_pages_serve_another_sequence(model: LoadedModel, name: str) -> N
     pool.read([(pages, 0, ids)])
     expected = pool.step([(pages, 290, [9])])
 
-    pool.cache.copy(
-        [Copy(source=s, target=t, tokens=PAGE_TOKENS) for s, t in zip(pages, other, strict=True)]
-    )
+    for source, target in zip(pages, other, strict=True):
+        pool.cache.copy(Copy(source, target, tokens=PAGE_TOKENS))
 
     assert torch.equal(pool.step([(other, 290, [9])]), expected)
 
