@@ -25,3 +25,5 @@ def test_programs_run() -> None:
         verdict = walk(Combined([names["verdict"]], tokenizer, 40), tokenizer, seed=seed)
         assert verdict is not None
         assert "".join(tokenizer.pieces[i] for i in verdict) in ("yes", "no", "not yet")
+    for answer in names["answers"](PAGE.parents[2] / "demo" / "model"):
+        assert answer in ("yes", "no", "not yet")
