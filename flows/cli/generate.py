@@ -29,6 +29,7 @@ EXAMPLES = (
     "exl2flow generate ./Llama-3.2-1B-4.0bpw --prompt 'Once upon a time'",
     "exl2flow generate ./model --prompt 'The capital of France is' --greedy --max-new-tokens 8",
     "exl2flow generate ./model --prompt 'Dear Sir' --seed 1 --temperature 1 --min-p 0.1 --json",
+    "exl2flow generate ./model --prompt 'A person: ' --json-schema person.json",
     "exl2flow generate ./model --prompts prompts.jsonl --out answers.jsonl --slots 32 --cache q6",
 )
 # what a line of a file of prompts may hold besides `prompt`
