@@ -28,10 +28,16 @@ Hook = Callable[[Sampled], object]
 
 
 class Filter(Protocol):
-    """Constrains a text; any number of requests may share one, see `inference/filters/`."""
+    """A description of texts, for any number of requests; see `inference/filters/`."""
 
     def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
-        """Return the constraint of one text, given its tokenizer and the width of the logits."""
+        """Return the `Constraint` of an empty text.
+
+        Args:
+            tokenizer: the model's `Tokenizer`.
+            width: of the logits.
+            prefix: what a healed first token begins with.
+        """
         ...
 
 
@@ -57,7 +63,7 @@ class Request:
     hooks: called in order for every sampled token; each may replace it.
     filters: what the text must match, all of them.
     prefer_end: end the text as soon as the filters allow it.
-    end_loops: end a text that repeats itself without end, as defined in `loops.py`.
+    end_loops: end a text that repeats itself without end; see `inference/generate/loops.py`.
     max_skips: how many other requests may overtake this one in the queue; None: any number.
     tag: returned in every event.
 

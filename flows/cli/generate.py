@@ -142,13 +142,13 @@ def _generator(
     return Generator(loaded, cache=options.cache, tokens=tokens, slots=slots), requests
 
 
-def _filters(options: GenerationOptions) -> "list[Filter]":
+def _filters(options: GenerationOptions) -> list[Filter]:
     """Return what all answers must match.
 
     Raises:
         ConfigError: one of them is broken, or a file cannot be read.
     """
-    schema, found = options.json_schema, list["Filter"]()
+    schema, found = options.json_schema, list[Filter]()
     if schema is None and options.regex is None and options.grammar is None:
         return found
     from exl2flow.inference.filters import GrammarFilter

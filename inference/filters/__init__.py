@@ -1,7 +1,8 @@
 """Filters: what a generated text may contain, token by token."""
 
+from exl2flow.core.request import Filter
 from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
-from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint, Filter
+from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint
 from exl2flow.inference.filters.foreign import ForeignFilter
 from exl2flow.inference.filters.grammar import GrammarFilter, prepare
 

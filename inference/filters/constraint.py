@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from exl2flow.core.errors import FilterDeadEnd
+from exl2flow.core.request import Filter
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.model import Tokenizer
 
@@ -35,13 +36,6 @@ class Constraint(Protocol):
     def rollback(self, count: int) -> None: ...
 
 
-class Filter(Protocol):
-    """A description of texts, for any number of requests."""
-
-    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> Constraint:
-        """Return the state of an empty text; `prefix`: what a healed first token begins with."""
-
-
 class Combined:
     """A text under several filters: all must allow a token, and any may end the text by it."""
 
@@ -51,7 +45,7 @@ class Combined:
     ) -> None:  # fmt: skip
         """Start the filters; `prefer_end`: end the text as soon as they do not forbid it."""
         self._filters, self._tokenizer, self._width = filters, tokenizer, width
-        self.parts = [given.start(tokenizer, width, prefix) for given in filters]
+        self.parts: list[Constraint] = [given.start(tokenizer, width, prefix) for given in filters]
         everything = words_of(torch.arange(width).numpy(), width)
         self._going_on = everything & ~words_of(tokenizer.eos_token_ids, width)
         self._ids, self._prefer_end = list[int](), prefer_end

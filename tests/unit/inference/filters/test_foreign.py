@@ -33,7 +33,7 @@ class Ascending:
 
     def feed(self, token: torch.Tensor) -> None:
         assert (token.shape, token.dtype) == ((1, 1), torch.int64)
-        self.text += self.tokenizer.pieces[token]  # type: ignore[call-overload]
+        self.text += self.tokenizer.pieces[token]
         self.calls.append("feed")
 
     def next(self) -> tuple[Collection[int] | None, Collection[int]]:

@@ -129,4 +129,4 @@ def test_a_text_that_must_not_end_yet_ends_where_its_filter_does(model: LoadedMo
 
 def test_what_is_no_filter_is_refused() -> None:
     with pytest.raises(ConfigError, match="`filters` contains 'yes', which is no filter"):
-        Request("a", filters=["yes"])  # type: ignore[list-item]
+        Request("a", filters=["yes"])
