@@ -1,10 +1,13 @@
 """What all tests share: the package in a bare checkout, the builders in `tiny.py`, the seed."""
 
 import importlib.util
+import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +42,21 @@ def seed() -> int:
     """Seed torch's generator, and return the seed."""
     torch.manual_seed(SEED)
     return SEED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _dirty_caches() -> Iterator[None]:
+    """Fill new caches with NaN, which uninitialized memory may hold."""
+    from exl2flow.kernels.cache_formats import CacheRows
+
+    empty = CacheRows.empty
+
+    def dirty(*args: Any, **options: Any) -> CacheRows:
+        rows = empty(*args, **options)
+        rows.data.fill_(0xFF)
+        rows.scales.fill_(math.nan)
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheRows, "empty", dirty)
+        yield

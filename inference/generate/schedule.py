@@ -113,7 +113,7 @@ class Schedule:
                 s.ids.append(made[-1])
                 if s.held.filled + self.table.page_tokens < len(s.ids):
                     self._settle(s)
-            elif count < len(s.ids):
+            else:  # also if only the newest is cut, which `s.ids` lacks
                 self._rewind(s, count)
                 lacks |= s.unread > 0  # no page was free for a copy
         if lacks:

@@ -262,6 +262,34 @@ def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.Mon
     assert passes == [3]  # the second time, the prompt comes from the cache
 
 
+@pytest.mark.parametrize("prompt", prompts(4))
+def test_text_with_bans_is_greedy_but_for_what_was_cut(
+    prompt: tuple[int, ...], folder: Path, model: LoadedModel
+) -> None:
+    cuts = list[tuple[int, int]]()
+    request = Request(
+        prompt, max_new_tokens=40, settings=GREEDY, stops=(), banned_strings=("a", "e", "5")
+    )
+
+    def note(event: Event) -> None:
+        if event.suppressed_ids:
+            cuts.append((len(prompt) + len(job.output.ids) - 1, event.suppressed_ids[0]))
+
+    generator = Generator(model, tokens=1024)
+    job = generator.submit(request, deliver=note)
+    while not generator.is_idle:
+        generator.step()
+
+    ids = [*prompt, *job.output.ids]
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = judge(torch.tensor([ids])).logits[0, :, : model.tokenizer.vocab_size]
+    for at, token in cuts:
+        logits[at, token] = -math.inf
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == ids[len(prompt) :]
+    assert cuts
+
+
 def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel) -> None:
     gc.disable()
     try:
