@@ -38,7 +38,7 @@ class Job:
     """A submitted request; `Generator` changes it.
 
     launched: samples that were begun and not read yet; steps: whether its sequences take part in
-    decode steps; skips: how often another job overtook it in the queue; constraint: of its filters;
+    decode steps; begin: makes the pages of a new sequence; skips: how often another job overtook it in the queue; constraint: of its filters;
     ends: ids that end the text, if the next sample takes one.
     """
 
@@ -57,6 +57,7 @@ class Job:
         """Take a checked request; `deliver` gets its events."""
         self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
         self.output = Output(request, tokenizer, prompt, max_new_tokens=max_new_tokens)
+        self.begin = begin
         self.sequences = [Sequence(list(ids), begin()) for ids in prompt.sequences]
         self.random = random.Random(request.seed)
         self.deliver = deliver

@@ -147,7 +147,7 @@ class Schedule:
             job.mu = float(self._steps.sampler.mu[job.lead.slot])
         self._leave(job, keep=True)
         for s in job.sequences:
-            s.held = self.table.begin()
+            s.held = job.begin()
         self._waiting.appendleft(job)
 
     def end(self, job: Job, last: Event, *, keep: bool = True) -> None:
