@@ -25,9 +25,9 @@ from psutil import Process
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.filters import GrammarFilter
-from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
+from exl2flow.kernels.recording import Recording
 from exl2flow.model.footprint import Footprint
 
 GREEDY, DEFAULT = SamplingSettings.greedy(), SamplingSettings()

@@ -27,6 +27,10 @@ class RopeTable:
         rows = positions.long().view(len(positions), 1, -1)
         return RopeTable(cos=self.cos[rows], sin=self.sin[rows])
 
+    def along(self, positions: torch.Tensor) -> "RopeTable":
+        """Return the rows of positions, int (t,), of one sequence or several one after another."""
+        return RopeTable(cos=self.cos[positions], sin=self.sin[positions])
+
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the first dimensions of heads (b, h, t, head_dim), in fp32."""
         return get_ops(x.device).rotate(x, self.cos, self.sin)

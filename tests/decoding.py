@@ -41,7 +41,7 @@ class Slots:
         )
         self.steps = Steps(model, self.cache, slots=slots, max_tokens=tokens)
         if launched:
-            self.steps._records = False
+            self.steps.recordings.records = False
         self.settings: dict[int, SamplingSettings] = {}
         self.pages: dict[int, list[int]] = {}
         self.sampled: dict[int, list[int]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.kernels import (
     CACHE_FORMATS,
@@ -81,7 +81,8 @@ class _Layer(NamedTuple):
 class StepView:
     """The cache as a step sees it that adds `count` tokens to each sequence.
 
-    tables: int32 (b, pages); lengths: int32 (b,), positions that each sequence holds.
+    tables: int32 (b, pages); lengths: int32 (b,), positions that each sequence holds; positions:
+    int64 (b, count), of the new tokens.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class StepView:
     ) -> None:
         self.tables = tables
         self.lengths = lengths
-        positions = lengths.long()[:, None]
+        self.positions = lengths.long()[:, None]
         if count > 1:
-            positions = positions + torch.arange(count, device=lengths.device)
-        self.slots = slots_at(tables, positions)
+            self.positions = self.positions + torch.arange(count, device=lengths.device)
+        self.slots = slots_at(tables, self.positions)
         self._stores = cache.stores
 
     def layer(self, index: int) -> LayerCache:
@@ -229,6 +230,17 @@ def cache_format(name: str, device: torch.device) -> CacheFormat:
     if name not in names:
         raise ConfigError(f"no cache format `{name}`; choose one of {', '.join(names)}")
     return CACHE_FORMATS[name]
+
+
+def reserve(spec: ModelSpec, *, pages: int, form: CacheFormat, device: torch.device) -> PagedCache:
+    """Reserve a cache; raises `OutOfDeviceMemory` if it does not fit."""
+    try:
+        return PagedCache(spec, pages=pages, form=form, device=device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfDeviceMemory(
+            f"a cache of {pages * PAGE_TOKENS} tokens does not fit in the memory of the GPU; give "
+            "fewer `tokens`, or a format with fewer bits"
+        ) from error
 
 
 def pages_of(tokens: int) -> int:

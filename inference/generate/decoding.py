@@ -1,32 +1,36 @@
 """Decode steps: launched for all jobs that can go on, read one step later, token by token."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from weakref import WeakMethod
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.request import Request, Sampled
+from exl2flow.inference.drafts import Wanted
 from exl2flow.inference.filters import prepare
 from exl2flow.inference.generate.arrival import Arrival
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
+from exl2flow.inference.generate.part import Part, Place
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind
-from exl2flow.inference.sampling.bits import words_of
+from exl2flow.kernels import FEW_ROWS
 
 CANDIDATES = 64  # that a hook sees
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the device works on: its jobs with the slots that sample, and what arrives."""
+    """A step that the device works on: its jobs, and what arrives for each place of a draft."""
 
-    jobs: list[tuple[Job, int]]
-    arrival: Arrival
+    parts: list[Part]
+    arrivals: list[Arrival]
 
 
 class Decoding:
-    """Samples a token for each job whose prompt is read, and hands it to the job's output."""
+    """Samples tokens for each job whose prompt is read, and hands them to the job's output."""
 
     def __init__(self, steps: Steps, schedule: Schedule) -> None:
         self._steps, self._schedule = steps, schedule
@@ -35,96 +39,138 @@ class Decoding:
 
     def step(self) -> None:
         """Launch the next step for all that need not wait for the last one, then read that."""
-        if self._launched is not None and any(job.output.waits for job, _ in self._launched.jobs):
+        if self._launched is not None and self._must_wait(self._launched.parts):
             self.catch_up()
         self._schedule.make_room()
-        jobs, slots = self._forward()
-        if any(job.constraint is not None for job in jobs):
+        parts, slots = self._forward()
+        if any(part.job.constraint is not None for part in parts):
             self.catch_up()  # what a constraint allows follows from the last token
-        launched = self._sample(jobs, slots)
+        launched = self._sample(parts, slots)
         self.catch_up()
         self._launched = launched
         if not self._steps.ahead:
             self.catch_up()
 
-    def _forward(self) -> tuple[list[Job], int]:
+    def _must_wait(self, parts: list[Part]) -> bool:
+        """Return whether the next forward pass depends on the tokens of these."""
+        return self._steps.guesses is not None or any(part.job.output.waits for part in parts)
+
+    def _forward(self) -> tuple[list[Part], int]:
         """Launch the next forward pass; return the jobs that sample from it, and its slots."""
         self._schedule.close_gaps()
         jobs = [job for job in self._schedule.running if job.steps and job.wants_more]
         slots = self._schedule.top if jobs else 0
-        if jobs:
-            self._steps.forward(slots)
+        parts = [Part(job, draft) for job, draft in self._drafted(jobs, slots)]
+        if parts:
+            drafts = {slot: part.draft for part in parts for slot in part.slots}
+            self._steps.forward(slots, drafts)
         for job in jobs:
             job.launched += 1
-        return jobs, slots
+        return parts, slots
 
-    def _sample(self, jobs: list[Job], slots: int) -> _Launched | None:
-        draws, taken = [0.0] * slots, list[tuple[Job, int]]()
-        prepare(p for job in jobs if job.constraint is not None for p in job.constraint.parts)
+    def _drafted(self, jobs: Sequence[Job], slots: int) -> Iterator[tuple[Job, list[int]]]:
+        """Yield the jobs with guesses of their next tokens."""
+        if self._steps.guesses is None or not jobs:
+            yield from ((job, []) for job in jobs)
+            return
+        room = min(self._steps.drafts, FEW_ROWS // slots - 1)  # more rows cost more
+        wanted = {
+            s.slot: Wanted(s, s.ids, job.most_drafted(room) if s is job.lead else 0)
+            for job in jobs
+            for s in job.sequences
+        }
+        found, known = self._steps.guesses.guess(wanted), range(self._steps.sampler.vocab_size)
         for job in jobs:
-            if not self._set_mask(job):
-                continue
-            draws[job.lead.slot] = job.random.random()
-            taken.append((job, job.lead.slot))
-        if not taken:
-            return None
-        sampled = self._steps.sample(slots, self._kind(), draws)
-        rows = [slot for job, slot in taken if job.request.logits or job.request.hooks]
-        return _Launched(taken, Arrival(sampled, self._steps.logits, rows))
+            draft = [*takewhile(known.__contains__, found[job.lead.slot])]
+            yield job, draft[: self._schedule.reserve_ahead(job, len(draft))]
 
-    def _kind(self) -> Kind:
+    def _sample(self, parts: list[Part], slots: int) -> _Launched | None:
+        """Launch the samples of a forward pass: first all first places, then those behind them."""
+        constraints = [part.job.constraint for part in parts]
+        prepare(one for c in constraints if c is not None for one in c.parts)
+        parts = [part for part in parts if self._plan(part)]
+        if not parts:
+            return None
+        kind, arrivals = self._kind(parts), list[Arrival]()
+        with self._steps.verifying(slots) as go_on:
+            for place in range(max(len(part.places) for part in parts)):
+                there = [part for part in parts if place < len(part.places)]
+                if place:
+                    drafted = {slot: p.draft[place - 1] for p in there for slot in p.slots}
+                    go_on(place - 1, drafted)
+                draws = [0.0] * slots
+                for part in there:
+                    self._show(part, part.places[place])
+                    draws[part.slot] = part.job.draw(place)
+                sampled = self._steps.sample(slots, kind, draws)
+                requests = ((part.slot, part.job.request) for part in there)
+                rows = [slot for slot, request in requests if request.logits or request.hooks]
+                arrivals.append(Arrival(sampled, self._steps.logits, rows))
+        return _Launched(parts, arrivals)
+
+    def _plan(self, part: Part) -> bool:
+        """Find what each place may take; False: the job has ended."""
+        if part.job.is_done:
+            return False
+        try:
+            part.plan()
+        except Exception as error:  # of a filter
+            event = part.job.output.finish("error", error=error)
+        else:
+            allowed = part.places[0].allowed
+            if allowed is None or not allowed.must_end:
+                return True
+            event = part.job.output.finish("end_filter")
+        self._schedule.end(part.job, event)
+        return False
+
+    def _kind(self, parts: list[Part]) -> Kind:
         """Return the operations that serve all jobs that are decoded."""
         jobs = [job for job in self._schedule.running if job.steps]
+        has_mask = any(place != Place() for part in parts for place in part.places)
         return Kind.of(
             {job.request.settings for job in jobs},
-            masked=any(job.mask != FREE or job.constraint is not None for job in jobs),
+            masked=has_mask or any(job.shown != FREE for job in jobs),
             top=max(_top(job.request) for job in jobs),
             probabilities=any(job.request.probabilities or job.request.hooks for job in jobs),
         )
 
-    def _set_mask(self, job: Job) -> bool:
-        """Set what the next sample may take; False: the job has ended."""
-        if job.is_done:
-            return False
-        mask, width, words = job.next_mask(), self._steps.sampler.width, None
-        if mask == job.mask and job.constraint is None:
-            return True
-        only, without = job.mask = mask
-        if job.constraint is not None:
-            try:
-                allowed = job.constraint.allowed(only, without)
-            except Exception as error:  # of a filter
-                self._schedule.end(job, job.output.finish("error", error=error))
-                return False
-            if allowed.must_end:
-                self._schedule.end(job, job.output.finish("end_filter"))
-                return False
-            words, job.ends = allowed.words, allowed.ends
-        elif only is not None:
-            words = words_of(set(only) - without, width)
-        elif without:
-            words = ~words_of(without, width)
-        self._steps.sampler.allow(job.lead.slot, words)
-        return True
+    def _show(self, part: Part, place: Place) -> None:
+        """Set what the next sample of a job may take."""
+        if place.allowed is not None or place.mask != part.job.shown:
+            part.job.shown = place.mask
+            self._steps.sampler.allow(part.slot, place.words(self._steps.sampler.width))
 
     def catch_up(self) -> None:
         """Read what the last step sampled."""
         launched, self._launched = self._launched, None
         if launched is None:
             return
-        launched.arrival.wait()
-        for job, slot in launched.jobs:
-            if job.is_done:
-                continue
-            job.launched -= 1
-            token = launched.arrival.token(slot, _top(job.request))
+        for arrival in launched.arrivals:
+            arrival.wait()
+        for part in launched.parts:
+            if not part.job.is_done:
+                part.job.launched -= 1
+                self._read(part, launched.arrivals)
+
+    def _read(self, part: Part, arrivals: list[Arrival]) -> None:
+        """Hand the tokens of a step to a job, up to the first one that was not drafted."""
+        job, right = part.job, 0
+        for place, arrival in zip(part.places, arrivals, strict=False):
+            token, before = arrival.token(part.slot, _top(job.request)), len(job.output.ids)
+            job.draws.popleft()
             try:
-                self._take(job, token)
+                self._take(job, token, place.ends)
             except Exception as error:  # of a hook, or of this job's logits
                 event = job.output.finish("error", error=error)
                 self._schedule.end(job, event, keep=token.id >= 0)
+            was_drafted = right < len(part.draft) and token.id == part.draft[right]
+            right += was_drafted
+            if not was_drafted or job.is_done or len(job.output.ids) <= before:
+                break
+        job.reach.note(len(part.draft), right)
 
-    def _take(self, job: Job, token: Token) -> None:
+    def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:
         if token.id < 0:
             raise InferenceError("the logits are not finite; check the files of the model")
         job.sampled()
@@ -136,7 +182,7 @@ class Decoding:
             return
         if event is not None:
             job.deliver(event)
-        if job.follows(token.id, len(event.suppressed_ids) if event is not None else 0):
+        if job.follows(token.id, len(event.suppressed_ids) if event is not None else 0, ends):
             self._schedule.accept(job)
         else:
             self._schedule.end(job, job.output.finish("end_filter"))

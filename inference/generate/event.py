@@ -42,7 +42,8 @@ class Piece:
 class Statistics:
     """Tokens and pages, summed over sequences, and times.
 
-    new_tokens: includes the stop token, not the healed one; waiting: until the first pass over the
+    new_tokens: includes the stop token, not the healed one; drafted, accepted: tokens that a draft
+    guessed, and those of them that the model chose, too; waiting: until the first pass over the
     prompt; prompt: from then to the first token; text: from the first token to the last.
     """
 
@@ -50,6 +51,8 @@ class Statistics:
     cached_tokens: int
     cached_pages: int
     new_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     waiting_seconds: float
     prompt_seconds: float
     text_seconds: float

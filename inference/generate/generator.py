@@ -14,11 +14,12 @@ from typing import Any, cast, overload
 
 import torch
 
-from exl2flow.core.errors import ConfigError, InferenceError, OutOfDeviceMemory
+from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.core.request import Request, Text
-from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
 from exl2flow.inference.cache.pages import PageTable
+from exl2flow.inference.drafts import Draft, Drafter
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decoding import Decoding
 from exl2flow.inference.generate.event import Event
@@ -30,6 +31,7 @@ from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.model import ModelSpec
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes, exact_format
 
 Prompt = Text | tuple[Text, Text]
@@ -50,6 +52,7 @@ class Generator:
         tokens: int | None = None,
         slots: int = 16,
         chunk: int = PROMPT_TOKENS,
+        draft: Drafter | None = None,
     ) -> None:
         """Reserve a cache for a model.
 
@@ -60,9 +63,11 @@ class Generator:
                 fit in the free memory.
             slots: sequences that run at once.
             chunk: tokens of prompts that one pass reads, a multiple of 256.
+            draft: a `Draft` or an `NgramDraft`, which guesses tokens; texts do not depend on it.
 
         Raises:
-            ConfigError: there is no such format, or a number is out of range.
+            ConfigError: there is no such format, a number is out of range, or the draft has another
+                vocabulary.
             OutOfDeviceMemory: the cache does not fit.
         """
         if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
@@ -73,18 +78,12 @@ class Generator:
         self.model, self.slots, self.context = model, slots, model.max_tokens
         device = model.decoder.embedding.weight.device
         name = cache or exact_format(device)
-        form = cache_format(name, device)
-        self.pages = pages_of(tokens or _fitting(model, name, device))
-        try:
-            pool = PagedCache(model.spec, pages=self.pages, form=form, device=device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(
-                f"a `{name}` cache of {self.pages * PAGE_TOKENS} tokens does not fit in the memory "
-                "of the GPU; give fewer `tokens`, or a format with fewer bits"
-            ) from error
-        self._steps = Steps(
-            model, pool, slots=slots, max_tokens=min(self.context, self.pages * PAGE_TOKENS)
-        )
+        form, specs = cache_format(name, device), [model.spec]
+        specs += [draft.model.spec] if isinstance(draft, Draft) else []
+        self.pages = pages_of(tokens or _fitting(model.max_tokens, specs, name, device))
+        pool = reserve(model.spec, pages=self.pages, form=form, device=device)
+        most = min(self.context, self.pages * PAGE_TOKENS)
+        self._steps = Steps(model, pool, slots=slots, max_tokens=most, draft=draft)
         self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)
         self._reading = Reading(self._steps, self._schedule, chunk=chunk)
         self._decoding = Decoding(self._steps, self._schedule)
@@ -241,10 +240,10 @@ class Generator:
         self._steps.warm_up(kinds)
 
 
-def _fitting(model: LoadedModel, name: str, device: torch.device) -> int:
+def _fitting(context: int, specs: list[ModelSpec], name: str, device: torch.device) -> int:
     """Return the tokens of one context, or as many as fit in the free memory."""
     room = free_memory(device) if device.type == "cuda" else available_memory()
     if room is None:
-        return model.max_tokens
-    page = cache_bytes(model.spec, context=1, cache_format=name)
-    return max(PAGE_TOKENS, min(model.max_tokens, int(SHARE * room) // page * PAGE_TOKENS))
+        return context
+    page = sum(cache_bytes(spec, context=1, cache_format=name) for spec in specs)
+    return max(PAGE_TOKENS, min(context, int(SHARE * room) // page * PAGE_TOKENS))

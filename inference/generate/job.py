@@ -2,11 +2,13 @@
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from exl2flow.core.request import Request
 from exl2flow.inference.cache.pages import Pages
+from exl2flow.inference.drafts import Reach
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics
 from exl2flow.inference.generate.output import NONE, Output
@@ -17,7 +19,7 @@ Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (No
 FREE: Mask = (None, NONE)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
     """Tokens of a job that the model reads; all but the last are to be in the cache.
 
@@ -38,8 +40,9 @@ class Job:
     """A submitted request; `Generator` changes it.
 
     launched: samples that were begun and not read yet; steps: whether its sequences take part in
-    decode steps; begin: makes the pages of a new sequence; skips: how often another job overtook it in the queue; constraint: of its filters;
-    ends: ids that end the text, if the next sample takes one.
+    decode steps; begin: makes the pages of a new sequence; skips: how often another job overtook it
+    in the queue; constraint: of its filters; shown: the mask that its slot has; reach: how many
+    tokens are worth guessing.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class Job:
         self.deliver = deliver
         self.launched = self.skips = 0
         self.steps = self.is_done = False
-        self.mask, self.constraint = FREE, constraint
-        self.ends = NONE
+        self.shown, self.constraint = FREE, constraint
+        self.reach = Reach()
+        self.draws = deque[float]()  # of samples that were not read yet
         self.mu: float | None = None
         self._times = [time.monotonic()]  # submitted, started, first token, last token
         self._on_cancel = on_cancel
@@ -86,12 +90,27 @@ class Job:
             return False
         return self.output.new_tokens + self.launched < self.max_new_tokens
 
-    def next_mask(self) -> Mask:
-        """Return what the sample that was begun last may take."""
-        ahead = self.launched - 1
+    def most_drafted(self, room: int) -> int:
+        """Return how many tokens may be guessed before the next sample."""
+        waits = self.request.hooks or (self.output.waits and self.request.settings.mirostat)
+        if waits or self.output.healing is not None:
+            return 0  # a sample, or what Mirostat learned from it, may be taken back
+        left = self.max_new_tokens - self.output.new_tokens - 1
+        return max(0, min(self.reach.tokens, room, left))
+
+    def draw(self, place: int) -> float:
+        """Return the draw of the sample that was begun last, `place` tokens behind its first."""
+        ahead = self.launched - 1 + place
+        while len(self.draws) <= ahead:
+            self.draws.append(self.random.random())
+        return self.draws[ahead]
+
+    def mask(self, place: int) -> Mask:
+        """Return what that sample may take."""
+        ahead = self.launched - 1 + place
         return None if ahead else self.output.healing, self.output.blocked(ahead)
 
-    def follows(self, token: int, cut: int) -> bool:
+    def follows(self, token: int, cut: int, ends: frozenset[int]) -> bool:
         """Continue the constraint by a token, or cut as many; False: the token ends the text."""
         if self.constraint is None:
             return True
@@ -99,7 +118,7 @@ class Job:
             self.constraint.rollback(cut - 1)  # the last one was not accepted
             return True
         self.constraint.accept(token)
-        return token not in self.ends
+        return token not in ends
 
     def started(self) -> None:
         """Note that the prompt is read from now on."""
@@ -126,6 +145,8 @@ class Job:
             cached_tokens=self._cached[0],
             cached_pages=self._cached[1],
             new_tokens=max(self.output.new_tokens, 0),
+            drafted_tokens=self.reach.drafted,
+            accepted_tokens=self.reach.accepted,
             waiting_seconds=started - submitted,
             prompt_seconds=first - started,
             text_seconds=last - first,

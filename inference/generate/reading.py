@@ -81,7 +81,7 @@ class Reading:
 
     def _takes_over(self, job: Job, sequence: Sequence) -> bool:
         """Use what the cache holds; return whether something must be read."""
-        self._steps.cache.copy(self._schedule.table.match(sequence.held, sequence.ids))
+        self._steps.copy(self._schedule.table.match(sequence.held, sequence.ids))
         if sequence.unread:
             return True
         self._schedule.begin_steps(job)

@@ -12,7 +12,8 @@ from heapq import heappop, heappush
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import FREE, Job, Sequence
-from exl2flow.inference.generate.steps import Steps, bucket
+from exl2flow.inference.generate.steps import Steps
+from exl2flow.kernels.recording import bucket
 
 LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
 
@@ -75,7 +76,7 @@ class Schedule:
         """Let a job take part in decode steps once all of its sequences are read."""
         if job.steps or any(s.unread for s in job.sequences):
             return
-        job.steps, job.mask = True, FREE
+        job.steps, job.shown = True, FREE
         for s in job.sequences:
             self._steps.enter(s.slot, s.held.pages, s.ids, job.request.settings, job.mu)
         if len(job.sequences) == 2:
@@ -95,6 +96,15 @@ class Schedule:
                     return False
                 self._steps.set_pages(s.slot, s.held.pages)
         return True
+
+    def reserve_ahead(self, job: Job, tokens: int) -> int:
+        """Take pages for drafts behind the next token; return for how many there is room."""
+        for s in job.sequences:
+            end = len(s.ids) + tokens
+            if end > len(s.held.pages) * self.table.page_tokens and self.table.reserve(s.held, end):
+                self._steps.set_pages(s.slot, s.held.pages)
+            tokens = min(tokens, len(s.held.pages) * self.table.page_tokens - len(s.ids))
+        return tokens
 
     def reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:
         """Take pages for a prompt, from younger jobs if need be; False: the job went back."""
@@ -131,7 +141,7 @@ class Schedule:
         self._settle(sequence)
         del sequence.ids[count:]
         held = sequence.held
-        self._steps.cache.copy(self.table.cut(held, min(count - 1, held.filled)))
+        self._steps.copy(self.table.cut(held, min(count - 1, held.filled)))
         self._steps.set_pages(sequence.slot, held.pages)
         self._steps.stand_at(sequence.slot, sequence.ids)
         self._steps.sampler.cut(sequence.slot, count)

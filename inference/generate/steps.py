@@ -2,15 +2,15 @@
 
 A decode step is two recordings: forward (ids → logits) for a number of rows, and sampling (logits →
 ids) for a number of rows and a `Kind`. Both advance the state of their slots by themselves, so the
-host may replay the next step before it has read the ids of the last one.
+host may replay the next step before it has read the ids of the last one. With drafts, forward takes
+several tokens per slot, and sampling is replayed for each place while what it chose was drafted.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,8 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
-from exl2flow.inference.generate.recording import Recording
+from exl2flow.inference.cache.pages import Copy
+from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import (
     Kind,
@@ -29,11 +30,11 @@ from exl2flow.inference.sampling import (
     sample,
 )
 from exl2flow.kernels import on_device
-from exl2flow.model import Decoder, RopeTable, check_ids, step_table
+from exl2flow.kernels.recording import Recordings, bucket
+from exl2flow.model import Decoder, check_ids, step_table
 
-log = logging.getLogger(__name__)
-
-ROWS = (1, 2, 4, 8, 16, 24, 32)  # of a recorded step; beyond them in multiples of the last
+COUNTS = (1, 3, 5, 8)  # tokens per slot of a recorded step
+NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
@@ -41,22 +42,31 @@ class Steps:
     """The device side of a generator's slots.
 
     tables: int32 (slots, pages); lengths: int32 (slots,), tokens whose keys and values are stored;
-    ids: int64 (slots, 1), the token after those; logits: fp32 (slots, v), of the last step.
-    Idle slots write to the cache's spare page.
+    ids: int64 (slots, 1 + drafts), the token after those, and drafts behind it; logits: fp32
+    (slots, v), of the last step, and behind (drafts, slots, v), of the tokens drafted.
+    Idle slots write to the cache's spare page. drafts: the most per slot; guesses: what makes them.
     """
 
     def __init__(
-        self, model: LoadedModel, cache: PagedCache, *, slots: int, max_tokens: int
+        self,
+        model: LoadedModel,
+        cache: PagedCache,
+        *,
+        slots: int,
+        max_tokens: int,
+        draft: Drafter | None = None,
     ) -> None:
         """Take a cache that nothing else changes; `max_tokens` is the longest sequence."""
         self._decoder, self.cache, device = model.decoder, cache, cache.device
         self.check_stream()
         width = model.spec.head.out_features
-        shape = (slots, pages_of(max_tokens))
+        self.drafts = drafts = 0 if draft is None else draft.tokens
+        shape = (slots, pages_of(max_tokens + drafts))
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        self.logits = torch.full((slots, width), -torch.inf, device=device)
+        self.ids = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
+        self.logits, *_ = every = torch.full((1 + drafts, slots, width), -torch.inf, device=device)
+        self._behind = every[1:]
         self.draws = torch.zeros(slots, dtype=torch.float64, device=device)
         tokenizer = model.tokenizer
         self.sampler = SamplerSlots(
@@ -67,9 +77,11 @@ class Steps:
             device=device,
         )
         self._tokenizer = tokenizer
-        self._angles = step_table(model.spec.rope, max_tokens, device)
-        self._records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
-        self._recordings: dict[object, Recording[Any]] = {}
+        self._angles = step_table(model.spec.rope, max_tokens + drafts, device)
+        records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
+        self.recordings = Recordings(partial(_idle, self.sampler.active), records=records)
+        state = Slots(cache, self.tables, self.lengths, self.recordings)
+        self.guesses = None if draft is None else draft.start(model, state)
 
     @property
     def ahead(self) -> bool:
@@ -110,7 +122,7 @@ class Steps:
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""
         self.lengths[slot] = len(ids) - 1
-        self.ids[slot] = ids[-1]
+        self.ids[slot, 0] = ids[-1]
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Set the pages of a slot's sequence."""
@@ -125,7 +137,7 @@ class Steps:
             SourceModelError: the vocabulary does not have it.
         """
         check_ids([token], self._decoder.spec)
-        self.ids[slot] = token
+        self.ids[slot, 0] = token
         self.sampler.history[slot, place] = token
 
     def leave(self, slot: int) -> None:
@@ -144,76 +156,92 @@ class Steps:
     def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
         """Store keys and values of the segments' tokens, given one segment after another."""
         view = PromptView(self.cache, segments)
-        table = RopeTable(
-            cos=self._angles.cos[view.positions], sin=self._angles.sin[view.positions]
-        )
-        self._decoder.hidden(on_device(torch.tensor([ids]), self.cache.device), view, table)
+        tokens = on_device(torch.tensor([ids]), self.cache.device)
+        self._decoder.hidden(tokens, view, self._angles.along(view.positions))
+        if self.guesses is not None:
+            self.guesses.read(tokens, segments)
 
-    def forward(self, slots: int) -> None:
-        """Compute the logits of the next token for each of the first slots."""
+    def copy(self, copy: Copy | None) -> None:
+        """Copy a page."""
+        self.cache.copy(copy)
+        if self.guesses is not None:
+            self.guesses.copy(copy)
+
+    def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] = NO_DRAFTS) -> None:
+        """Compute the logits of the next token for each of the first slots, and behind drafts.
+
+        `drafts` are, by slot, ids that may follow its token.
+        """
+        rows, longest = self._rows(slots), max(map(len, drafts.values()), default=0)
+        most = self.ids.shape[1]
+        count = min(most, next(count for count in COUNTS if count > longest))
+        if longest:
+            guessed = torch.zeros(slots, count - 1, dtype=torch.int64)
+            for slot, ids in drafts.items():
+                guessed[slot, : len(ids)] = torch.tensor(ids)
+            self.ids[:slots, 1:count] = on_device(guessed, self.cache.device)
+        self.recordings.replay((rows, count), partial(self._forward, rows, count))
+
+    @contextmanager
+    def verifying(self, slots: int) -> Iterator[Callable[[int, Mapping[int, int]], None]]:
+        """Give a function that lets only those slots sample on that sampled what was drafted.
+
+        It takes the place that was sampled, and the draft of each slot for it.
+        """
+        active = self.sampler.active.clone()
         rows = self._rows(slots)
-        self._replay(rows, partial(self._forward, rows))
+
+        def go_on(place: int, expected: Mapping[int, int]) -> None:
+            drafted = torch.tensor([expected.get(slot, -1) for slot in range(rows)])
+            self.sampler.active[:rows] *= self.ids[:rows, 0] == on_device(drafted, active.device)
+            self.logits[:rows] = self._behind[place, :rows]
+
+        try:
+            yield go_on
+        finally:
+            self.sampler.active.copy_(active)
 
     def sample(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
         """Sample a token for each of the first slots; the next call overwrites the result."""
         rows = self._rows(slots)
         there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
         self.draws[:slots] = there
-        sampled: Sampled = self._replay((rows, kind), partial(self._sample, rows, kind))
-        return sampled
+        return self.recordings.replay((rows, kind), partial(self._sample, rows, kind))
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record what steps of any number of slots need for the kinds."""
         for rows in sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)}):
-            self._recording(rows, partial(self._forward, rows))
+            for count in {1, self.ids.shape[1]}:
+                self.recordings.make((rows, count), partial(self._forward, rows, count))
             for kind in kinds:
-                self._recording((rows, kind), partial(self._sample, rows, kind))
+                self.recordings.make((rows, kind), partial(self._sample, rows, kind))
 
     def _rows(self, slots: int) -> int:
         return min(bucket(slots), len(self.ids))
 
-    def _forward(self, rows: int) -> None:
-        lengths = self.lengths[:rows]
-        view = StepView(self.cache, self.tables[:rows], lengths)
-        logits = self._decoder.forward(self.ids[:rows], view, self._angles.at(lengths))
-        self.logits[:rows, : logits.shape[-1]] = logits[:, 0]  # a head may lack some rows
-        lengths += self.sampler.active[:rows]
+    def _forward(self, rows: int, count: int) -> None:
+        view = StepView(self.cache, self.tables[:rows], self.lengths[:rows], count=count)
+        angles = self._angles.at(view.positions)
+        logits = self._decoder.forward(self.ids[:rows, :count], view, angles)
+        width = logits.shape[-1]  # a head may lack some rows
+        self.logits[:rows, :width] = logits[:, 0]
+        if count > 1:
+            self._behind[: count - 1, :rows, :width] = logits[:, 1:].transpose(0, 1)
 
     def _sample(self, rows: int, kind: Kind) -> Sampled:
         sampled = sample(self.logits[:rows], self.sampler, self.draws[:rows], kind)
-        self.ids[:rows, 0] = sampled.ids.clamp(min=0)
+        active, ids = self.sampler.active[:rows], self.ids[:rows, 0]
+        self.lengths[:rows] += active
+        ids.copy_(torch.where(active > 0, sampled.ids.clamp(min=0), ids))
         return sampled
 
-    def _replay(self, key: object, work: Callable[[], Any]) -> Any:
-        recording = self._recording(key, work)
-        return work() if recording is None else recording.replay()
 
-    def _recording(self, key: object, work: Callable[[], Any]) -> Recording[Any] | None:
-        """Return the recording of some work, made now if it is new; None: nothing is recorded."""
-        if self._records and key not in self._recordings:
-            beside = next(iter(self._recordings.values()), None)
-            try:
-                with self._idle():
-                    self._recordings[key] = Recording(work, beside=beside)
-            except RuntimeError as error:
-                log.info("step=launched reason=%s", error)
-                self._records = False
-        return self._recordings[key] if self._records else None
-
-    @contextmanager
-    def _idle(self) -> Iterator[None]:
-        """Let no slot advance in the block; what it writes to the cache is written again later."""
-        active, ids = self.sampler.active.clone(), self.ids.clone()
-        self.sampler.active.zero_()
-        try:
-            yield
-        finally:
-            self.sampler.active.copy_(active)
-            self.ids.copy_(ids)
-
-
-def bucket(slots: int) -> int:
-    """Return the rows of a recording that serves so many slots."""
-    if slots > ROWS[-1]:
-        return -(-slots // ROWS[-1]) * ROWS[-1]
-    return next(rows for rows in ROWS if rows >= slots)
+@contextmanager
+def _idle(active: torch.Tensor) -> Iterator[None]:
+    """Let no slot advance in the block; what it writes to the cache is written again later."""
+    kept = active.clone()
+    active.zero_()
+    try:
+        yield
+    finally:
+        active.copy_(kept)

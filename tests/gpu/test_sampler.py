@@ -8,8 +8,8 @@ import pytest
 import torch
 from sampled import PLAIN, slots_of
 
-from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings, sample
+from exl2flow.kernels.recording import Recording
 
 pytestmark = pytest.mark.gpu
 

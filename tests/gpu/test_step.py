@@ -12,9 +12,9 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.generate import steps
-from exl2flow.inference.generate.recording import Recording
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
+from exl2flow.kernels import recording
+from exl2flow.kernels.recording import Recording
 
 pytestmark = pytest.mark.gpu
 
@@ -45,12 +45,12 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """Return all recordings made from now on."""
     made: list[Recording] = []
 
-    class Listed(steps.Recording):
+    class Listed(Recording):
         def __init__(self, *arguments, **options) -> None:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(steps, "Recording", Listed)
+    monkeypatch.setattr(recording, "Recording", Listed)
     return made
 
 

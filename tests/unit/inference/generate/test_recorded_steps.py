@@ -8,9 +8,9 @@ from decoding import GREEDY, HOT, Again, Slots, prompts_of, text_alone
 from tiny import make_tiny
 
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.generate import steps
-from exl2flow.inference.generate.steps import ROWS, bucket
 from exl2flow.inference.sampling import Kind
+from exl2flow.kernels import recording
+from exl2flow.kernels.recording import ROWS, bucket
 
 MIXED = (GREEDY, SamplingSettings(temperature=1.5), HOT)
 
@@ -26,13 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
     """Record with `Again` from now on, and return all recordings."""
     Again.made = []
-    monkeypatch.setattr(steps, "Recording", Again)
+    monkeypatch.setattr(recording, "Recording", Again)
     return Again.made
 
 
 def recorded(model: LoadedModel, **options: object) -> Slots:
     slots = Slots(model, **options)
-    slots.steps._records = True
+    slots.steps.recordings.records = True
     return slots
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_recorded_is_launched_and_tried_once(
         tried.append(work)
         raise RuntimeError("not permitted")
 
-    monkeypatch.setattr(steps, "Recording", fails)
+    monkeypatch.setattr(recording, "Recording", fails)
     slots, ids = recorded(model, slots=3), prompts_of(model)[0]
     for slot in range(2):
         slots.enter(slot, ids, HOT)

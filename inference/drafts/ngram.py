@@ -1,0 +1,78 @@
+"""Drafts without a model: what followed when the last few tokens occurred before."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference.cache.paged import Segment
+from exl2flow.inference.cache.pages import Copy
+from exl2flow.inference.drafts.guesses import Wanted, check_tokens
+
+WIDTH = array("i").itemsize
+REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class NgramDraft:
+    """Guesses that a text goes on as it did after the latest occurrence of its last tokens.
+
+    tokens: at most so many are guessed at once; longest: so many tokens, or else fewer, must have
+    occurred before.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    tokens: int = 4
+    longest: int = 4
+
+    def __post_init__(self) -> None:
+        check_tokens(self.tokens)
+        if self.longest < 1:
+            raise ConfigError(
+                f"`longest` of an n-gram draft is {self.longest}; it must be 1 or more"
+            )
+
+    def start(self, *_: object) -> "NgramGuesses":
+        return NgramGuesses(self.longest)
+
+
+class NgramGuesses:
+    """Keeps the ids of each text as bytes, which are searched in no time."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._texts = WeakKeyDictionary[object, bytearray]()
+
+    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None: ...
+
+    def copy(self, copy: Copy | None) -> None: ...
+
+    def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
+        return {slot: self._follow(one) for slot, one in wanted.items()}
+
+    def _follow(self, one: Wanted) -> list[int]:
+        if not one.most:
+            return []
+        text = self._texts.setdefault(one.owner, bytearray())
+        kept = max(0, min(len(text) // WIDTH, len(one.ids)) - REREAD)
+        text[kept * WIDTH :] = array("i", one.ids[kept:]).tobytes()
+        if (begin := self._earlier(text)) is None:
+            return []
+        period = array("i", bytes(text[begin : begin + one.most * WIDTH]))
+        return [period[i % len(period)] for i in range(one.most)]  # it may repeat itself
+
+    def _earlier(self, text: bytearray) -> int | None:
+        """Return the place behind the latest occurrence of the text's last tokens."""
+        for count in range(min(self._longest, len(text) // WIDTH - 1), 0, -1):
+            size = count * WIDTH
+            end, last = len(text) - WIDTH, bytes(text[-size:])
+            while (place := text.rfind(last, 0, end)) >= 0:
+                if place % WIDTH == 0:
+                    return place + size
+                end = place + size - 1
+        return None

@@ -1,0 +1,72 @@
+"""GPU work that is recorded once and replayed, so that launching it costs the host nothing."""
+
+import logging
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 24, 32)  # of a recorded step; beyond them in multiples of the last
+WARM_UP = 2  # runs before a recording, to compile kernels and create plans and workspaces
+
+T = TypeVar("T")
+
+
+class Recording(Generic[T]):
+    """Recorded work; `result` is overwritten by every replay, also by one of its pool."""
+
+    def __init__(self, work: Callable[[], T], beside: "Recording[T] | None" = None) -> None:
+        """Record work, in the memory of `beside` if the two never run at the same time.
+
+        Raises:
+            RuntimeError: part of it waits for the device, or memory runs out.
+        """
+        for _ in range(WARM_UP):
+            work()
+        self._graph = torch.cuda.CUDAGraph()
+        pool = None if beside is None else beside._graph.pool()
+        here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
+        with here, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.result = work()
+
+    def replay(self) -> T:
+        """Replay the work."""
+        self._graph.replay()
+        return self.result
+
+
+class Recordings:
+    """Recordings by key, in one pool of memory; work that cannot be recorded is launched."""
+
+    def __init__(self, idle: Callable[[], AbstractContextManager[None]], *, records: bool) -> None:
+        """`idle` makes a context in which work changes nothing that counts."""
+        self.records = records
+        self._idle = idle
+        self._made: dict[Hashable, Recording[Any]] = {}
+
+    def replay(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Do work that is always the same under its key."""
+        self.make(key, work)
+        return self._made[key].replay() if self.records else work()
+
+    def make(self, key: Hashable, work: Callable[[], T]) -> None:
+        """Record work, unless that is done."""
+        if not self.records or key in self._made:
+            return
+        beside = next(iter(self._made.values()), None)
+        try:
+            with self._idle():
+                self._made[key] = Recording(work, beside=beside)
+        except RuntimeError as error:
+            log.info("step=launched reason=%s", error)
+            self.records = False
+
+
+def bucket(slots: int) -> int:
+    """Return the rows of a recording that serves so many slots."""
+    if slots > ROWS[-1]:
+        return -(-slots // ROWS[-1]) * ROWS[-1]
+    return next(rows for rows in ROWS if rows >= slots)
