@@ -141,13 +141,23 @@ class Steps:
         self.sampler.move(source, target)
         self.leave(source)
 
-    def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Store keys and values of the segments' tokens, given one segment after another."""
+    def read(
+        self,
+        ids: Sequence[int],
+        segments: Sequence[Segment],
+        rows: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Store keys and values of the segments' tokens, given one segment after another.
+
+        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in their order.
+        """
         view = PromptView(self.cache, segments)
         table = RopeTable(
             cos=self._angles.cos[view.positions], sin=self._angles.sin[view.positions]
         )
-        self._decoder.hidden(on_device(torch.tensor([ids]), self.cache.device), view, table)
+        given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
+        there = on_device(torch.tensor([ids]), self.cache.device)
+        self._decoder.hidden(there, view, table, given)
 
     def forward(self, slots: int) -> None:
         """Compute the logits of the next token for each of the first slots."""
