@@ -7,6 +7,7 @@ from exl2flow.core.errors import InferenceError
 from exl2flow.core.request import Request, Sampled
 from exl2flow.inference.filters import prepare
 from exl2flow.inference.generate.arrival import Arrival
+from exl2flow.inference.generate.bans import allowed_by
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.schedule import Schedule
@@ -92,7 +93,7 @@ class Decoding:
         only, without = job.mask = mask
         if job.constraint is not None:
             try:
-                allowed = job.constraint.allowed(only, without)
+                allowed = allowed_by(job.constraint, only, without, job.output.cut)
             except Exception as error:  # of a filter
                 self._schedule.end(job, job.output.finish("error", error=error))
                 return False
