@@ -1,6 +1,5 @@
 """Embeddings in prompts that a GPU reads."""
 
-
 import pytest
 import torch
 from tiny import VOCAB_SIZE, make_tiny
