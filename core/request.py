@@ -9,6 +9,8 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
 
 Text = str | Sequence[int]
+EMBEDDING = "{{EMBED_HERE}}"  # stands for the next tensor in a prompt given as text
+FIRST_EMBEDDING = 1_000_000_000  # id of the first row of all tensors in a prompt given as ids
 MOST_TOKENS = 2**31  # of a request
 MOST_SHOWN = 60  # characters of a refused value
 
@@ -63,6 +65,10 @@ class Request:
     hooks: called in order for every sampled token; each may replace it.
     filters: what the text must match, all of them.
     prefer_end: end the text as soon as the filters allow it.
+    embeddings: floating-point tensors (n, hidden size), read in place of tokens. In text, each
+        `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
+        `FIRST_EMBEDDING + i` is row i of all tensors joined. The last token must be none of them.
+        Of a pair, either prompt may do without.
     end_loops: end a text that repeats itself without end; see `inference/generate/loops.py`.
     max_skips: how many other requests may overtake this one in the queue; None: any number.
     tag: returned in every event.
@@ -89,6 +95,7 @@ class Request:
     hooks: Sequence[Hook] = ()
     filters: Sequence[Filter] = ()
     prefer_end: bool = False
+    embeddings: Sequence[Any] = field(default=(), compare=False)  # tensors have no truth value
     end_loops: bool = False
     max_skips: int | None = 4
     tag: object = None
@@ -114,8 +121,11 @@ class Request:
         for one in self.filters:
             if not callable(getattr(one, "start", None)):
                 raise ConfigError(f"`filters` contains {_shown(one)}, which is no filter")
+        keep("embeddings", tuple(_several("embeddings", self.embeddings)))
         self._check_numbers()
         self._check_guidance()
+        if self.embeddings:
+            self._check_embeddings()
 
     @property
     def prompts(self) -> tuple[Text, ...]:
@@ -152,6 +162,29 @@ class Request:
             )
         if scale is not None and len(self.prompts) == 1:
             raise ConfigError(f"`cfg_scale` is {scale}, which needs a tuple of two prompts")
+
+    def _check_embeddings(self) -> None:
+        for one in self.embeddings:
+            if not hasattr(one, "is_floating_point"):
+                raise ConfigError(f"`embeddings` contains {_shown(one)}, which is no tensor")
+            if one.ndim != 2 or not len(one) or not one.is_floating_point():
+                raise ConfigError(
+                    f"`embeddings` contains a tensor of shape {tuple(one.shape)} and {one.dtype}; "
+                    "it takes rows (n, hidden size) of floating-point numbers"
+                )
+        tensors, rows = len(self.embeddings), sum(map(len, self.embeddings))
+        texts = [part.count(EMBEDDING) for part in self.prompts if isinstance(part, str)]
+        ids = [max(part, default=0) for part in self.prompts if not isinstance(part, str)]
+        last = max(ids, default=0) - FIRST_EMBEDDING
+        if last >= rows:
+            raise ConfigError(
+                f"id {max(ids)} in the prompt is row {last} of `embeddings`, which has {rows}"
+            )
+        if {*texts} - {0, tensors} or (last < 0 and not any(texts)):
+            raise ConfigError(
+                f"`embeddings` has {tensors} tensors; give `prompt` one `{EMBEDDING}` for each, or "
+                f"ids from {FIRST_EMBEDDING} on"
+            )
 
 
 def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
+from exl2flow.core.request import FIRST_EMBEDDING
 from exl2flow.kernels import FEW_ROWS, get_ops
 from exl2flow.model.attention import KvCache
 from exl2flow.model.chains import Chains
@@ -85,12 +86,23 @@ class Decoder:
         self.head = head
         self._chains = Chains.of(sublayers) if isinstance(sublayers, list) else None
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states (b, t, hidden) entering the first sublayer."""
-        return self.embedding(ids)
+    def embed(self, ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the hidden states (b, t, hidden) entering the first sublayer.
+
+        rows: (n, hidden) in the embedding's dtype, used as they are, in their order, for the n ids
+            from `FIRST_EMBEDDING` on.
+        """
+        hidden = self.embedding(ids)
+        if rows is None:
+            return hidden
+        return hidden.masked_scatter((ids >= FIRST_EMBEDDING)[..., None], rows)
 
     def hidden(
-        self, ids: torch.Tensor, cache: KvCache | None = None, table: RopeTable | None = None
+        self,
+        ids: torch.Tensor,
+        cache: KvCache | None = None,
+        table: RopeTable | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the last sublayer's output (b, t, hidden), before the final norm.
 
@@ -98,9 +110,10 @@ class Decoder:
             ids: token ids (b, t) that follow what the cache holds.
             cache: receives the keys and values of these tokens.
             table: their rotation; by default that of positions from 0 on.
+            rows: see `embed`.
         """
         start = table or 0
-        hidden = self.embed(ids)
+        hidden = self.embed(ids, rows)
         if self._chains and ids.numel() <= FEW_ROWS and hidden.dtype == torch.float16:
             return self._chains(hidden, start=start, cache=cache)
         for sublayer in self.sublayers:

@@ -34,7 +34,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._special = special
         self._without_text = frozenset() if special else tokenizer.special_ids
-        seen = (token_id for token_id in reversed(prompt) if token_id not in self._without_text)
+        known = (token_id for token_id in reversed(prompt) if token_id < tokenizer.vocab_size)
+        seen = (token_id for token_id in known if token_id not in self._without_text)
         self._ids = list(islice(seen, CONTEXT_TOKENS))[::-1]
         # an incomplete character at the start would make all bytes behind it undecodable
         while self._ids and self._text(0).startswith(REPLACEMENT):

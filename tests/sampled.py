@@ -20,16 +20,10 @@ def slots_of(
     histories: Sequence[Sequence[int]] = (),
     device: str = "cpu",
     room: int = 64,
-    **defaults: Collection[int],
 ) -> SamplerSlots:
     """Return slots that sequences with these settings and histories have entered."""
     slots = SamplerSlots(
-        slots=len(settings),
-        max_tokens=room,
-        vocab_size=vocab,
-        width=vocab,
-        device=device,
-        **defaults,
+        slots=len(settings), max_tokens=room, vocab_size=vocab, width=vocab, device=device
     )
     for slot, each in enumerate(settings):
         slots.enter(slot, each, histories[slot] if histories else ())
@@ -41,23 +35,19 @@ def sampled(
     settings: SamplingSettings,
     draw: float = 0.5,
     history: Sequence[int] = (),
-    **defaults: Collection[int],
 ) -> Sampled:
     """Return what logits (v,) and a draw give, with all candidates."""
-    slots = slots_of([settings], len(logits), histories=[history], **defaults)
+    slots = slots_of([settings], len(logits), histories=[history])
     kind = replace(Kind.of([settings], top=len(logits), probabilities=True), most=None)
     draws = torch.tensor([draw], dtype=torch.float64)
     return sample_rows(logits[None].float(), slots, draws, kind)
 
 
 def distribution(
-    logits: torch.Tensor,
-    settings: SamplingSettings,
-    history: Sequence[int] = (),
-    **defaults: Collection[int],
+    logits: torch.Tensor, settings: SamplingSettings, history: Sequence[int] = ()
 ) -> dict[int, float]:
     """Return id → probability of the candidates that remain, in order."""
-    found = sampled(logits, settings, 0.5, history, **defaults)
+    found = sampled(logits, settings, 0.5, history)
     assert found.top_ids is not None
     assert found.top_probabilities is not None
     pairs = zip(found.top_ids[0].tolist(), found.top_probabilities[0].tolist(), strict=True)
@@ -93,10 +83,10 @@ def penalized(logits: np.ndarray, s: SamplingSettings, history: Sequence[int]) -
 
 
 def without_repetitions(
-    logits: np.ndarray, s: SamplingSettings, history: Sequence[int], breakers: Collection[int]
+    logits: np.ndarray, s: SamplingSettings, history: Sequence[int]
 ) -> np.ndarray:
     """Apply DRY: find the longest suffix that occurred before, by comparing slices."""
-    given = breakers if s.dry_breakers is None else s.dry_breakers
+    given = s.dry_breakers or ()
     context = list(history[-s.dry_range :] if s.dry_range else history)
     for length in range(min(s.dry_max_ngram, len(context) - 1), s.dry_allowed_length - 1, -1):
         suffix = context[-length:]
@@ -120,8 +110,6 @@ def reference(
     s: SamplingSettings,
     history: Sequence[int] = (),
     *,
-    breakers: Collection[int] = (),
-    ignored: Collection[int] = (),
     allowed: Collection[int] | None = None,
     mu: float | None = None,
 ) -> dict[int, float]:
@@ -130,7 +118,7 @@ def reference(
     for token, bias in s.token_bias:
         values[token] += np.float32(bias)
     if s.dry_multiplier:
-        values = without_repetitions(values, s, history, breakers)
+        values = without_repetitions(values, s, history)
     if allowed is not None:
         values = np.array([x if i in allowed else -math.inf for i, x in enumerate(values)])
     distances = values.astype(np.float64) - float(values.max())
@@ -168,7 +156,7 @@ def reference(
         heat = low + (high - low) * (_entropy(p) / math.log(len(p))) ** s.temp_exponent
         p = _normal({i: (x / max(p.values())) ** (1 / heat) for i, x in p.items()})
     if s.xtc_probability:
-        given = ignored if s.xtc_ignored is None else s.xtc_ignored
+        given = s.xtc_ignored or ()
         likely = [i for i, x in p.items() if x >= s.xtc_threshold and i not in given][:-1]
         mass = sum(p[i] for i in likely)
         share = s.xtc_probability

@@ -12,7 +12,7 @@ from exl2flow.inference.cache.paged import Segment
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.drafts.guesses import Wanted, check_tokens
 
-WIDTH = array("i").itemsize
+WIDTH = array("q").itemsize
 REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
 
 
@@ -60,10 +60,10 @@ class NgramGuesses:
             return []
         text = self._texts.setdefault(one.owner, bytearray())
         kept = max(0, min(len(text) // WIDTH, len(one.ids)) - REREAD)
-        text[kept * WIDTH :] = array("i", one.ids[kept:]).tobytes()
+        text[kept * WIDTH :] = array("q", one.ids[kept:]).tobytes()
         if (begin := self._earlier(text)) is None:
             return []
-        period = array("i", bytes(text[begin : begin + one.most * WIDTH]))
+        period = array("q", bytes(text[begin : begin + one.most * WIDTH]))
         return [period[i % len(period)] for i in range(one.most)]  # it may repeat itself
 
     def _earlier(self, text: bytearray) -> int | None:

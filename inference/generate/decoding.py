@@ -117,8 +117,7 @@ class Decoding:
         except Exception as error:  # of a filter
             event = part.job.output.finish("error", error=error)
         else:
-            allowed = part.places[0].allowed
-            if allowed is None or not allowed.must_end:
+            if not part.places[0].must_end:
                 return True
             event = part.job.output.finish("end_filter")
         self._schedule.end(part.job, event)

@@ -24,7 +24,7 @@ from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decoding import Decoding
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job
-from exl2flow.inference.generate.prompt import check, encoded
+from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.reading import Reading
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps
@@ -100,7 +100,7 @@ class Generator:
         if self._failure is not None:
             raise InferenceError("the generator has failed; make a new one") from self._failure
         tokenizer = self.model.tokenizer
-        prompt = encoded(request, tokenizer)
+        prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
         most = check(
             request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
             pages=self.pages, slots=self.slots,

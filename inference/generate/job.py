@@ -105,10 +105,10 @@ class Job:
             self.draws.append(self.random.random())
         return self.draws[ahead]
 
-    def mask(self, place: int) -> Mask:
-        """Return what that sample may take."""
-        ahead = self.launched - 1 + place
-        return None if ahead else self.output.healing, self.output.blocked(ahead)
+    def mask(self, drafted: list[int]) -> Mask:
+        """Return what that sample may take if the ones before it took what was drafted."""
+        ahead = self.launched - 1 + len(drafted)
+        return None if ahead else self.output.healing, self.output.blocked(ahead, drafted)
 
     def follows(self, token: int, cut: int, ends: frozenset[int]) -> bool:
         """Continue the constraint by a token, or cut as many; False: the token ends the text."""

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.request import Request
+from exl2flow.inference.generate.bans import firsts
 from exl2flow.inference.generate.event import Event, Piece, Reason, Token, columns
 from exl2flow.inference.generate.loops import is_loop
 from exl2flow.inference.generate.prompt import Prompt
@@ -52,7 +53,7 @@ class Output:
         self._stop_ids = frozenset(stop for stop in stops if isinstance(stop, int))
         self._stops = Strings([stop for stop in stops if isinstance(stop, str)])
         self._bans = Strings([ban.casefold() for ban in request.banned_strings])
-        self._banned: dict[int, frozenset[int]] = {}  # by position, of pending tokens only
+        self._cut: list[tuple[int, tuple[int, ...]]] = []  # where bans cut what, of pending places
         self._pending: list[Pending] = []
         self._tail = ""  # of the shown text, where bans can cut what follows
         self._stream = TextStream(tokenizer, prompt.sequences[0], special=request.decode_special)
@@ -79,9 +80,20 @@ class Output:
         """Whether the next sample may start only after this token has been pushed."""
         return bool(self._bans or self._request.hooks)
 
-    def blocked(self, ahead: int = 0) -> frozenset[int]:
-        """Return the ids that a sample must not take; `ahead`: samples between now and then."""
-        banned = self._banned.get(len(self.ids) + ahead, NONE) if self._banned else NONE
+    def cut(self, behind: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """Return the rest of each passage that was cut back and has begun again, or may begin.
+
+        `behind` are ids that follow the accepted ones.
+        """
+        begun = [(ids, (*self.ids[at:], *behind)) for at, ids in self._cut]
+        return [ids[len(made) :] for ids, made in begun if ids[: len(made)] == made != ids]
+
+    def blocked(self, ahead: int = 0, behind: Sequence[int] = ()) -> frozenset[int]:
+        """Return the ids that a sample must not take.
+
+        `ahead` is the number of samples between now and then, `behind` what they take, if known.
+        """
+        banned = firsts(self.cut(behind)) if self._cut and ahead == len(behind) else NONE
         if max(self.new_tokens + ahead, 0) >= self._request.min_new_tokens:
             return banned
         healed = {self._healed} if self.healing and not ahead else NONE
@@ -89,7 +101,7 @@ class Output:
 
     def push(self, token: Token) -> Event | None:
         """Take the next token, after hooks have seen it; it and others before it may be cut."""
-        if self._banned and token.id in self._banned.get(len(self.ids), NONE):
+        if self._cut and (token.id,) in self.cut():
             return self.finish("error", error=_exhausted(self._request))
         is_prompt = token.id == self._healed and self.healing is not None
         if token.id in self._stop_ids and not is_prompt:
@@ -150,13 +162,15 @@ class Output:
         if self._bans and ready:
             start = self._bans.unfinished(joined(self._pending).casefold())
             ready = min(ready, tokens_before(start, self._pending, fold=True))
+        while 0 < ready < len(self._pending) and self._pending[ready].place.is_holding:
+            ready -= 1  # its text comes with the next token
         return ready
 
     def _show(self, count: int) -> Event:
         shown, self._pending = self._pending[:count], self._pending[count:]
-        if self._banned:
+        if self._cut:
             first = len(self.ids) - len(self._pending)
-            self._banned = {at: ids for at, ids in self._banned.items() if at >= first}
+            self._cut = [(at, ids) for at, ids in self._cut if at >= first]
         text = joined(shown)
         if self._bans:
             self._tail = (self._tail + text)[-max(self._stops.longest, self._bans.longest) :]
@@ -164,19 +178,15 @@ class Output:
         return Event(stage="text", tag=self._request.tag, text=text, **fields)
 
     def _rewind(self, first: int) -> Event:
-        """Cut the pending tokens from `first` on, and block that token at its position."""
+        """Cut the pending tokens from `first` on, which are not to begin like that again."""
         while self._pending[first].place.is_holding:
             first -= 1  # its text came with later tokens
         kept, cut = self._pending[:first], self._pending[first:]
         at = len(self.ids) - len(cut)
-        event = Event(
-            stage="text",
-            tag=self._request.tag,
-            suppressed_text=joined(cut),
-            suppressed_ids=tuple(self.ids[at:]),
-        )
-        self._banned = {place: ids for place, ids in self._banned.items() if place <= at}
-        self._banned[at] = self._banned.get(at, NONE) | {cut[0].token.id}
+        gone, tag = tuple(self.ids[at:]), self._request.tag
+        event = Event(stage="text", tag=tag, suppressed_text=joined(cut), suppressed_ids=gone)
+        self._cut = [(place, ids) for place, ids in self._cut if place <= at]
+        self._cut.append((at, gone))
         self._stream.rewind(cut[0].place)
         self._unhealed = cut[0].unhealed
         self._pending = kept

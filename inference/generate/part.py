@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from exl2flow.inference.filters import Allowed
+from exl2flow.inference.filters import Allowed, Combined
+from exl2flow.inference.generate.bans import allowed_by
 from exl2flow.inference.generate.job import FREE, Job, Mask
 from exl2flow.inference.sampling.bits import words_of
 
@@ -21,6 +22,17 @@ class Place(NamedTuple):
     def ends(self) -> frozenset[int]:
         """Ids that end the text here."""
         return self.allowed.ends if self.allowed is not None else frozenset()
+
+    @property
+    def must_end(self) -> bool:
+        """Whether nothing may be sampled."""
+        return self.allowed is not None and self.allowed.must_end
+
+    def goes_on(self, token: int) -> bool:
+        """Return whether a token may be sampled that does not end the text."""
+        words = self.allowed.words if self.allowed is not None else None
+        may = words is None or bool(words[token // WORD] >> token % WORD & 1)
+        return may and token not in self.ends
 
     def words(self, width: int) -> torch.Tensor | None:
         """Return the mask of the ids that may be sampled, None: all."""
@@ -52,27 +64,28 @@ class Part:
         """
         job, constraint = self.job, self.job.constraint
         if constraint is None:
-            self.places = [Place(job.mask(place)) for place in range(len(self.draft) + 1)]
+            drafts = (self.draft[:place] for place in range(len(self.draft) + 1))
+            self.places = [Place(job.mask(drafted)) for drafted in drafts]
             return
-        allowed = constraint.allowed(*job.mask(0))
-        self.places = [Place(job.mask(0), allowed)]
-        accepted = 0
-        for token in self.draft:
-            if token in allowed.ends or not _has(allowed.words, token):
+        self.places = [self._place(constraint, 0)]
+        for accepted, token in enumerate(self.draft, 1):
+            if not self.places[-1].goes_on(token):
                 break
             constraint.accept(token)
-            accepted += 1
-            mask = job.mask(accepted)
             try:
-                allowed = constraint.allowed(*mask)
-            except Exception:  # that is an error only if the text comes to it
+                place = self._place(constraint, accepted)
+            except Exception:  # an error only if the text comes here
+                constraint.rollback(1)
                 break
-            if allowed.must_end:
+            if place.must_end:
+                constraint.rollback(1)
                 break
-            self.places.append(Place(mask, allowed))
-        constraint.rollback(accepted)
+            self.places.append(place)
+        constraint.rollback(len(self.places) - 1)
         del self.draft[len(self.places) - 1 :]
 
-
-def _has(words: torch.Tensor | None, token: int) -> bool:
-    return words is None or bool(words[token // WORD] >> token % WORD & 1)
+    def _place(self, constraint: Combined, count: int) -> Place:
+        """Return the place behind so many drafted tokens, which the constraint has accepted."""
+        drafted = self.draft[:count]
+        mask, cut = self.job.mask(drafted), self.job.output.cut(drafted)
+        return Place(mask, allowed_by(constraint, *mask, cut))

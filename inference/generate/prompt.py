@@ -1,20 +1,32 @@
 """A request's prompt as token ids, and the check that model and cache have room for it."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count, islice
+
+import torch
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
-from exl2flow.core.request import Request
+from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING, Request, Text
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import Tokenizer
+from exl2flow.model import Decoder, Tokenizer
+
+BLANKS = " \t"
+ID_BYTES = 7  # of the hash in the id of a row, which is stored in 8
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one sequence, or of two for guidance; without the token that is healed."""
+    """Token ids of one sequence, or of two for guidance; without the token that is healed.
+
+    rows: (hidden,) by id, of ids from `FIRST_EMBEDDING` on.
+    """
 
     sequences: tuple[tuple[int, ...], ...]
     healed: int | None = None
+    rows: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -31,24 +43,70 @@ def encoded(request: Request, tokenizer: Tokenizer) -> Prompt:
     """Return the ids of a request's prompt.
 
     Healing removes the last token if others begin with its text, if both sequences of a pair end in
-    it, and if it is not the only one.
+    it, and if another token comes before it.
 
     Raises:
-        InferenceError: a sequence is empty.
+        InferenceError: a sequence is empty, or ends in an embedding.
     """
-    sequences = tuple(
-        tuple(tokenizer.encode(part, add_bos=request.add_bos, special=request.encode_special))
-        if isinstance(part, str)
-        else tuple(part)
-        for part in request.prompts
-    )
+    sequences = tuple(_ids(part, request, tokenizer) for part in request.prompts)
     if not all(sequences):
         raise InferenceError("the prompt has no tokens; give at least one")
     last = sequences[0][-1]
-    can_heal = request.heal and all(len(ids) > 1 and ids[-1] == last for ids in sequences)
+    if request.embeddings and any(ids[-1] >= FIRST_EMBEDDING for ids in sequences):
+        raise InferenceError("the prompt ends in an embedding; put a token behind it")
+    can_heal = request.heal and all(
+        ids[-1] == last and len(ids) > 1 and ids[-2] < FIRST_EMBEDDING for ids in sequences
+    )
     if can_heal and len(tokenizer.healing(last)) > 1:
         return Prompt(tuple(ids[:-1] for ids in sequences), healed=last)
     return Prompt(sequences)
+
+
+def _ids(part: Text, request: Request, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids of a text, whose embeddings are numbered from `FIRST_EMBEDDING` on."""
+    if not isinstance(part, str):
+        return tuple(part)
+    first, *others = part.split(EMBEDDING) if request.embeddings else [part]
+    ids, rows = list[int](), count(FIRST_EMBEDDING)
+    for index, text in enumerate((first, *others)):
+        if index:
+            ids += islice(rows, len(request.embeddings[index - 1]))
+        text = text.lstrip(BLANKS) if index else text
+        text = text.rstrip(BLANKS) if index < len(others) else text
+        bos = request.add_bos and not index
+        ids += tokenizer.encode(text, add_bos=bos, special=request.encode_special)
+    return tuple(ids)
+
+
+def embedded(prompt: Prompt, tensors: Sequence[torch.Tensor], decoder: Decoder) -> Prompt:
+    """Return the prompt with the rows of tensors, whose ids now follow from their content.
+
+    So prompts share the pages of equal rows, and of the text before other ones.
+
+    Raises:
+        ConfigError: the model cannot read a tensor.
+    """
+    if not tensors:
+        return prompt
+    dtype, width = decoder.embedding.weight.dtype, decoder.spec.hidden_size
+    for one in tensors:
+        if one.shape[1] != width:
+            raise ConfigError(
+                f"`embeddings` contains a tensor of width {one.shape[1]}, the hidden size of the "
+                f"model is {width}; use those that were made for it"
+            )
+    rows = torch.cat([one.detach().to("cpu", dtype) for one in tensors])
+    if not rows.isfinite().all():
+        raise ConfigError(f"`embeddings` contains values that are not finite in {dtype}")
+    ids = [
+        FIRST_EMBEDDING + int.from_bytes(blake2b(row, digest_size=ID_BYTES).digest(), "little")
+        for row in rows.view(torch.uint8).numpy()
+    ]
+    sequences = tuple(
+        tuple(ids[i - FIRST_EMBEDDING] if i >= FIRST_EMBEDDING else i for i in sequence)
+        for sequence in prompt.sequences
+    )
+    return Prompt(sequences, prompt.healed, dict(zip(ids, rows, strict=True)))
 
 
 def check(
@@ -86,7 +144,10 @@ def check(
 
 
 def _check_ids(request: Request, prompt: Prompt, vocab_size: int) -> None:
-    ids = [i for sequence in prompt.sequences for i in (min(sequence), max(sequence))]
+    tokens = prompt.sequences
+    if prompt.rows:
+        tokens = tuple(tuple(i for i in ids if i not in prompt.rows) for ids in tokens)
+    ids = [i for sequence in tokens for i in (min(sequence), max(sequence))]
     ids += [] if prompt.healed is None else [prompt.healed]
     stops = [stop for stop in request.stops or () if isinstance(stop, int)]
     for where, token_id in (*(("the prompt", i) for i in ids), *(("`stops`", i) for i in stops)):

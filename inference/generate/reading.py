@@ -28,13 +28,15 @@ class Reading:
                 self._read_alone(part, error)
 
     def _read(self, parts: list[Part]) -> None:
-        ids, segments = list[int](), list[Segment]()
-        for _, s, count in parts:
+        ids, segments, rows = list[int](), list[Segment](), list[torch.Tensor]()
+        for job, s, count in parts:
             begin, end = s.held.filled, s.held.filled + count
             ids += s.ids[begin:end]
+            known = job.prompt.rows
+            rows += [known[i] for i in s.ids[begin:end] if i in known]
             segments.append(Segment(pages=tuple(s.held.pages), begin=begin, end=end))
         if ids:
-            self._steps.read(ids, segments)
+            self._steps.read(ids, segments, rows)
         for job, sequence, count in parts:
             held = sequence.held
             self._schedule.table.fill(held, sequence.ids[held.filled : held.filled + count])

@@ -153,11 +153,20 @@ class Steps:
         self.sampler.move(source, target)
         self.leave(source)
 
-    def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Store keys and values of the segments' tokens, given one segment after another."""
+    def read(
+        self,
+        ids: Sequence[int],
+        segments: Sequence[Segment],
+        rows: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Store keys and values of the segments' tokens, given one segment after another.
+
+        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in their order.
+        """
         view = PromptView(self.cache, segments)
         tokens = on_device(torch.tensor([ids]), self.cache.device)
-        self._decoder.hidden(tokens, view, self._angles.along(view.positions))
+        given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
+        self._decoder.hidden(tokens, view, self._angles.along(view.positions), given)
         if self.guesses is not None:
             self.guesses.read(tokens, segments)
 

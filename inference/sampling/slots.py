@@ -27,16 +27,14 @@ class SamplerSlots:
         vocab_size: int,
         width: int,
         device: torch.device | str,
-        breakers: Iterable[int] = (),
-        ignored: Iterable[int] = (),
     ) -> None:
-        """Take the tokenizer's vocabulary, the logits' width and the default ids of DRY and XTC."""
+        """Take the tokenizer's vocabulary and the logits' width."""
         self.vocab_size, self.width, self.max_tokens = vocab_size, width, max_tokens
         self._defaults = {
             "allowed": torch.full((-(-width // 32),), -1, dtype=torch.int32),
             "bias": torch.zeros(width),
-            "breakers": self._broken(breakers),
-            "ignored": words_of(ignored, width),
+            "breakers": self._broken(()),
+            "ignored": words_of((), width),
         }
         self._late = dict[str, torch.Tensor]()
         self._pairs = dict[int, int]()  # slot of a first prompt → slot of its second one

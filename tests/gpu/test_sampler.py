@@ -14,6 +14,8 @@ from exl2flow.kernels.recording import Recording
 pytestmark = pytest.mark.gpu
 
 EVERY = SamplingSettings(
+    dry_breakers=(1,),
+    xtc_ignored=(5,),
     temperature=1.2,
     temperature_last=True,
     smoothing_factor=0.1,
@@ -54,9 +56,7 @@ def entered(kind: str, batch: int, vocab: int, device: str) -> SamplerSlots:
     rng = random.Random(batch)
     settings = [KINDS[kind][i % len(KINDS[kind])] for i in range(batch)]
     histories = [[rng.randrange(9) for _ in range(rng.randrange(100))] for _ in range(batch)]
-    slots = slots_of(
-        settings, vocab, histories=histories, device=device, room=128, breakers=(1,), ignored=(5,)
-    )
+    slots = slots_of(settings, vocab, histories=histories, device=device, room=128)
     words = torch.full((-(-vocab // 32),), -1, dtype=torch.int32)
     words[1::3] = 0
     slots.allow(batch - 1, words)

@@ -84,10 +84,9 @@ def entered(
     idle: Sequence[int] = (),
 ) -> SamplerSlots:
     """Return slots with equal state on every device; pairs come first, the last one is masked."""
-    slots = slots_of(
-        settings, vocab, histories=histories, device=device, room=room,
-        breakers=(1, 40), ignored=(5, *range(100, 900)),
-    )  # fmt: skip
+    ids = {"dry_breakers": (1, 40), "xtc_ignored": (5, *range(100, 900))}
+    given = [replace(each, **ids) for each in settings]
+    slots = slots_of(given, vocab, histories=histories, device=device, room=room)
     words = torch.full((-(-vocab // 32),), -1, dtype=torch.int32)
     words[1::3] = 0x5A5A
     slots.allow(len(settings) - 1, words)

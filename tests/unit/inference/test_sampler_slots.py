@@ -11,16 +11,16 @@ from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings
 from exl2flow.inference.sampling import sample as sample_rows
 
 VOCAB = 40
-PENALIZED = replace(PLAIN, frequency_penalty=0.7, dry_multiplier=0.5, dry_allowed_length=1)
+PENALIZED = replace(
+    PLAIN, frequency_penalty=0.7, dry_multiplier=0.5, dry_allowed_length=1, dry_breakers=(0,)
+)
 STATEFUL = replace(PENALIZED, mirostat=True, token_bias=((3, 1.0),), cfg_scale=1.2)
 DRAWS = torch.rand(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LOGITS = torch.randn(60, 2, VOCAB, generator=torch.Generator().manual_seed(1))
 
 
 def empty(slots: int = 4) -> SamplerSlots:
-    return SamplerSlots(
-        slots=slots, max_tokens=64, vocab_size=VOCAB, width=VOCAB, device="cpu", breakers=(0,)
-    )
+    return SamplerSlots(slots=slots, max_tokens=64, vocab_size=VOCAB, width=VOCAB, device="cpu")
 
 
 def run(slots: SamplerSlots, steps: range, at: int = 0, negative: int | None = None) -> list[int]:

@@ -84,8 +84,10 @@ def drawn_settings(rng: random.Random) -> SamplingSettings:
         dry_range=rng.choice([0, 0, 12]),
         dry_max_ngram=rng.choice([2, 5]),
         dry_counts=rng.random() < 0.5,
+        dry_breakers=(0,),
         xtc_probability=on(0.1, 0.9),
         xtc_threshold=rng.uniform(0.02, 0.3),
+        xtc_ignored=(2,),
     )
 
 
@@ -97,9 +99,9 @@ def test_the_whole_order_is_that_of_a_slow_sampler(vocab: int) -> None:
         logits = torch.tensor([rng.gauss(0, 2) for _ in range(vocab)])
         history = [rng.randrange(5) for _ in range(rng.randrange(30))]
 
-        found = distribution(logits, settings, history, breakers=(0,), ignored=(2,))
+        found = distribution(logits, settings, history)
 
-        expected = reference(logits, settings, history, breakers=(0,), ignored=(2,))
+        expected = reference(logits, settings, history)
         assert list(found) == list(expected), (case, settings)
         np.testing.assert_allclose(
             [*found.values()], [*expected.values()], rtol=1e-5

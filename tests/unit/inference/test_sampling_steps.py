@@ -18,9 +18,9 @@ FALLING = EIGHT[ORDER]
 ENTROPY = -(EIGHT * np.log(EIGHT)).sum()
 
 
-def check(settings: SamplingSettings, weights: dict[int, float], **rest) -> None:
+def check(settings: SamplingSettings, weights: dict[int, float]) -> None:
     """Check the final distribution: id → weight, in order."""
-    found = distribution(LOGITS, settings, **rest)
+    found = distribution(LOGITS, settings)
     expected = np.array([*weights.values()]) / sum(weights.values())
     assert list(found) == list(weights)
     np.testing.assert_allclose([*found.values()], expected, rtol=1e-6)  # fp32 logits
@@ -140,11 +140,10 @@ def test_xtc_is_the_expected_outcome_of_a_coin() -> None:
 def test_xtc_leaves_ignored_tokens_and_a_single_likely_one_alone() -> None:
     check(replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.21), first(8))
     settings = replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.14)
-    for given, rest in (({"xtc_ignored": (5,)}, {}), ({}, {"ignored": (5,)})):
-        found = distribution(LOGITS, replace(settings, **given), **rest)
-        assert 4 not in found
-        assert found[5] == pytest.approx(0.25 / 0.8)
-    check(replace(settings, xtc_ignored=()), {i: EIGHT[i] for i in ORDER[2:]}, ignored=(5,))
+    found = distribution(LOGITS, replace(settings, xtc_ignored=(5,)))
+    assert 4 not in found
+    assert found[5] == pytest.approx(0.25 / 0.8)
+    check(replace(settings, xtc_ignored=()), {i: EIGHT[i] for i in ORDER[2:]})
 
 
 @pytest.mark.parametrize("skew", [-0.7, 0.7])
@@ -212,9 +211,8 @@ def test_repetition_counts_as_its_newest_token_does() -> None:
 
 def dry(history: list[int], **options) -> list[float]:
     """Return what DRY subtracts from each of ten tokens."""
-    rest = {"breakers": options.pop("breakers", ())}
     settings = replace(PLAIN, **{"dry_multiplier": 1.0, "dry_base": 2.0, **options})
-    found = distribution(torch.zeros(10), settings, history, **rest)
+    found = distribution(torch.zeros(10), settings, history)
     logs = np.log([found[i] for i in range(10)])
     return [round(float(x), 4) + 0.0 for x in logs.max() - logs]
 
@@ -243,11 +241,9 @@ def test_dry_stops_at_breakers() -> None:
     history = [1, 2, 3, 7, 1, 2, 3]
 
     assert dry(history) == [0] * 7 + [2, 0, 0]
-    assert dry(history, breakers=(1,)) == [0] * 7 + [1, 0, 0]
-    assert dry(history, breakers=(2,)) == [0] * 10
-    assert dry(history, breakers=(7,)) == [0] * 10  # breakers may always follow
-    assert dry(history, breakers=(2,), dry_breakers=()) == [0] * 7 + [2, 0, 0]
     assert dry(history, dry_breakers=(1,)) == [0] * 7 + [1, 0, 0]
+    assert dry(history, dry_breakers=(2,)) == [0] * 10
+    assert dry(history, dry_breakers=(7,)) == [0] * 10  # breakers may always follow
 
 
 def test_dry_searches_its_range_only() -> None:

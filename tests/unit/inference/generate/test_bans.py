@@ -95,6 +95,23 @@ def test_cut_tokens_do_not_count_towards_the_least() -> None:
     assert run.output.blocked() == {EOS, 3}
 
 
+def test_passage_that_begins_again_is_blocked_where_it_went_on() -> None:
+    run = Run(["I ", "del", "ve", "iver"], banned_strings=("delve",))
+
+    run.push("I ", "del", "ve", "del")  # a constraint allows nothing else
+    assert (run.output.cut(), run.output.blocked()) == ([(4,)], {4})
+    run.push("iver", "del")
+    assert (run.text, run.output.blocked()) == ("I deliver", set())
+
+
+def test_hook_that_insists_on_a_banned_string_ends_the_text() -> None:
+    run = Run(["del", "ve"], banned_strings=("delve",))
+
+    run.push("del", "ve", "del", "ve")
+
+    assert isinstance(run.end.error, InferenceError)
+
+
 def test_bans_that_leave_no_token_end_the_text() -> None:
     run = Run(["a"], banned_strings=("a",))
 
@@ -130,6 +147,15 @@ def test_token_whose_text_came_with_a_later_one_is_banned_itself() -> None:
 
     assert run.rewinds == [2]
     assert run.output.blocked() == {run.ids[b"A\x80"]}
+
+
+def test_string_that_begins_with_parts_of_a_character_is_cut_before_them() -> None:
+    run = Run(["a", b"\xf0\x9f", b"\x99\x82", "b"], banned_strings=("🙂b",))
+
+    run.push("a", b"\xf0\x9f", b"\x99\x82", "b")
+
+    assert run.rewinds == [3]
+    assert run.output.blocked() == {run.ids[b"\xf0\x9f"]}
 
 
 def test_banned_character_is_banned_by_its_first_token() -> None:

@@ -243,7 +243,7 @@ def test_ngrams_go_on_as_they_did() -> None:
     assert after([5, 5], 3) == [5, 5, 5]
     assert after([1, 2, 3]) == []
     assert after([1]) == []
-    assert after([256, 1, 65536, 0, 1, 0]) == [1, 0, 1, 0]  # bytes that look like ids are none
+    assert after([2**8, 2**9, 1]) == []  # bytes that look like ids are none
     assert after([1, 2, 1], 0) == []
 
 

@@ -1,6 +1,7 @@
 """Texts under filters: they match, in any company, also where they are cut back."""
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -84,6 +85,27 @@ def test_a_ban_inside_a_grammar_cuts_both_back(model: LoadedModel) -> None:
     found = texts_of(model, *wanted)
 
     assert all(re.fullmatch("[5-9]{4}-[5-9]{2}-[5-9]{2}", text) for text, _ in found)
+
+
+def test_a_ban_moves_to_a_later_token_where_a_filter_allows_no_other_beginning(
+    model: LoadedModel,
+) -> None:
+    source, wanted, expected = random.Random(0), list[Request](), list[set[str]]()
+    for seed in range(60):
+        endings = {"".join(source.choices("aeirst ", k=source.randint(1, 5))) for _ in range(6)}
+        choices = sorted("Z" + source.choice(("", "ar")) + ending for ending in endings)
+        bans = [one[: source.randint(3, 7)] for one in choices if source.random() < 0.5]
+        wanted.append(request(SelectFilter(choices), seed=seed, banned_strings=bans))
+        expected.append({one for one in choices if not any(ban in one for ban in bans)})
+
+    found = texts_of(model, *wanted)
+
+    assert sum(map(bool, expected)) > 30
+    for (text, end), texts in zip(found, expected, strict=True):
+        if texts:
+            assert text in texts
+        else:
+            assert isinstance(end.error, FilterDeadEnd)
 
 
 def test_a_text_ends_as_soon_as_its_filters_allow_it(model: LoadedModel) -> None:
