@@ -49,4 +49,9 @@ class GenerationOptions(Options):
     rope_yarn: float | None = Field(
         None, ge=1, description="YaRN factor, in place of the model's own way to stretch"
     )
+    draft: Path | None = Field(
+        None, description="folder of a smaller model of the same vocabulary, which guesses tokens"
+    )
+    ngram: bool = Field(False, description="guess tokens from what the text already contains")
+    draft_tokens: int = Field(4, ge=1, le=7, description="that are guessed at once, at most")
     device: Device = Field("auto", description="auto, cpu or cuda")

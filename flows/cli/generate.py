@@ -23,6 +23,8 @@ from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Event, Generator
+    from exl2flow.inference.drafts import Drafter
+    from exl2flow.inference.generate import Statistics
 
 EXAMPLES = (
     "Examples:",
@@ -30,6 +32,7 @@ EXAMPLES = (
     "exl2flow generate ./model --prompt 'The capital of France is' --greedy --max-new-tokens 8",
     "exl2flow generate ./model --prompt 'Dear Sir' --seed 1 --temperature 1 --min-p 0.1 --json",
     "exl2flow generate ./model --prompt 'A person: ' --json-schema person.json",
+    "exl2flow generate ./model --prompt 'Once upon a time' --draft ./smaller-model",
     "exl2flow generate ./model --prompts prompts.jsonl --out answers.jsonl --slots 32 --cache q6",
 )
 # what a line of a file of prompts may hold besides `prompt`
@@ -124,7 +127,7 @@ def _generator(
     from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()
-    filters = _filters(options)
+    filters, draft = _filters(options), _draft(options)
     loaded = load_model(
         model, device=options.device, max_tokens=options.max_tokens,
         rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
@@ -139,7 +142,26 @@ def _generator(
         slots, longest = len(requests[0].prompts), loaded.max_tokens
         needed = encoded(requests[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
         tokens = tokens or needed * PAGE_TOKENS
-    return Generator(loaded, cache=options.cache, tokens=tokens, slots=slots), requests
+    generator = Generator(loaded, cache=options.cache, tokens=tokens, slots=slots, draft=draft)
+    return generator, requests
+
+
+def _draft(options: GenerationOptions) -> "Drafter | None":
+    """Return what guesses tokens.
+
+    Raises:
+        ConfigError: two would.
+    """
+    if options.draft is not None and options.ngram:
+        raise ConfigError("`--draft` and `--ngram` are two drafts; give one")
+    if options.draft is None and not options.ngram:
+        return None
+    from exl2flow.inference import Draft, NgramDraft, load_model
+
+    if options.draft is None:
+        return NgramDraft(tokens=options.draft_tokens)
+    model = load_model(options.draft, device=options.device)
+    return Draft(model=model, tokens=options.draft_tokens)
 
 
 def _filters(options: GenerationOptions) -> list[Filter]:
@@ -188,7 +210,10 @@ def _complete(model: Path, options: GenerationOptions, request: Request, *, as_j
         if not as_json:
             sys.stdout.write(printable(event.text))
             sys.stdout.flush()
-    seconds, speed = _speed(event)
+    counts = event.statistics
+    assert counts is not None
+    seconds = counts.prompt_seconds + counts.text_seconds
+    speed = counts.new_tokens / seconds if seconds else 0.0
     if as_json:
         emit_json(
             {
@@ -199,23 +224,23 @@ def _complete(model: Path, options: GenerationOptions, request: Request, *, as_j
                 "reason": event.reason,
                 "seconds": round(seconds, 3),
                 "tokens_per_second": round(speed, 2),
+                "drafted_tokens": counts.drafted_tokens,
+                "accepted_tokens": counts.accepted_tokens,
             }
         )
         return
     sys.stdout.write("\n")
     say(
         f"{len(ids)} tokens in {seconds:.1f} s, {speed:.1f} tokens/s, "
-        f"stopped by {event.reason}, seed {made.seed}",
+        f"stopped by {event.reason}, seed {made.seed}{_guessed(counts)}",
         style="dim",
     )
 
 
-def _speed(last: "Event") -> tuple[float, float]:
-    """Return the seconds from the start of the prompt to the last token, and tokens per second."""
-    counts = last.statistics
-    assert counts is not None
-    seconds = counts.prompt_seconds + counts.text_seconds
-    return seconds, counts.new_tokens / seconds if seconds else 0.0
+def _guessed(counts: "Statistics") -> str:
+    if not counts.drafted_tokens:
+        return ""
+    return f", {counts.accepted_tokens} of {counts.drafted_tokens} guesses right"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -54,7 +54,8 @@ class Guesses(Protocol):
 class Drafter(Protocol):
     """What a caller gives a generator; `tokens`: at most so many are guessed for a text at once."""
 
-    tokens: int
+    @property
+    def tokens(self) -> int: ...
 
     def start(self, model: LoadedModel, slots: Slots) -> Guesses:
         """Prepare for a generator of a model."""

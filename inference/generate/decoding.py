@@ -1,6 +1,7 @@
 """Decode steps: launched for all jobs that can go on, read one step later, token by token."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from weakref import WeakMethod
@@ -14,7 +15,7 @@ from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.part import Part, Place
 from exl2flow.inference.generate.schedule import Schedule
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.steps import Steps, restored
 from exl2flow.inference.sampling import Kind
 from exl2flow.kernels import FEW_ROWS
 
@@ -92,12 +93,13 @@ class Decoding:
         if not parts:
             return None
         kind, arrivals = self._kind(parts), list[Arrival]()
-        with self._steps.verifying(slots) as go_on:
-            for place in range(max(len(part.places) for part in parts)):
+        count = max(len(part.places) for part in parts)
+        with restored(self._steps.sampler.active) if count > 1 else nullcontext():
+            for place in range(count):
                 there = [part for part in parts if place < len(part.places)]
                 if place:
                     drafted = {slot: p.draft[place - 1] for p in there for slot in p.slots}
-                    go_on(place - 1, drafted)
+                    self._steps.follow(slots, place - 1, drafted)
                 draws = [0.0] * slots
                 for part in there:
                     self._show(part, part.places[place])

@@ -81,10 +81,7 @@ class Output:
         return bool(self._bans or self._request.hooks)
 
     def cut(self, behind: Sequence[int] = ()) -> list[tuple[int, ...]]:
-        """Return the rest of each passage that was cut back and has begun again, or may begin.
-
-        `behind` are ids that follow the accepted ones.
-        """
+        """Return what follows `behind` the ids in passages that were cut back and begin again."""
         begun = [(ids, (*self.ids[at:], *behind)) for at, ids in self._cut]
         return [ids[len(made) :] for ids, made in begun if ids[: len(made)] == made != ids]
 

@@ -6,11 +6,10 @@ host may replay the next step before it has read the ids of the last one. With d
 several tokens per slot, and sampling is replayed for each place while what it chose was drafted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +33,6 @@ from exl2flow.kernels.recording import Recordings, bucket
 from exl2flow.model import Decoder, check_ids, step_table
 
 COUNTS = (1, 3, 5, 8)  # tokens per slot of a recorded step
-NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
@@ -68,15 +66,11 @@ class Steps:
         self.logits, *_ = every = torch.full((1 + drafts, slots, width), -torch.inf, device=device)
         self._behind = every[1:]
         self.draws = torch.zeros(slots, dtype=torch.float64, device=device)
-        tokenizer = model.tokenizer
+        self._tokenizer = model.tokenizer
+        known = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         self.sampler = SamplerSlots(
-            slots=slots,
-            max_tokens=max_tokens,
-            vocab_size=min(tokenizer.vocab_size, model.spec.vocab_size),
-            width=width,
-            device=device,
+            slots=slots, max_tokens=max_tokens, vocab_size=known, width=width, device=device
         )
-        self._tokenizer = tokenizer
         self._angles = step_table(model.spec.rope, max_tokens + drafts, device)
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
         self.recordings = Recordings(partial(_idle, self.sampler.active), records=records)
@@ -176,39 +170,26 @@ class Steps:
         if self.guesses is not None:
             self.guesses.copy(copy)
 
-    def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] = NO_DRAFTS) -> None:
+    def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
         """Compute the logits of the next token for each of the first slots, and behind drafts.
 
-        `drafts` are, by slot, ids that may follow its token.
+        drafts: by slot, ids that may follow its token.
         """
-        rows, longest = self._rows(slots), max(map(len, drafts.values()), default=0)
-        most = self.ids.shape[1]
-        count = min(most, next(count for count in COUNTS if count > longest))
+        drafts, rows = drafts or {}, self._rows(slots)
+        longest = max(map(len, drafts.values()), default=0)
+        count = min(1 + self.drafts, next(count for count in COUNTS if count > longest))
         if longest:
-            guessed = torch.zeros(slots, count - 1, dtype=torch.int64)
-            for slot, ids in drafts.items():
-                guessed[slot, : len(ids)] = torch.tensor(ids)
-            self.ids[:slots, 1:count] = on_device(guessed, self.cache.device)
+            lists = [drafts.get(slot, ()) for slot in range(slots)]
+            padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
+            self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
         self.recordings.replay((rows, count), partial(self._forward, rows, count))
 
-    @contextmanager
-    def verifying(self, slots: int) -> Iterator[Callable[[int, Mapping[int, int]], None]]:
-        """Give a function that lets only those slots sample on that sampled what was drafted.
-
-        It takes the place that was sampled, and the draft of each slot for it.
-        """
-        active = self.sampler.active.clone()
-        rows = self._rows(slots)
-
-        def go_on(place: int, expected: Mapping[int, int]) -> None:
-            drafted = torch.tensor([expected.get(slot, -1) for slot in range(rows)])
-            self.sampler.active[:rows] *= self.ids[:rows, 0] == on_device(drafted, active.device)
-            self.logits[:rows] = self._behind[place, :rows]
-
-        try:
-            yield go_on
-        finally:
-            self.sampler.active.copy_(active)
+    def follow(self, slots: int, place: int, drafted: Mapping[int, int]) -> None:
+        """Let only those slots sample on that sampled what was drafted for them at a place."""
+        rows, active = self._rows(slots), self.sampler.active
+        expected = torch.tensor([drafted.get(slot, -1) for slot in range(rows)])
+        active[:rows] *= self.ids[:rows, 0] == on_device(expected, active.device)
+        self.logits[:rows] = self._behind[place, :rows]
 
     def sample(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
         """Sample a token for each of the first slots; the next call overwrites the result."""
@@ -246,11 +227,18 @@ class Steps:
 
 
 @contextmanager
-def _idle(active: torch.Tensor) -> Iterator[None]:
-    """Let no slot advance in the block; what it writes to the cache is written again later."""
-    kept = active.clone()
-    active.zero_()
+def restored(x: torch.Tensor) -> Iterator[None]:
+    """Undo what the block does to a tensor."""
+    kept = x.clone()
     try:
         yield
     finally:
-        active.copy_(kept)
+        x.copy_(kept)
+
+
+@contextmanager
+def _idle(active: torch.Tensor) -> Iterator[None]:
+    """Let no slot advance in the block; what it writes to the cache is written again later."""
+    with restored(active):
+        active.zero_()
+        yield

@@ -41,6 +41,11 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "rope_alpha": ("X", None),
         "rope_yarn": ("X", None),
     },
+    "Guesses that make it faster and change no text": {
+        "draft": ("MODEL", None),
+        "ngram": ("", None),
+        "draft_tokens": ("N", None),
+    },
 }
 REPEATED = ("stop", "ban")
 

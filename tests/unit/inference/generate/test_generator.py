@@ -247,49 +247,6 @@ def test_values_that_are_not_finite_end_one_job_and_are_forgotten(
     assert is_empty(generator)
 
 
-def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, passes = Generator(model, tokens=2048, slots=2), list[int]()
-    read = generator._steps.read
-    monkeypatch.setattr(
-        generator._steps, "read", lambda ids, *rest: (passes.append(len(ids)), read(ids, *rest))
-    )
-
-    bans = {"banned_strings": ("a", "e", "5"), "settings": HOT, "seed": 1}
-    for options in ({"settings": GREEDY}, bans):
-        text = generator.generate([[5, 6, 7, 8]], max_new_tokens=300, stops=(), **options)
-
-    assert text
-    assert passes == [3]  # the second time, the prompt comes from the cache
-
-
-@pytest.mark.parametrize("prompt", prompts(4))
-def test_text_with_bans_is_greedy_but_for_what_was_cut(
-    prompt: tuple[int, ...], folder: Path, model: LoadedModel
-) -> None:
-    cuts = list[tuple[int, int]]()
-    request = Request(
-        prompt, max_new_tokens=40, settings=GREEDY, stops=(), banned_strings=("a", "e", "5")
-    )
-
-    def note(event: Event) -> None:
-        if event.suppressed_ids:
-            cuts.append((len(prompt) + len(job.output.ids) - 1, event.suppressed_ids[0]))
-
-    generator = Generator(model, tokens=1024)
-    job = generator.submit(request, deliver=note)
-    while not generator.is_idle:
-        generator.step()
-
-    ids = [*prompt, *job.output.ids]
-    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = judge(torch.tensor([ids])).logits[0, :, : model.tokenizer.vocab_size]
-    for at, token in cuts:
-        logits[at, token] = -math.inf
-    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == ids[len(prompt) :]
-    assert cuts
-
-
 def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel) -> None:
     gc.disable()
     try:

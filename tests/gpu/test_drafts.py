@@ -1,0 +1,112 @@
+"""Drafts on a GPU: recorded and launched steps agree, and texts are those without guesses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import run_until
+from tiny import make_tiny
+
+from exl2flow.inference import (
+    Draft,
+    Event,
+    Generator,
+    LoadedModel,
+    NgramDraft,
+    Request,
+    SamplingSettings,
+    load_model,
+)
+from exl2flow.inference.drafts import Drafter
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingSettings.greedy()
+NEAR_TIE = 2**-6  # of the greatest logit, as in test_step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = tmp_path_factory.mktemp("model")
+    config = small_config(make_tiny("llama", folder / "source", head_dim=64), folder / "out", bpw=4)
+    run_until(config, "compile")
+    return load_model(config.out, device="cuda", max_tokens=512)
+
+
+def run(
+    model: LoadedModel,
+    draft: Drafter | None,
+    requests: Sequence[Request],
+    *,
+    launched: bool = False,
+    slots: int = 4,
+) -> list[list[Event]]:
+    generator = Generator(model, tokens=4096, slots=slots, draft=draft)
+    if launched:
+        generator._steps.recordings.records = False
+    found = [list[Event]() for _ in requests]
+    for request, events in zip(requests, found, strict=True):
+        generator.submit(request, deliver=events.append)
+    while not generator.is_idle:
+        generator.step()
+    assert generator._steps.recordings.records != launched
+    return found
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [i for event in events for i in event.ids]
+
+
+def drafts(model: LoadedModel) -> list[Drafter]:
+    return [NgramDraft(), NgramDraft(tokens=7, longest=1), Draft(model=model, tokens=3, least=0.0)]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_recorded_steps_draft_what_launched_ones_do(model: LoadedModel, which: int) -> None:
+    hot = SamplingSettings(temperature=1.5, repetition_penalty=1.1)
+    requests = [
+        Request([5, 6, 7 + i], settings=s, seed=i, stops=(), max_new_tokens=60 + i, logits=True)
+        for i, s in enumerate([GREEDY, hot, GREEDY, hot, GREEDY])
+    ]
+
+    recorded, launched = (
+        run(model, drafts(model)[which], requests, launched=each) for each in (False, True)
+    )
+
+    assert [*map(ids_of, recorded)] == [*map(ids_of, launched)]
+    for mine, theirs in zip(recorded, launched, strict=True):
+        assert mine[-1].statistics.drafted_tokens == theirs[-1].statistics.drafted_tokens
+        logits = [torch.stack([x for e in each for x in e.logits]) for each in (mine, theirs)]
+        assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("which", range(3))
+def test_greedy_texts_are_those_without_guesses(model: LoadedModel, which: int, slots: int) -> None:
+    requests = [
+        Request([9, 5, 7 + i], settings=GREEDY, stops=(), max_new_tokens=150, logits=True)
+        for i in range(slots)
+    ]
+    alone = run(model, None, requests, slots=slots)
+
+    found = run(model, drafts(model)[which], requests, slots=slots)
+
+    for mine, theirs in zip(found, alone, strict=True):
+        logits = torch.stack([x for e in theirs for x in e.logits]).float()
+        for place, (one, other) in enumerate(zip(ids_of(mine), ids_of(theirs), strict=True)):
+            row = logits[place]
+            if one != other:  # only a near tie may go the other way; then the texts differ
+                assert row[other] - row[one] <= NEAR_TIE * row.abs().max()
+                break
+
+
+def test_the_model_guesses_its_own_tokens(model: LoadedModel) -> None:
+    requests = [
+        Request([5, 6, 7 + i], settings=GREEDY, stops=(), max_new_tokens=120) for i in range(3)
+    ]
+
+    ends = [e[-1].statistics for e in run(model, Draft(model=model, least=0.0), requests)]
+
+    assert sum(s.accepted_tokens for s in ends) >= 0.98 * sum(s.drafted_tokens for s in ends) > 200
