@@ -17,13 +17,19 @@ MOST_SHOWN = 60  # characters of a refused value
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """What a hook sees, before stops are checked; it may replace `sampled_token`."""
+    """What a hook sees, before stops are checked; it may replace `sampled_token`.
+
+    candidate_tokens: the likeliest ids, 64 or more, as far as they are left, the first one first.
+    logits: the model's row, before penalties.
+    feed_filters: false, set by a hook, conceals the token from the request's filters.
+    """
 
     sampled_token: int
     sampled_prob: float
     candidate_tokens: Sequence[int]
     candidate_probs: Sequence[float]
     logits: object
+    feed_filters: bool = True
 
 
 Hook = Callable[[Sampled], object]

@@ -48,7 +48,7 @@ class Combined:
         self.parts: list[Constraint] = [given.start(tokenizer, width, prefix) for given in filters]
         everything = words_of(torch.arange(width).numpy(), width)
         self._going_on = everything & ~words_of(tokenizer.eos_token_ids, width)
-        self._ids, self._prefer_end = list[int](), prefer_end
+        self._ids, self._fed, self._prefer_end = list[int](), list[bool](), prefer_end
 
     def allowed(self, only: Iterable[int] | None = None, blocked: Collection[int] = ()) -> Allowed:
         """Return what may follow the accepted tokens, of `only` these ids and not the `blocked`.
@@ -72,14 +72,17 @@ class Combined:
         ends = frozenset[int]().union(*(part.ends for part in parts))
         return Allowed(words, ends, may_end, may_end and must_end)
 
-    def accept(self, token: int) -> None:
-        """Continue the text by a token, the healed one included."""
+    def accept(self, token: int, *, fed: bool = True) -> None:
+        """Continue the text by a token, the healed one included; the filters see what is `fed`."""
         self._ids.append(token)
-        for part in self.parts:
+        self._fed.append(fed)
+        for part in self.parts if fed else ():
             part.accept(token)
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
-        del self._ids[len(self._ids) - count :]
+        place = len(self._ids) - count
+        count = sum(self._fed[place:])
+        del self._ids[place:], self._fed[place:]
         for part in self.parts:
             part.rollback(count)

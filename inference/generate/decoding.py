@@ -183,7 +183,7 @@ class Decoding:
             return
         if event is not None:
             job.deliver(event)
-        if job.follows(token.id, len(event.suppressed_ids) if event is not None else 0, ends):
+        if job.follows(token, len(event.suppressed_ids) if event is not None else 0, ends):
             self._schedule.accept(job)
         else:
             self._schedule.end(job, job.output.finish("end_filter"))
@@ -197,6 +197,7 @@ class Decoding:
         )  # fmt: skip
         for hook in job.request.hooks:
             hook(seen)
+        token = token._replace(fed=seen.feed_filters)
         if seen.sampled_token == token.id:
             return token
         for s in job.sequences:

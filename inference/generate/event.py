@@ -16,7 +16,7 @@ class Token(NamedTuple):
     """A sampled token with the extras that its request wants.
 
     probability: in the distribution it was drawn from; top_ids: the likeliest ids of that
-    distribution; logits: the model's row, in any form.
+    distribution; logits: the model's row, in any form; fed: whether filters see the token.
     """
 
     id: int
@@ -24,6 +24,7 @@ class Token(NamedTuple):
     top_ids: tuple[int, ...] = ()
     top_probabilities: tuple[float, ...] = ()
     logits: object = None
+    fed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from exl2flow.core.request import Request
 from exl2flow.inference.cache.pages import Pages
 from exl2flow.inference.drafts import Reach
 from exl2flow.inference.filters import Combined
-from exl2flow.inference.generate.event import Event, Statistics
+from exl2flow.inference.generate.event import Event, Statistics, Token
 from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.model import Tokenizer
@@ -110,15 +110,15 @@ class Job:
         ahead = self.launched - 1 + len(drafted)
         return None if ahead else self.output.healing, self.output.blocked(ahead, drafted)
 
-    def follows(self, token: int, cut: int, ends: frozenset[int]) -> bool:
+    def follows(self, token: Token, cut: int, ends: frozenset[int]) -> bool:
         """Continue the constraint by a token, or cut as many; False: the token ends the text."""
         if self.constraint is None:
             return True
         if cut:
             self.constraint.rollback(cut - 1)  # the last one was not accepted
             return True
-        self.constraint.accept(token)
-        return token not in ends
+        self.constraint.accept(token.id, fed=token.fed)
+        return not token.fed or token.id not in ends
 
     def started(self) -> None:
         """Note that the prompt is read from now on."""

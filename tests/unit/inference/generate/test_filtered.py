@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ConfigError, FilterDeadEnd
+from exl2flow.core.request import Sampled
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.filters import GrammarFilter, PrefixFilter, SelectFilter
 
@@ -106,6 +107,25 @@ def test_a_ban_moves_to_a_later_token_where_a_filter_allows_no_other_beginning(
             assert text in texts
         else:
             assert isinstance(end.error, FilterDeadEnd)
+
+
+@pytest.mark.parametrize(("bans", "text"), [((), "x-yz"), (("x-y",), "xyz")])
+def test_a_hook_may_conceal_tokens_from_filters(
+    model: LoadedModel, bans: tuple[str, ...], text: str
+) -> None:
+    (dash,) = model.tokenizer.encode("-")
+    seen = list[int]()
+
+    def insert(sampled: Sampled) -> None:
+        seen.append(sampled.sampled_token)
+        if len(seen) == 2:
+            sampled.sampled_token, sampled.feed_filters = dash, False
+
+    wanted = request(SelectFilter(["xyz"]), hooks=(insert,), banned_strings=bans)
+
+    ((found, end),) = texts_of(model, wanted)
+
+    assert (found, end.reason) == (text, "end_filter")
 
 
 def test_a_text_ends_as_soon_as_its_filters_allow_it(model: LoadedModel) -> None:
