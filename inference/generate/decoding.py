@@ -129,8 +129,9 @@ class Decoding:
         """Return the operations that serve all jobs that are decoded."""
         jobs = [job for job in self._schedule.running if job.steps]
         has_mask = any(place != Place() for part in parts for place in part.places)
+        every = [job.request.settings for job in jobs]
         return Kind.of(
-            {job.request.settings for job in jobs},
+            {id(each): each for each in every}.values(),  # a hash reads all of a long bias
             masked=has_mask or any(job.shown != FREE for job in jobs),
             top=max(_top(job.request) for job in jobs),
             probabilities=any(job.request.probabilities or job.request.hooks for job in jobs),
