@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference.drafts import Draft, NgramDraft
 from exl2flow.inference.generate.prompt import encoded
 from exl2flow.kernels import PAGE_TOKENS
 
@@ -152,6 +153,21 @@ def test_a_job_that_was_sent_back_reads_its_rows_again(
 
     assert [ids for ids, _ in run(cramped, *wanted)] == ids_after(model, *wanted)
     assert sent_back
+
+
+@pytest.mark.parametrize("kind", ["model", "ngrams"])
+def test_drafts_change_no_text_after_embeddings(model: LoadedModel, kind: str) -> None:
+    draft = Draft(model=model, least=0.0) if kind == "model" else NgramDraft()
+    repeated = rows_of(40)
+    wanted = [
+        request(ids_of(9, seed=i), repeated, [7, 8], repeated, [7, 8], max_new_tokens=40)
+        for i in range(3)
+    ]
+
+    found = run(Generator(model, tokens=8192, slots=4, chunk=256, draft=draft), *wanted)
+
+    assert [ids for ids, _ in found] == ids_after(model, *wanted)
+    assert all(event.statistics.drafted_tokens for _, event in found)
 
 
 def test_penalties_see_no_rows(model: LoadedModel) -> None:

@@ -10,6 +10,7 @@ import pytest
 from exl2flow.core.errors import ConfigError, FilterDeadEnd
 from exl2flow.core.request import Sampled
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference.drafts import Drafter, NgramDraft
 from exl2flow.inference.filters import GrammarFilter, PrefixFilter, SelectFilter
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
@@ -33,9 +34,11 @@ def request(*filters: object, prompt: str = "The answer is ", **more: object) ->
     return Request(prompt, **{"max_new_tokens": 60, "settings": HOT, "filters": filters, **more})
 
 
-def texts_of(model: LoadedModel, *requests: Request, slots: int = 4) -> list[tuple[str, Event]]:
+def texts_of(
+    model: LoadedModel, *requests: Request, slots: int = 4, draft: Drafter | None = None
+) -> list[tuple[str, Event]]:
     """Return text and last event of each request, generated together."""
-    generator = Generator(model, tokens=4096, slots=slots)
+    generator = Generator(model, tokens=4096, slots=slots, draft=draft)
     jobs = [(generator.submit(r, deliver=(seen := []).append), seen) for r in requests]
     while not generator.is_idle:
         generator.step()
@@ -96,11 +99,15 @@ def test_a_ban_moves_to_a_later_token_where_a_filter_allows_no_other_beginning(
         endings = {"".join(source.choices("aeirst ", k=source.randint(1, 5))) for _ in range(6)}
         choices = sorted("Z" + source.choice(("", "ar")) + ending for ending in endings)
         bans = [one[: source.randint(3, 7)] for one in choices if source.random() < 0.5]
-        wanted.append(request(SelectFilter(choices), seed=seed, banned_strings=bans))
+        options = {"seed": seed, "banned_strings": bans, "prompt": "\n".join([*choices, ""])}
+        wanted.append(request(SelectFilter(choices), **options))
         expected.append({one for one in choices if not any(ban in one for ban in bans)})
 
     found = texts_of(model, *wanted)
+    drafted = texts_of(model, *wanted, draft=NgramDraft())
 
+    assert [text for text, _ in drafted] == [text for text, _ in found]
+    assert sum(event.statistics.accepted_tokens for _, event in drafted) > 30
     assert sum(map(bool, expected)) > 30
     for (text, end), texts in zip(found, expected, strict=True):
         if texts:
