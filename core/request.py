@@ -19,9 +19,9 @@ MOST_SHOWN = 60  # characters of a refused value
 class Sampled:
     """What a hook sees, before stops are checked; it may replace `sampled_token`.
 
-    candidate_tokens: the likeliest ids, 64 or more, as far as they are left, the first one first.
+    candidate_tokens: at least 64 ids, if the settings leave as many, likeliest first.
     logits: the model's row, before penalties.
-    feed_filters: false, set by a hook, conceals the token from the request's filters.
+    feed_filters: a hook may set it to false to hide the token from the request's filters.
     """
 
     sampled_token: int
@@ -73,8 +73,8 @@ class Request:
     prefer_end: end the text as soon as the filters allow it.
     embeddings: floating-point tensors (n, hidden size), read in place of tokens. In text, each
         `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
-        `FIRST_EMBEDDING + i` is row i of all tensors joined. The last token must be none of them.
-        Of a pair, either prompt may do without.
+        `FIRST_EMBEDDING + i` is row i of all tensors joined. A prompt must not end in one. In a
+        pair, one of the prompts may have none.
     end_loops: end a text that repeats itself without end; see `inference/generate/loops.py`.
     max_skips: how many other requests may overtake this one in the queue; None: any number.
     tag: returned in every event.

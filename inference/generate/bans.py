@@ -1,7 +1,7 @@
-"""Bans under a constraint: the first token of a banned string may be the only one that is allowed.
+"""Bans under a constraint, which may allow no other token than the one that begins a banned string.
 
-A passage that was cut back is not to begin again. Where a constraint leaves no other token, it may
-begin, and is blocked at the next token for which there is another.
+A passage that was cut back must not begin again. If the constraint allows nothing else there, the
+passage may begin, and is blocked at its next token that has an alternative.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,10 +26,10 @@ def allowed_by(
         constraint: of the filters.
         only: the ids to choose from; None: all.
         blocked: ids that must not follow.
-        cut: passages that must not; their first ids are among the blocked.
+        cut: passages that must not follow; their first ids are among the blocked.
 
     Raises:
-        FilterDeadEnd: every text that matches goes on as one of the passages does.
+        FilterDeadEnd: every matching text continues like one of the passages.
     """
     try:
         return constraint.allowed(only, blocked)
@@ -41,7 +41,7 @@ def allowed_by(
 
 
 def _leads_on(constraint: Combined, token: int, cut: Cut) -> bool:
-    """Return whether a text may begin with a token and not go on as the passages do."""
+    """Return whether a text may go on with a token and then differ from the passages."""
     rests = [ids[1:] for ids in cut if ids[0] == token]
     if () in rests:
         return False

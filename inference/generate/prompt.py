@@ -79,9 +79,9 @@ def _ids(part: Text, request: Request, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def embedded(prompt: Prompt, tensors: Sequence[torch.Tensor], decoder: Decoder) -> Prompt:
-    """Return the prompt with the rows of tensors, whose ids now follow from their content.
+    """Return the prompt with the rows of its tensors; their ids become hashes of their values.
 
-    So prompts share the pages of equal rows, and of the text before other ones.
+    Prompts therefore share the pages of equal rows, and of equal text before different rows.
 
     Raises:
         ConfigError: the model cannot read a tensor.
