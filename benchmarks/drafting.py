@@ -1,0 +1,125 @@
+"""The modes of generation.py that time drafts."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from exl2flow.inference import Draft, Event, Generator, LoadedModel, NgramDraft, Request
+from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.drafts import Drafter, Wanted
+from exl2flow.inference.generate.steps import Steps, restored
+from exl2flow.inference.sampling import Kind, SamplingSettings
+
+GREEDY = SamplingSettings.greedy()
+PROMPTS = (
+    "The history of the city begins with",
+    "In 1944 the regiment was",
+    "The species was first described",
+)
+
+
+@dataclass
+class Known:
+    """Guesses a known text, each token right with a probability."""
+
+    text: Sequence[int]
+    right: float
+    tokens: int = 4
+
+    def start(self, *_: object) -> "Known":
+        self._random = random.Random(0)
+        return self
+
+    def read(self, *_: object) -> None: ...
+
+    def copy(self, *_: object) -> None: ...
+
+    def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
+        return {
+            slot: [
+                token if self._random.random() < self.right else 5
+                for token in self.text[len(one.ids) : len(one.ids) + one.most]
+            ]
+            for slot, one in wanted.items()
+        }
+
+
+@torch.inference_mode()
+def verified(model: LoadedModel, form: str, *, context: int, drafted: int) -> float:
+    """Return the median seconds of a step of one row that verifies so many wrong guesses."""
+    device, pages = torch.device("cuda"), pages_of(context + 64)
+    cache = PagedCache(model.spec, pages=pages, form=cache_format(form, device), device=device)
+    draft = Known([], 0.0, max(drafted, 1))
+    steps = Steps(model, cache, slots=1, max_tokens=context + 64, draft=draft)
+    steps.enter(0, [*range(pages)], [5] * context, GREEDY, None)
+    kind, times = Kind.of([GREEDY]), list[float]()
+    for _ in range(25):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        steps.forward(1, {0: [6] * drafted})
+        with restored(steps.sampler.active) if drafted else nullcontext():
+            for place in range(1 + drafted):
+                if place:
+                    steps.follow(1, place - 1, {0: 6})
+                steps.sample(1, kind, [0.5])
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return median(times[5:])
+
+
+def spoken(
+    model: LoadedModel, form: str | None, draft: Drafter | None, prompt: object, tokens: int = 200
+) -> tuple[list[int], float, Event]:
+    """Return the ids of a greedy text, tokens per second without the prompt, and the last event."""
+    generator = Generator(model, cache=form, tokens=1024, slots=1, draft=draft)
+    for count in (20, tokens):  # the first time, steps are recorded
+        request = Request(prompt, settings=GREEDY, stops=(), max_new_tokens=count)
+        events = [*generator.stream(request)]
+    counts = events[-1].statistics
+    assert counts is not None
+    ids = [token for event in events for token in event.ids]
+    return ids, (len(ids) - 1) / counts.text_seconds, events[-1]
+
+
+def draft(model: LoadedModel, form: str) -> None:
+    """Time a step that verifies four guesses, and texts of which 80 % are guessed."""
+    one, five = (verified(model, form, context=512, drafted=count) for count in (0, 4))
+    print(f"| 5 tokens, 1 row | {1e3 * five:.3f} ms | {1e3 * one:.3f} ms | {five / one:.2f} |")
+    prompt = list(range(5, 37))
+    ids, without, _ = spoken(model, form, None, prompt)
+    found, speed, _ = spoken(model, form, Known(prompt + ids, 0.8), prompt)
+    print(
+        f"| 0.8 of the guesses right | {speed:.0f} tokens/s | {without:.0f} tokens/s "
+        f"| {speed / without:.2f} | same text: {found == ids} |",
+        flush=True,
+    )
+
+
+def ngram(model: LoadedModel, form: str) -> None:
+    """Compare greedy texts with those that n-grams draft."""
+    print_guessed(model, form, NgramDraft())
+
+
+def twin(model: LoadedModel, form: str, other: LoadedModel) -> None:
+    """Compare greedy texts with those that another model drafts."""
+    print_guessed(model, form, Draft(model=other))
+
+
+def print_guessed(model: LoadedModel, form: str, draft: Drafter) -> None:
+    """Print tokens per second with and without a draft, of each prompt."""
+    for prompt in PROMPTS:
+        ids, without, _ = spoken(model, form, None, prompt)
+        found, speed, last = spoken(model, form, draft, prompt)
+        counts = last.statistics
+        assert counts is not None
+        print(
+            f"| {prompt} | {speed:.0f} tokens/s | {without:.0f} tokens/s | {speed / without:.2f} "
+            f"| {counts.accepted_tokens} of {counts.drafted_tokens} right "
+            f"| same text: {found == ids} |",
+            flush=True,
+        )
