@@ -30,6 +30,7 @@ class Known:
     text: Sequence[int]
     right: float
     tokens: int = 4
+    decoder = None
 
     def start(self, *_: object) -> "Known":
         self._random = random.Random(0)

@@ -1,8 +1,7 @@
 """What proposes tokens, and what it sees of the slots whose texts it continues."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,12 +11,12 @@ from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
 from exl2flow.kernels.recording import Recordings
+from exl2flow.model import Decoder
 
 MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(NamedTuple):
     """What a model that guesses shares with the slots of a generator; see `Steps`."""
 
     cache: PagedCache
@@ -26,8 +25,7 @@ class Slots:
     recordings: Recordings
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A text by its ids, which may take `most` more tokens from a draft; `owner` keeps them."""
 
     owner: object
@@ -38,17 +36,18 @@ class Wanted:
 class Guesses(Protocol):
     """What guesses for the slots of one generator."""
 
+    @property
+    def decoder(self) -> Decoder | None:
+        """The model that it runs, if any."""
+
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Follow a pass over prompts, int64 (1, t)."""
-        ...
 
     def copy(self, copy: Copy | None) -> None:
         """Follow the copy of a page."""
-        ...
 
     def guess(self, wanted: Mapping[int, Wanted]) -> Mapping[int, Sequence[int]]:
         """Return what may follow the texts, by slot."""
-        ...
 
 
 class Drafter(Protocol):
@@ -56,13 +55,10 @@ class Drafter(Protocol):
 
     @property
     def tokens(self) -> int: ...
-
-    def start(self, model: LoadedModel, slots: Slots) -> Guesses:
-        """Prepare for a generator of a model."""
-        ...
+    def start(self, model: LoadedModel, slots: Slots) -> Guesses: ...
 
 
-def check_tokens(tokens: int) -> None:
-    """Raise `ConfigError` unless a pass can verify so many."""
-    if not 1 <= tokens <= MOST_DRAFTED:
-        raise ConfigError(f"`tokens` of a draft is {tokens}; it must be 1 to {MOST_DRAFTED}")
+def check(name: str, value: float, least: float, most: float) -> None:
+    """Raise `ConfigError` for a field of a draft that is out of range."""
+    if not least <= value <= most:
+        raise ConfigError(f"`{name}` of a draft is {value}; it must be from {least} to {most}")

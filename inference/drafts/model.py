@@ -7,13 +7,15 @@ shared beginnings are those of the generator.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from operator import ne
 
 import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import PromptView, Segment, StepView, reserve
 from exl2flow.inference.cache.pages import Copy
-from exl2flow.inference.drafts.guesses import Slots, Wanted, check_tokens
+from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Slots, Wanted, check
 from exl2flow.inference.load import LoadedModel
 from exl2flow.kernels import PAGE_TOKENS, on_device
 from exl2flow.kernels.recording import bucket
@@ -28,10 +30,7 @@ class Draft:
     """Guesses the likeliest tokens of another model.
 
     tokens: at most so many are guessed at once; least: a guess of less probability is dropped, and
-    what would follow it.
-
-    Raises:
-        ConfigError: a number is out of range.
+    what would follow it. Raises `ConfigError` for a number out of range.
     """
 
     model: LoadedModel
@@ -39,17 +38,11 @@ class Draft:
     least: float = 0.25
 
     def __post_init__(self) -> None:
-        check_tokens(self.tokens)
-        if not 0 <= self.least < 1:
-            raise ConfigError(f"`least` of a draft is {self.least}; it must be in [0, 1)")
+        check("tokens", self.tokens, 1, MOST_DRAFTED)
+        check("least", self.least, 0, 1)
 
     def start(self, model: LoadedModel, slots: Slots) -> "ModelGuesses":
-        """Reserve a cache.
-
-        Raises:
-            ConfigError: the vocabularies differ, or the devices do.
-            OutOfDeviceMemory: the cache does not fit.
-        """
+        """Reserve a cache; raise `ConfigError` if vocabularies or devices differ."""
         check_vocabularies(self.model.tokenizer, model.tokenizer)
         return ModelGuesses(self, slots)
 
@@ -57,24 +50,23 @@ class Draft:
 class ModelGuesses:
     """A model and its cache behind the slots of a generator.
 
-    ids: int64 (slots, 2 + tokens), the last two of each text, then guesses; shares: fp32
-    (slots, tokens), probabilities of the guesses.
+    ids: int64 (slots, 2 + tokens), the last two of each text, then guesses; found: fp64
+    (slots, tokens, 2), guesses and their probabilities.
     """
 
     def __init__(self, draft: Draft, slots: Slots) -> None:
-        self._decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
-        device, spec = slots.tables.device, draft.model.spec
-        if self._decoder.embedding.weight.device != device:
+        self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
+        device, rows, spec = slots.tables.device, len(slots.lengths), draft.model.spec
+        if self.decoder.embedding.weight.device != device:
             raise ConfigError(f"the draft's model is not on {device}; load both there")
         self.cache = reserve(spec, pages=slots.cache.pages, form=slots.cache.form, device=device)
         self._angles = step_table(spec.rope, slots.tables.shape[1] * PAGE_TOKENS, device)
-        rows = len(slots.lengths)
         self._ids = torch.zeros(rows, 2 + draft.tokens, dtype=torch.int64, device=device)
-        self._shares = torch.zeros(rows, draft.tokens, device=device)
+        self._found = torch.zeros(rows, draft.tokens, 2, dtype=torch.float64, device=device)
 
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         view = PromptView(self.cache, segments)
-        self._decoder.hidden(tokens, view, self._angles.along(view.positions))
+        self.decoder.hidden(tokens, view, self._angles.along(view.positions))
 
     def copy(self, copy: Copy | None) -> None:
         self.cache.copy(copy)
@@ -85,54 +77,48 @@ class ModelGuesses:
         The first pass takes the last two tokens of each text: if all guesses were right, the keys
         of the last one are still missing. Texts that want no guesses follow it, too.
         """
-        slots, found = max(wanted) + 1, {slot: list[int]() for slot in wanted}
+        slots, guesses = max(wanted) + 1, {slot: list[int]() for slot in wanted}
         last = [wanted[slot].ids[-2:] if slot in wanted else (0,) for slot in range(slots)]
         pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
         self._ids[:slots, :2] = on_device(pairs, self._ids.device)
         going, place = {slot for slot, one in wanted.items() if one.most}, 0
         self._pass(slots, place)
         while going:
-            ids, shares = (
-                self._ids[:slots, 2 + place].tolist(),
-                self._shares[:slots, place].tolist(),
-            )
-            going = {slot for slot in going if shares[slot] >= self._least}
+            found = self._found[:slots, place].tolist()
+            going = {slot for slot in going if found[slot][1] >= self._least}
             for slot in going:
-                found[slot].append(ids[slot])
+                guesses[slot].append(int(found[slot][0]))
             place += 1
             going = {slot for slot in going if place < wanted[slot].most}
             if going:
                 self._pass(slots, place)
-        return found
+        return guesses
 
     def _pass(self, slots: int, place: int) -> None:
         rows = min(bucket(slots), len(self._ids))
-        key = ("draft", rows, place)
-        self._slots.recordings.replay(key, partial(self._guess, rows, place))
+        work = partial(self._guess, rows, place)
+        self._slots.recordings.replay(("draft", rows, place), work)
 
     def _guess(self, rows: int, place: int) -> None:
         """Put the likeliest token behind those guessed so far; to do it again changes nothing."""
-        count, ids = 1 if place else 2, self._ids[:rows]
+        new, ids = 1 if place else 2, self._ids[:rows]
         lengths = (self._slots.lengths[:rows] + (place or -1)).clamp(min=0)
-        view = StepView(self.cache, self._slots.tables[:rows], lengths, count=count)
-        new = ids[:, place + 2 - count : place + 2]
-        logits = self._decoder.forward(new, view, self._angles.at(view.positions))[:, -1]
+        view = StepView(self.cache, self._slots.tables[:rows], lengths, count=new)
+        tokens = ids[:, place + 2 - new : place + 2]
+        logits = self.decoder.forward(tokens, view, self._angles.at(view.positions))[:, -1]
         greatest, best = logits.max(dim=-1)
         ids[:, place + 2] = best
-        self._shares[:rows, place] = torch.exp(greatest - logits.logsumexp(-1))
+        share = torch.exp(greatest - logits.logsumexp(-1))
+        self._found[:rows, place] = torch.stack((best.double(), share.double()), dim=-1)
 
 
 def check_vocabularies(draft: Tokenizer, model: Tokenizer) -> None:
     """Raise `ConfigError` unless ids stand for the same pieces, but for a few at the end."""
-    theirs, ours = draft.pieces, model.pieces
+    theirs, ours, wrong = draft.pieces, model.pieces, ""
     if abs(len(theirs) - len(ours)) > SPARE_IDS:
-        raise ConfigError(
-            f"the draft's vocabulary has {len(theirs)} ids, the model's {len(ours)}; take a draft "
-            "of the same model family"
-        )
-    for i, (one, other) in enumerate(zip(theirs, ours, strict=False)):
-        if one != other:
-            raise ConfigError(
-                f"id {i} is {one[:SHOWN]!r} for the draft and {other[:SHOWN]!r} for the model; "
-                "take a draft of the same model family"
-            )
+        wrong = f"the draft's vocabulary has {len(theirs)} ids, the model's {len(ours)}"
+    elif any(map(ne, theirs, ours)):
+        i, one, other = next(x for x in zip(count(), theirs, ours, strict=False) if x[1] != x[2])
+        wrong = f"id {i} is {one[:SHOWN]!r} for the draft and {other[:SHOWN]!r} for the model"
+    if wrong:
+        raise ConfigError(f"{wrong}; take a draft of the same model family")

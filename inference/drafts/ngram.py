@@ -1,16 +1,11 @@
 """Drafts without a model: what followed when the last few tokens occurred before."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
-
-from exl2flow.core.errors import ConfigError
-from exl2flow.inference.cache.paged import Segment
-from exl2flow.inference.cache.pages import Copy
-from exl2flow.inference.drafts.guesses import Wanted, check_tokens
+from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Wanted, check
 
 WIDTH = array("q").itemsize
 REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
@@ -21,21 +16,15 @@ class NgramDraft:
     """Guesses that a text goes on as it did after the latest occurrence of its last tokens.
 
     tokens: at most so many are guessed at once; longest: so many tokens, or else fewer, must have
-    occurred before.
-
-    Raises:
-        ConfigError: a number is out of range.
+    occurred before. Raises `ConfigError` for a number out of range.
     """
 
     tokens: int = 4
     longest: int = 4
 
     def __post_init__(self) -> None:
-        check_tokens(self.tokens)
-        if self.longest < 1:
-            raise ConfigError(
-                f"`longest` of an n-gram draft is {self.longest}; it must be 1 or more"
-            )
+        check("tokens", self.tokens, 1, MOST_DRAFTED)
+        check("longest", self.longest, 1, REREAD)
 
     def start(self, *_: object) -> "NgramGuesses":
         return NgramGuesses(self.longest)
@@ -44,13 +33,14 @@ class NgramDraft:
 class NgramGuesses:
     """Keeps the ids of each text as bytes, which are searched in no time."""
 
+    decoder = None
+
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._texts = WeakKeyDictionary[object, bytearray]()
 
-    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None: ...
-
-    def copy(self, copy: Copy | None) -> None: ...
+    def read(self, *_: object) -> None: ...
+    def copy(self, *_: object) -> None: ...
 
     def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
         return {slot: self._follow(one) for slot, one in wanted.items()}

@@ -56,7 +56,6 @@ class Steps:
     ) -> None:
         """Take a cache that nothing else changes; `max_tokens` is the longest sequence."""
         self._decoder, self.cache, device = model.decoder, cache, cache.device
-        self.check_stream()
         width = model.spec.head.out_features
         self.drafts = drafts = 0 if draft is None else draft.tokens
         shape = (slots, pages_of(max_tokens + drafts))
@@ -76,6 +75,7 @@ class Steps:
         self.recordings = Recordings(partial(_idle, self.sampler.active), records=records)
         state = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, state)
+        self.check_stream()
 
     @property
     def ahead(self) -> bool:
@@ -83,10 +83,13 @@ class Steps:
         return self.cache.device.type == "cuda"
 
     def check_stream(self) -> None:
-        """Raise `ConfigError` unless the stream is the one on which the model is always used."""
-        if self.cache.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.cache.device).cuda_stream
-            if _STREAMS.setdefault(self._decoder, stream) != stream:
+        """Raise `ConfigError` unless the stream is the one on which the models are always used."""
+        if self.cache.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+        guessing = self.guesses.decoder if self.guesses is not None else None
+        for decoder in (self._decoder, guessing):
+            if decoder is not None and _STREAMS.setdefault(decoder, stream) != stream:
                 raise ConfigError(
                     "the model is in use on another CUDA stream; make its generators and call them "
                     "on that one, or load the model once more"

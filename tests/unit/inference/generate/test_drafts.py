@@ -105,6 +105,7 @@ class Oracle:
     texts: list[list[int]]
     right: float
     tokens: int
+    decoder = None
 
     def start(self, *_: object) -> "Oracle":
         self._random = random.Random(0)
@@ -274,7 +275,7 @@ def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:
         Generator(model, tokens=512, draft=Draft(model=other))
     with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
         NgramDraft(tokens=8)
-    with pytest.raises(ConfigError, match="`longest` of an n-gram draft is 0"):
+    with pytest.raises(ConfigError, match="`longest` of a draft is 0"):
         NgramDraft(longest=0)
     with pytest.raises(ConfigError, match="`least` of a draft is"):
         Draft(model=model, least=1.5)
