@@ -168,7 +168,7 @@ def test_files_that_are_missing_or_damaged_are_named(
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     for content in (b"", b"{}", weights.read_bytes()[:-9]):
         weights.write_bytes(content)
-        with pytest.raises(ConfigError, match="adapter_model.safetensors"):
+        with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
             Adapter.load(folder, model)
 
     weights.unlink()

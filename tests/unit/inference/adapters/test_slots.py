@@ -1,4 +1,4 @@
-"""Where adapters are kept: tensors stay in place while there is room, and grow when there is not."""
+"""Where adapters are kept: tensors stay in place while there is room, and grow otherwise."""
 
 from pathlib import Path
 
