@@ -101,7 +101,7 @@ class Generator:
         """
         if self._failure is not None:
             raise InferenceError("the generator has failed; make a new one") from self._failure
-        tokenizer = self.model.tokenizer
+        tokenizer, width = self.model.tokenizer, self._steps.sampler.width
         prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
         most = check(
             request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
@@ -109,9 +109,8 @@ class Generator:
         )  # fmt: skip
         self._steps.sampler.check(request.settings)
         healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
-        width, prefer_end = self._steps.sampler.width, request.prefer_end
         constraint = request.filters and Combined(
-            request.filters, tokenizer, width, prefix=healed, prefer_end=prefer_end
+            request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
         )
         adapters = adapters_of(request.adapters, self.model)
         salt = b"".join(sorted(adapter.digest for adapter in adapters))

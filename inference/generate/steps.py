@@ -162,8 +162,7 @@ class Steps:
     ) -> None:
         """Store keys and values of the segments' tokens, given one segment after another.
 
-        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in their order; adapters: of each
-        segment, or nothing.
+        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in order; adapters: of each segment.
         """
         view = PromptView(self.cache, segments)
         tokens = on_device(torch.tensor([ids]), self.cache.device)

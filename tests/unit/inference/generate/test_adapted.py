@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from exl2flow.inference import (
     Adapter,
+    Draft,
     Event,
     Generator,
     Job,
     LoadedModel,
+    NgramDraft,
     Request,
     SamplingSettings,
     load_model,
@@ -185,6 +187,19 @@ def test_a_banned_string_cuts_a_text_with_adapters_back(
 
     assert ban.lower() not in model.tokenizer.decode(found[1]).lower()
     assert found == {each.tag: alone(model, each) for each in wanted}
+
+
+@pytest.mark.parametrize("draft", ["model", "ngram"])
+def test_drafts_change_no_text_with_adapters(
+    model: LoadedModel, adapters: list[Adapter], draft: str
+) -> None:
+    a, b, _ = adapters
+    every = [request(tag, *used, settings=HOT) for tag, used in enumerate([(), (a,), (b, a)])]
+    drafter = Draft(model=model, least=0.0) if draft == "model" else NgramDraft()
+
+    found = ids_of(Generator(model, tokens=4096, slots=3, draft=drafter), *every)
+
+    assert found == {each.tag: alone(model, each) for each in every}
 
 
 def test_a_generator_whose_jobs_use_none_stays_as_it_was(
