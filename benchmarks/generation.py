@@ -2,9 +2,9 @@
 
     python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16] [--device cuda]
 
-Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, grammar, ties, jobs, batch; the
-last two also run on a CPU. Unless a model is given, one of random codes is written to a temporary
-folder. Texts end by their number of tokens only.
+Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, grammar, adapters, ties, jobs,
+batch; grammar, adapters, jobs and batch also run on a CPU. Unless a model is given, one of random
+codes is written to a temporary folder. Texts end by their number of tokens only.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 from decode import seconds, write_model
+from generation_features import adapters, grammar
+from generation_jobs import DEFAULT, GREEDY, prompt, request, stepped
 from layers import SHAPES
 from psutil import Process
 
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.filters import GrammarFilter
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
 from exl2flow.kernels.recording import Recording
 from exl2flow.model.footprint import Footprint
 
-GREEDY, DEFAULT = SamplingSettings.greedy(), SamplingSettings()
 MIXED = (GREEDY, DEFAULT, SamplingSettings(top_k=0, min_p=0.05), SamplingSettings(top_p=0.95))
 EVERYTHING: dict[str, Any] = {
     "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_a": 0.01,
@@ -38,18 +38,6 @@ EVERYTHING: dict[str, Any] = {
     "skew": 0.1, "mirostat": True, "min_temp": 0.5, "max_temp": 1.5, "smoothing_factor": 0.2,
     "token_bias": ((5, 1.0),),
 }  # fmt: skip
-
-
-def prompt(tokens: int, vocab: int, seed: int) -> tuple[int, ...]:
-    """Return random ids."""
-    source = random.Random(seed)
-    return tuple(source.randrange(5, vocab) for _ in range(tokens))
-
-
-def request(model: LoadedModel, tokens: int, new: int, seed: int, **more: Any) -> Request:
-    """Return a request with a prompt of random ids."""
-    ids = prompt(tokens, model.spec.vocab_size, seed)
-    return Request(ids, max_new_tokens=new, stops=(), seed=seed, **more)
 
 
 @torch.inference_mode()
@@ -78,16 +66,6 @@ def static(
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return median(times[5:])
-
-
-def stepped(generator: Generator, steps: int) -> float:
-    """Return the seconds per step of so many steps."""
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        generator.step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / steps
 
 
 def overhead(model: LoadedModel, form: str) -> None:
@@ -294,22 +272,6 @@ def ties(model: LoadedModel, form: str) -> None:
         print(f"| {name} | {differ} of 64 texts differ | {sum(equal)} tokens until there |")
 
 
-def grammar(model: LoadedModel, form: str) -> None:
-    """Compare 16 jobs under a JSON schema with 16 under none."""
-    schema = {"type": "array", "items": {"type": "number"}, "minItems": 1000}
-    answer = GrammarFilter(json_schema=schema)
-    times = {}
-    for filters in ((), (answer,)):
-        generator = Generator(model, cache=form, tokens=16 * 512, slots=16)
-        for seed in range(16):
-            generator.submit(request(model, 32, 300, seed, filters=filters))
-        for _ in range(60):
-            generator.step()
-        times[filters] = min(stepped(generator, 40) for _ in range(4))
-    free, bound = times.values()
-    print(f"| 16 jobs | {1e3 * free:.3f} ms | {1e3 * bound:.3f} bound | {free / bound:.3f} |")
-
-
 def jobs(model: LoadedModel, form: str) -> None:
     """Run 10,000 jobs, a third cancelled, some failing; compare memory before and after."""
 
@@ -362,7 +324,7 @@ MODES = {
     f.__name__: f
     for f in (
         *(overhead, mixed, admit, gap, prefix, sampler, fit),
-        *(scattered, grammar, ties, jobs, batch),
+        *(scattered, grammar, adapters, ties, jobs, batch),
     )
 }
 

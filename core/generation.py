@@ -49,6 +49,7 @@ class GenerationOptions(Options):
     rope_yarn: float | None = Field(
         None, ge=1, description="YaRN factor, in place of the model's own way to stretch"
     )
+    lora: list[Path] = Field([], description="folder of an adapter that changes the model")
     draft: Path | None = Field(
         None, description="folder of a smaller model of the same vocabulary, which guesses tokens"
     )

@@ -49,6 +49,13 @@ class Filter(Protocol):
         ...
 
 
+class Adapter(Protocol):
+    """A change to a model; see `inference/adapters/`. Those of equal `digest` are the same."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt and how to continue it.
@@ -70,6 +77,7 @@ class Request:
     logits: report the model's logits per token, before penalties.
     hooks: called in order for every sampled token; each may replace it.
     filters: what the text must match, all of them.
+    adapters: what changes the model for this text; several add up.
     prefer_end: end the text as soon as the filters allow it.
     embeddings: floating-point tensors (n, hidden size), read in place of tokens. In text, each
         `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
@@ -100,6 +108,7 @@ class Request:
     logits: bool = False
     hooks: Sequence[Hook] = ()
     filters: Sequence[Filter] = ()
+    adapters: Sequence[Adapter] = ()
     prefer_end: bool = False
     embeddings: Sequence[Any] = field(default=(), compare=False)  # tensors have no truth value
     end_loops: bool = False
@@ -128,6 +137,12 @@ class Request:
             if not callable(getattr(one, "start", None)):
                 raise ConfigError(f"`filters` contains {_shown(one)}, which is no filter")
         keep("embeddings", tuple(_several("embeddings", self.embeddings)))
+        keep("adapters", tuple(_several("adapters", self.adapters)))
+        digests = [getattr(adapter, "digest", None) for adapter in self.adapters]
+        if None in digests or len({*digests}) < len(digests):
+            raise ConfigError(
+                f"`adapters` is {_shown(self.adapters)}; it takes adapters, each of them once"
+            )
         self._check_numbers()
         self._check_guidance()
         if self.embeddings:

@@ -45,14 +45,14 @@ class Recordings:
         """`idle` makes a context in which work changes nothing that counts."""
         self.records = records
         self._idle = idle
-        self._made: dict[Hashable, Recording[Any]] = {}
+        self._made: dict[tuple[Hashable, ...], Recording[Any]] = {}
 
-    def replay(self, key: Hashable, work: Callable[[], T]) -> T:
+    def replay(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> T:
         """Do work that is always the same under its key."""
         self.make(key, work)
         return self._made[key].replay() if self.records else work()
 
-    def make(self, key: Hashable, work: Callable[[], T]) -> None:
+    def make(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> None:
         """Record work, unless that is done."""
         if not self.records or key in self._made:
             return
@@ -63,6 +63,10 @@ class Recordings:
         except RuntimeError as error:
             log.info("step=launched reason=%s", error)
             self.records = False
+
+    def forget(self, mark: object) -> None:
+        """Drop the recordings whose keys hold a mark."""
+        self._made = {key: made for key, made in self._made.items() if mark not in key}
 
 
 def bucket(slots: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from exl2flow.inference.adapters import Adapter
 from exl2flow.inference.cache.paged import PagedCache, Segment, pages_of
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
@@ -50,8 +51,9 @@ class Slots:
 
     @torch.inference_mode()
     def enter(
-        self, slot: int, ids: Sequence[int], settings: SamplingSettings = GREEDY, *, cut: int = 0
-    ) -> None:
+        self, slot: int, ids: Sequence[int], settings: SamplingSettings = GREEDY, *, cut: int = 0,
+        adapters: tuple[Adapter, ...] = (),
+    ) -> None:  # fmt: skip
         """Read a prompt, in two parts if it is cut, and give it the slot."""
         if slot in self.pages:
             self.leave(slot)
@@ -59,8 +61,9 @@ class Slots:
         last = len(ids) - 1
         for begin, end in ((0, cut), (cut, last)):
             if begin < end:
-                self.steps.read(ids[begin:end], [Segment(pages=pages, begin=begin, end=end)])
-        self.steps.enter(slot, pages, ids, settings, None)
+                segment = Segment(pages=pages, begin=begin, end=end)
+                self.steps.read(ids[begin:end], [segment], adapters=[adapters])
+        self.steps.enter(slot, pages, ids, settings, None, adapters)
         self.settings[slot], self.pages[slot] = settings, pages
         self.sampled[slot], self.logits[slot] = [], []
 

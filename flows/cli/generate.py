@@ -122,7 +122,7 @@ def _generator(
 ) -> "tuple[Generator, list[Request]]":
     """Load the model, which says where texts end; a cache for one prompt is as small as it can."""
     from exl2flow.flows.conversion import choose_allocator
-    from exl2flow.inference import Generator, load_model
+    from exl2flow.inference import Adapter, Generator, load_model
     from exl2flow.inference.generate.prompt import encoded
     from exl2flow.kernels import PAGE_TOKENS
 
@@ -134,9 +134,8 @@ def _generator(
     )  # fmt: skip
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
     stops: tuple[int | str, ...] = (*ends, *options.stop)
-    requests = [
-        replace(r, stops=stops if r.stops is None else r.stops, filters=filters) for r in requests
-    ]
+    common = {"filters": filters, "adapters": [Adapter.load(f, loaded) for f in options.lora]}
+    requests = [replace(r, stops=stops if r.stops is None else r.stops, **common) for r in requests]
     tokens, slots = options.tokens, options.slots
     if options.prompts is None:
         slots, longest = len(requests[0].prompts), loaded.max_tokens

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Generator as Generated
 from contextlib import closing
+from functools import partial
 from threading import Event as Flag
 from typing import Any, cast, overload
 
@@ -17,6 +18,7 @@ import torch
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.core.request import Request, Text
+from exl2flow.inference.adapters import adapters_of
 from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.drafts import Draft, Drafter
@@ -99,7 +101,7 @@ class Generator:
         """
         if self._failure is not None:
             raise InferenceError("the generator has failed; make a new one") from self._failure
-        tokenizer = self.model.tokenizer
+        tokenizer, width = self.model.tokenizer, self._steps.sampler.width
         prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
         most = check(
             request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
@@ -107,13 +109,14 @@ class Generator:
         )  # fmt: skip
         self._steps.sampler.check(request.settings)
         healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
-        width, prefer_end = self._steps.sampler.width, request.prefer_end
         constraint = request.filters and Combined(
-            request.filters, tokenizer, width, prefix=healed, prefer_end=prefer_end
+            request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
         )
+        adapters = adapters_of(request.adapters, self.model)
+        salt = b"".join(sorted(adapter.digest for adapter in adapters))
         job = Job(
-            request, prompt, tokenizer, max_new_tokens=most, begin=self._schedule.table.begin,
-            constraint=constraint or None,
+            request, prompt, tokenizer, max_new_tokens=most, adapters=adapters,
+            begin=partial(self._schedule.table.begin, salt), constraint=constraint or None,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
         )  # fmt: skip
         self._schedule.add(job)
@@ -167,8 +170,7 @@ class Generator:
         Raises:
             Exl2FlowError: what `submit` refuses, or the error of a request that is the only one.
         """
-        events = deque[Event]()
-        jobs: list[Job] = []
+        events, jobs = deque[Event](), list[Job]()
         try:
             jobs += [self.submit(request, deliver=events.append) for request in requests]
             left = len(jobs)
@@ -236,8 +238,7 @@ class Generator:
     @torch.inference_mode()
     def warmup(self) -> None:
         """Record the steps of all numbers of slots, for greedy and for default settings."""
-        kinds = [Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())]
-        self._steps.warm_up(kinds)
+        self._steps.warm_up([Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())])
 
 
 def _fitting(context: int, specs: list[ModelSpec], name: str, device: torch.device) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exl2flow.core.request import Request
+from exl2flow.inference.adapters import Used
 from exl2flow.inference.cache.pages import Pages
 from exl2flow.inference.drafts import Reach
 from exl2flow.inference.filters import Combined
@@ -53,6 +54,7 @@ class Job:
         *,
         max_new_tokens: int,
         constraint: Combined | None,
+        adapters: Used,
         begin: Callable[[], Pages],
         deliver: Callable[[Event], None],
         on_cancel: Callable[["Job"], None],
@@ -60,7 +62,7 @@ class Job:
         """Take a checked request; `deliver` gets its events."""
         self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
         self.output = Output(request, tokenizer, prompt, max_new_tokens=max_new_tokens)
-        self.begin = begin
+        self.begin, self.adapters = begin, adapters
         self.sequences = [Sequence(list(ids), begin()) for ids in prompt.sequences]
         self.random = random.Random(request.seed)
         self.deliver = deliver

@@ -36,7 +36,8 @@ class Reading:
             rows += [known[i] for i in s.ids[begin:end] if i in known]
             segments.append(Segment(pages=tuple(s.held.pages), begin=begin, end=end))
         if ids:
-            self._steps.read(ids, segments, rows)
+            used = [job.adapters for job, _, _ in parts]
+            self._steps.read(ids, segments, rows, used)
         for job, sequence, count in parts:
             held = sequence.held
             self._schedule.table.fill(held, sequence.ids[held.filled : held.filled + count])

@@ -78,7 +78,9 @@ class Schedule:
             return
         job.steps, job.shown = True, FREE
         for s in job.sequences:
-            self._steps.enter(s.slot, s.held.pages, s.ids, job.request.settings, job.mu)
+            self._steps.enter(
+                s.slot, s.held.pages, s.ids, job.request.settings, job.mu, job.adapters
+            )
         if len(job.sequences) == 2:
             self._steps.sampler.pair(*(s.slot for s in job.sequences))
 

@@ -16,6 +16,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
+from exl2flow.inference.adapters import AdapterSlots, Used
 from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.drafts import Drafter, Slots
@@ -73,6 +74,7 @@ class Steps:
         self._angles = step_table(model.spec.rope, max_tokens + drafts, device)
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
         self.recordings = Recordings(partial(_idle, self.sampler.active), records=records)
+        self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         state = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, state)
         self.check_stream()
@@ -102,8 +104,10 @@ class Steps:
         ids: Sequence[int],
         settings: SamplingSettings,
         mu: float | None,
+        adapters: Used = (),
     ) -> None:
         """Give a slot to a sequence whose tokens but the last are in the cache."""
+        self._adapters.enter(slot, adapters)
         self.set_pages(slot, pages)
         self.sampler.enter(slot, self._completed(settings), ids, mu=mu)
         self.stand_at(slot, ids)
@@ -141,6 +145,7 @@ class Steps:
         """Free a slot."""
         self.tables[slot] = self.cache.spare
         self.lengths[slot] = 0
+        self._adapters.enter(slot)
         self.sampler.leave(slot)
 
     def move(self, source: int, target: int) -> None:
@@ -148,6 +153,7 @@ class Steps:
         for tensor in (self.tables, self.lengths, self.ids):
             tensor[target] = tensor[source]
         self.sampler.move(source, target)
+        self._adapters.move(source, target)
         self.leave(source)
 
     def read(
@@ -155,15 +161,17 @@ class Steps:
         ids: Sequence[int],
         segments: Sequence[Segment],
         rows: Sequence[torch.Tensor] = (),
+        adapters: Sequence[Used] = (),
     ) -> None:
         """Store keys and values of the segments' tokens, given one segment after another.
 
-        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in their order.
+        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in order; adapters: of each segment.
         """
         view = PromptView(self.cache, segments)
         tokens = on_device(torch.tensor([ids]), self.cache.device)
         given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
-        self._decoder.hidden(tokens, view, self._angles.along(view.positions), given)
+        decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
+        decoder.hidden(tokens, view, self._angles.along(view.positions), given)
         if self.guesses is not None:
             self.guesses.read(tokens, segments)
 
@@ -185,7 +193,8 @@ class Steps:
             lists = [drafts.get(slot, ()) for slot in range(slots)]
             padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
             self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
-        self.recordings.replay((rows, count), partial(self._forward, rows, count))
+        key = rows, count, self._adapters.mark
+        self.recordings.replay(key, partial(self._forward, rows, count))
 
     def follow(self, slots: int, place: int, drafted: Mapping[int, int]) -> None:
         """Let only those slots sample on that sampled what was drafted for them at a place."""
@@ -205,7 +214,8 @@ class Steps:
         """Record what steps of any number of slots need for the kinds."""
         for rows in sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)}):
             for count in {1, self.ids.shape[1]}:
-                self.recordings.make((rows, count), partial(self._forward, rows, count))
+                key = rows, count, self._adapters.mark
+                self.recordings.make(key, partial(self._forward, rows, count))
             for kind in kinds:
                 self.recordings.make((rows, kind), partial(self._sample, rows, kind))
 
@@ -215,7 +225,8 @@ class Steps:
     def _forward(self, rows: int, count: int) -> None:
         view = StepView(self.cache, self.tables[:rows], self.lengths[:rows], count=count)
         angles = self._angles.at(view.positions)
-        logits = self._decoder.forward(self.ids[:rows, :count], view, angles)
+        decoder = self._adapters.for_slots(rows)
+        logits = decoder.forward(self.ids[:rows, :count], view, angles)
         width = logits.shape[-1]  # a head may lack some rows
         self.logits[:rows, :width] = logits[:, 0]
         if count > 1:

@@ -36,6 +36,7 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "cache": ("FORMAT", "as computed"),
         "tokens": ("N", "one context, or as many as fit"),
         "slots": ("N", None),
+        "lora": ("FOLDER", None),
         "max_tokens": ("N", "the model's context"),
         "rope_scale": ("X", None),
         "rope_alpha": ("X", None),
@@ -47,7 +48,7 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "draft_tokens": ("N", None),
     },
 }
-REPEATED = ("stop", "ban")
+REPEATED = ("stop", "ban", "lora")
 
 
 def _row(field: str, metavar: str, default: str | None) -> Setting:

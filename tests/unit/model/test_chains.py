@@ -25,6 +25,7 @@ from exl2flow.model import (
     resolve,
 )
 from exl2flow.model.chains import Chains
+from exl2flow.model.low_rank import with_low_rank
 
 MODELS = ("llama", "qwen2", "qwen3")  # qwen2 has biases, qwen3 norms of heads
 
@@ -199,3 +200,40 @@ def test_a_decoder_of_fp32_has_no_use_for_chains(
     decoder.hidden(torch.zeros(1, 1, dtype=torch.int64))
 
     assert seen == []
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_decoder_with_room_for_low_rank_products_uses_no_chains(
+    family: str, tmp_path: Path, seen: list[tuple[int, ...]]
+) -> None:
+    decoder = decoder_of(make_packed(family, tmp_path))
+    made, parts = with_low_rank(decoder)
+    ids = torch.randint(VOCAB_SIZE, (2, 3))
+
+    found = made.hidden(ids)
+
+    assert seen == []
+    assert all(part._product is not None for part in parts)  # one product per activation
+    close(found, one_by_one(decoder.sublayers, decoder.embed(ids)))
+
+
+def test_low_rank_products_are_added_to_those_of_packed_maps(tmp_path: Path) -> None:
+    decoder = decoder_of(make_packed("qwen2", tmp_path))
+    _, [part, *_] = with_low_rank(decoder)
+    sublayer, x = decoder.sublayers[0], torch.randn(2, 3, 64).half()
+    part.down, part.ups = part.room(5, x)
+    projections = sublayer.spec.reading("input")
+    matrices = {
+        p.key: (torch.randn(2, 64).half() / 8, torch.randn(2, p.out_features).half())
+        for p in projections[:2]
+    }
+
+    part.put(matrices, 1, 4)
+    part.unused = torch.tensor([[True] * 5, [True, False, True, True, True]])[:, None, None]
+
+    for p, y in zip(projections, part(x), strict=True):
+        expected = sublayer.linears[p.name](x)
+        if p.key in matrices:
+            a, b = matrices[p.key]
+            expected[1] += (x[1] @ a[:1].T) @ b[:1]
+        close(y, expected)

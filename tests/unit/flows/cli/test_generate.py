@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from adapters import make_adapter, merged
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
@@ -181,3 +182,18 @@ def test_a_filter_that_is_broken_or_a_dead_end_is_one_message(
 
     assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_adapters_change_the_model_for_all_prompts(folder: Path, tmp_path: Path) -> None:
+    one, two = (make_adapter(tmp_path / name, folder, seed=i) for i, name in enumerate("ab"))
+    both = merged(tmp_path / "both", folder, one, two)
+    options = ("--prompt", "The quick", "--json", "--greedy", "--ignore-eos", "--max-new-tokens", 9)
+
+    plain, adapted, expected = (
+        json.loads(run(model, *options, *more).stdout)["text"]
+        for model, more in ((folder, ()), (folder, ("--lora", one, "--lora", two)), (both, ()))
+    )
+
+    assert plain != adapted == expected
+    refused = run(folder, *options, "--lora", tmp_path)
+    assert (refused.exit_code, "adapter_config.json" in refused.stderr) == (2, True)

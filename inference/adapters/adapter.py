@@ -1,0 +1,142 @@
+"""A LoRA adapter as PEFT saves it: y = x Wᵀ + scaling · (x Aᵀ) Bᵀ for linears of decoder layers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference.load import LoadedModel
+from exl2flow.model import ModelSpec
+
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+LAYERS = "model.layers."  # what stands before it in a name depends on who saved the adapter
+HALVES = (".lora_A.weight", ".lora_B.weight")
+SKIPPED = (".original_module.weight", ".modules_to_save.weight")
+NO_BIAS = 1e-6  # the greatest magnitude in a bias that counts as zero
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CHANGED = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights` that change W
+REFUSED = (  # options that change the arithmetic
+    *("fan_in_fan_out", "use_dora", "use_qalora", "layer_replication", "alora_invocation_tokens"),
+    *("rank_pattern", "alpha_pattern"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Low-rank matrices in main memory; adapters of equal `digest` are equal.
+
+    digest: of the matrices, which include the scaling; model: the folder of the model.
+    matrices: by key of a projection, A (rank, k) and scaling · Bᵀ (rank, n).
+    """
+
+    digest: bytes = field(repr=False)
+    folder: Path = field(compare=False)
+    model: Path = field(compare=False)
+    rank: int = field(compare=False)
+    matrices: Mapping[str, tuple[Tensor, Tensor]] = field(compare=False, repr=False)
+
+    @classmethod
+    def load(cls, folder: Path | str, model: LoadedModel, *, scaling: float = 1.0) -> Self:
+        """Load an adapter for a model; `scaling` multiplies its own, alpha / r or alpha / √r.
+
+        Raises:
+            ConfigError: a file is missing or damaged, or the adapter is of a kind that is not
+                supported, or for another model; the message names file and tensor.
+        """
+        folder, spec, dtype = Path(folder), model.spec, model.decoder.embedding.weight.dtype
+        config, digest, matrices = _config(folder), blake2b(digest_size=16), dict[str, Any]()
+        rank = int(config["r"])
+        scale = scaling * config["lora_alpha"] / rank ** (0.5 if config.get("use_rslora") else 1)
+        for key, (a, b) in _halves(folder, spec, rank).items():
+            matrices[key] = a.to(dtype).contiguous(), (scale * b.float()).T.to(dtype).contiguous()
+            digest.update(f"{key} {rank} {dtype}".encode())
+            for half in matrices[key]:
+                digest.update(half.numpy())
+                if not half.isfinite().all():
+                    why = f"is not finite in {dtype} after scaling; fetch it again"
+                    raise ConfigError(f"`{key}` in the adapter `{folder}` {why}")
+        where = {"folder": folder, "model": spec.source_dir}
+        return cls(digest=digest.digest(), rank=rank, matrices=matrices, **where)
+
+
+def adapters_of(given: Sequence[object], model: LoadedModel) -> tuple[Adapter, ...]:
+    """Return the adapters of a request; raise `ConfigError` if the model cannot use one of them."""
+    source = model.spec.source_dir
+    for adapter in given:
+        if not isinstance(adapter, Adapter) or adapter.model != source:
+            how = "load it with `Adapter.load(folder, model)`"
+            raise ConfigError(f"{adapter!r} was not loaded for `{source}`; {how}")
+    if given and not isinstance(model.decoder.sublayers, list):
+        how = "load the model without `streamed`"
+        raise ConfigError(f"`{source}` is read from disk in each pass, without adapters; {how}")
+    return cast(tuple[Adapter, ...], tuple(given))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return PEFT's options, if they mean plain LoRA."""
+    path = folder / "adapter_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        wrong = [] if config["peft_type"] == "LORA" else ["peft_type"]
+        wrong += [name for name in ("r", "lora_alpha") if not config[name] > 0]
+        wrong += [name for name in REFUSED if config.get(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"`{path}` does not describe a LoRA ({error!r}); give a folder that PEFT saved"
+        raise ConfigError(message) from error
+    if str(config.get("init_lora_weights")).startswith(CHANGED):
+        wrong.append("init_lora_weights")
+    for name in wrong:
+        value = f"`{name}`: {config[name]!r}"
+        raise ConfigError(f"{value} in `{path}` is not supported; merge it into the model")
+    return cast(dict[str, Any], config)
+
+
+def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of each projection that an adapter changes, in the order of the model."""
+    (path, tensors), found = _tensors(folder), dict[str, Tensor]()
+    linears = [p for sublayer in spec.sublayers for p in sublayer.projections]
+    shapes = {p.key + HALVES[0]: (rank, p.in_features) for p in linears}
+    shapes |= {p.key + HALVES[1]: (p.out_features, rank) for p in linears}
+    for name, x in tensors.items():
+        key, why = name[max(name.find(LAYERS), 0) :], ""
+        if name.endswith(SKIPPED):
+            continue
+        if x.dtype not in DTYPES:
+            why = f"has dtype {x.dtype}; save it as fp16, bf16 or fp32"
+        elif name.endswith(".bias") and (x.abs() <= NO_BIAS).all():
+            continue
+        elif not key.startswith(LAYERS) or not key.endswith(HALVES):
+            why = "is no `lora_A` or `lora_B` weight of a decoder layer; merge it into the model"
+        elif key not in shapes:
+            why = f"changes what `{spec.source_dir}` does not have; it is for another model"
+        elif x.shape != shapes[key]:
+            why = f"has shape {tuple(x.shape)}, `r` and the model imply {shapes[key]}; it is for "
+            why += "another model"
+        if why:
+            raise ConfigError(f"`{name}` in `{path}` {why}")
+        found[key] = x
+    a, b = ({p.key: found[p.key + h] for p in linears if p.key + h in found} for h in HALVES)
+    if not a or a.keys() != b.keys():
+        what = min(a.keys() ^ b.keys(), default="any linear")
+        raise ConfigError(f"`{path}` lacks `lora_A` or `lora_B` of `{what}`; save it again")
+    return {key: (a[key], b[key]) for key in a}
+
+
+def _tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Return the file that holds the weights, and its tensors; unpickling runs no code."""
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise ConfigError(f"`{folder}` has neither `{FILES[0]}` nor `{FILES[1]}`; fetch one")
+    try:
+        is_safe = path.suffix == ".safetensors"
+        found = load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+        return path, {str(name): torch.as_tensor(x).detach() for name, x in found.items()}
+    except Exception as error:  # unpickling raises nearly anything
+        raise ConfigError(f"cannot read `{path}` as tensors: {error}; fetch it again") from error

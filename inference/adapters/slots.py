@@ -1,0 +1,105 @@
+"""Which slots of a generator use which adapters, and where a decoder keeps these.
+
+Each activation is multiplied by all adapters at once; what its text does not use is set to zero.
+So a text may use several, and recorded steps read a mask at a fixed address.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+import torch
+
+from exl2flow.inference.adapters.adapter import Adapter
+from exl2flow.kernels import on_device
+from exl2flow.model import Decoder
+from exl2flow.model.low_rank import LowRank, with_low_rank
+
+Used = tuple[Adapter, ...]
+ADAPTED = "adapted"
+
+
+class AdapterSlots:
+    """The adapters of a generator's slots; they take no memory before one is used.
+
+    Tensors stay where they are until there is no room for what the slots use.
+    """
+
+    def __init__(self, decoder: Decoder, slots: int, moved: Callable[[str], None]) -> None:
+        """Take a decoder, which stays as it is; `moved` is called with a `mark` if tensors move."""
+        self._plain = self._decoder = decoder
+        self._parts, self._moved = list[LowRank](), moved
+        self._used = dict[int, Used]()  # by slot
+        self._stored, self._width = list[Adapter | None](), 0  # each has room for `width` ranks
+        self._keys = set[str]()  # of the projections that adapters may change
+        self._unused = torch.empty(slots, 1, 1, 0)  # of `LowRank`, in steps
+
+    @property
+    def mark(self) -> str:
+        """Which steps of the same shape do the same work."""
+        return ADAPTED if self._used else "plain"
+
+    def enter(self, slot: int, adapters: Used = ()) -> None:
+        """Let a slot use adapters, or none."""
+        self._used.pop(slot, None)
+        if adapters:
+            self._used[slot] = adapters
+        if adapters or self._stored:
+            self._hold(())
+
+    def move(self, source: int, target: int) -> None:
+        """Let a slot use what another one used."""
+        self.enter(target, self._used.pop(source, ()))
+
+    def for_slots(self, slots: int) -> Decoder:
+        """Return the decoder for a step of the first slots, (slots, t) tokens."""
+        return self._with(self._unused[:slots]) if self._used else self._plain
+
+    def for_parts(self, parts: Sequence[Used], counts: Sequence[int]) -> Decoder:
+        """Return the decoder for a pass (1, t) over texts: their adapters, and how many tokens."""
+        if not any(parts):
+            return self._plain
+        self._hold(chain(*parts))
+        rows = self._rows(parts).repeat_interleave(torch.tensor(counts), dim=0)
+        return self._with(on_device(rows.transpose(0, 1), self._unused.device))
+
+    def _with(self, unused: torch.Tensor) -> Decoder:
+        for part in self._parts:
+            part.unused = unused
+        return self._decoder
+
+    def _rows(self, texts: Iterable[Used]) -> torch.Tensor:
+        """Return which ranks each text leaves out, bool (texts, 1, 1, ranks)."""
+        rows = [[adapter not in used for adapter in self._stored] for used in texts]
+        return torch.tensor(rows).repeat_interleave(self._width, dim=1)[:, None, None]
+
+    def _hold(self, adapters: Iterable[Adapter]) -> None:
+        """Store adapters beside those of the slots, in place of others if need be."""
+        needed = [*dict.fromkeys(chain(adapters, *self._used.values()))]
+        new = [adapter for adapter in needed if adapter not in self._stored]
+        free = [i for i, adapter in enumerate(self._stored) if adapter not in needed]
+        fits = all(a.rank <= self._width and a.matrices.keys() <= self._keys for a in new)
+        if len(new) > len(free) or not fits:
+            self._grow(needed)
+            new, free = needed, [*range(len(self._stored))]
+        free.sort(key=lambda i: self._stored[i] is not None)  # idle adapters stay if they can
+        for i, adapter in zip(free, new, strict=False):
+            self._stored[i] = adapter
+            for part in self._parts:
+                part.put(adapter.matrices, i * self._width, self._width)
+        rows = self._rows(self._used.get(slot, ()) for slot in range(len(self._unused)))
+        self._unused.copy_(rows, non_blocking=True)
+
+    def _grow(self, needed: Sequence[Adapter]) -> None:
+        """Make room for the needed adapters in new tensors, which are empty."""
+        if not self._parts:
+            self._decoder, self._parts = with_low_rank(self._plain)
+        like, keys = self._plain.embedding.weight, self._keys.union(*(a.matrices for a in needed))
+        width = max(self._width, *(adapter.rank for adapter in needed))
+        count = max(len(self._stored), 1 << (len(needed) - 1).bit_length())
+        changed = [part for part in self._parts if part.keys & keys]
+        rooms = [part.room(count * width, like) for part in changed]  # memory may run out
+        for part, (down, ups) in zip(changed, rooms, strict=True):
+            part.down, part.ups = down, ups
+        self._unused = like.new_ones(len(self._unused), 1, 1, count * width, dtype=torch.bool)
+        self._stored, self._width, self._keys = [None] * count, width, keys
+        self._moved(ADAPTED)

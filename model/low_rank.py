@@ -1,0 +1,109 @@
+"""A decoder over the weights of another one, whose linears add low-rank products x Aᵀ Bᵀ.
+
+The linears that read one activation are multiplied together, as are their A.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional
+
+from exl2flow.kernels import get_ops
+from exl2flow.model.attention import AttentionSublayer, LayerCache, Projected
+from exl2flow.model.decoder import Decoder
+from exl2flow.model.mlp import MlpSublayer
+from exl2flow.model.products import product_of
+from exl2flow.model.rope import RopeTable
+from exl2flow.model.spec import Capture
+from exl2flow.model.sublayers import Sublayer
+
+Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # key → A (r, k) and Bᵀ (r, n)
+
+
+class LowRank:
+    """The linears of a sublayer that read one activation, and room for A and B of each.
+
+    down: (linears, ranks, k), or None; ups: (ranks, n) each. unused: bool, True where a token
+    (b, t, 1, ranks) leaves a rank out.
+    """
+
+    def __init__(self, sublayer: Sublayer, capture: Capture) -> None:
+        self._projections = sublayer.spec.reading(capture)
+        self.keys = {p.key for p in self._projections}
+        self._linears = [sublayer.linears[p.name] for p in self._projections]
+        self._product = product_of(self._linears)
+        self.down: torch.Tensor | None = None
+        self.ups: list[torch.Tensor] = []
+        self.unused = torch.empty(0, dtype=torch.bool)
+
+    def room(self, ranks: int, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return a new `down` and `ups`, of zeros."""
+        down = like.new_zeros(len(self._linears), ranks, self._projections[0].in_features)
+        return down, [like.new_zeros(ranks, p.out_features) for p in self._projections]
+
+    def put(self, matrices: Matrices, first: int, ranks: int) -> None:
+        """Store matrices at so many ranks from the first on; what they do not fill is zero."""
+        if self.down is not None:
+            for p, *halves in zip(self._projections, self.down, self.ups, strict=True):
+                for stored, half in zip(halves, matrices.get(p.key, ()), strict=False):
+                    stored[first : first + len(half)] = half.to(stored.device)
+                filled = len(matrices[p.key][0]) if p.key in matrices else 0
+                for stored in halves:
+                    stored[first + filled : first + ranks] = 0
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the outputs (b, t, n) of the linears for their input (b, t, k)."""
+        if self._product is None or x.dtype != torch.float16:
+            found = [linear(x) for linear in self._linears]
+        else:
+            flat, _ = get_ops(x.device).multiply(x.flatten(0, 1), [self._product])
+            found = [y.view(*x.shape[:2], -1) for y in flat]
+        if self.down is not None:
+            low = functional.linear(x, self.down.flatten(0, 1))
+            low = low.view(*x.shape[:2], len(found), -1).masked_fill_(self.unused, 0).flatten(0, 1)
+            for index, up in enumerate(self.ups):
+                found[index].view(-1, up.shape[1]).addmm_(low[:, index], up)
+        return found
+
+
+class _Twin:
+    """A `Sublayer` that adds low-rank products to those of another one."""
+
+    def __init__(self, base: AttentionSublayer | MlpSublayer) -> None:
+        self.spec, self.linears, self._base = base.spec, base.linears, base
+        self.parts = LowRank(base, "input"), LowRank(base, "inner")
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._base.normed(hidden)
+
+    def inner(
+        self, normed: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        found = self.parts[0](normed)
+        if isinstance(self._base, MlpSublayer):
+            return self._base.gated(*found)
+        q, k, v = found
+        return self._base.attend(Projected(q=q, k=k, v=v), start=start, cache=cache)
+
+    def output(self, hidden: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        return hidden + self.parts[1](inner)[0]
+
+    def products(self) -> tuple[None, None]:
+        return None, None  # chains would leave the low-rank products out
+
+    def __call__(
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        return self.output(hidden, self.inner(self.normed(hidden), start=start, cache=cache))
+
+
+def with_low_rank(decoder: Decoder) -> tuple[Decoder, list[LowRank]]:
+    """Return a decoder that shares all weights, and the places of low-rank matrices, all empty."""
+    twins = [
+        _Twin(base)
+        for base in decoder.sublayers
+        if isinstance(base, AttentionSublayer | MlpSublayer)
+    ]
+    assert len(twins) == len(decoder.sublayers)
+    made = Decoder(decoder.spec, embedding=decoder.embedding, sublayers=[*twins], head=decoder.head)
+    return made, [part for twin in twins for part in twin.parts]
