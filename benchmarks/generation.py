@@ -2,9 +2,10 @@
 
     python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16] [--device cuda]
 
-Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, grammar, adapters, ties, jobs,
-batch; grammar, adapters, jobs and batch also run on a CPU. Unless a model is given, one of random
-codes is written to a temporary folder. Texts end by their number of tokens only.
+Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, grammar, adapters, draft,
+ngram, ties, jobs, batch; grammar, adapters, ngram, jobs and batch also run on a CPU. Unless a
+model is given, one of random codes is written to a temporary folder. Texts end by their number of
+tokens only.
 """
 
 import argparse
@@ -19,12 +20,13 @@ from typing import Any
 
 import torch
 from decode import seconds, write_model
+from generation_drafts import draft, guessed, ngram
 from generation_features import adapters, grammar
 from generation_jobs import DEFAULT, GREEDY, prompt, request, stepped
 from layers import SHAPES
 from psutil import Process
 
-from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
@@ -324,7 +326,7 @@ MODES = {
     f.__name__: f
     for f in (
         *(overhead, mixed, admit, gap, prefix, sampler, fit),
-        *(scattered, grammar, adapters, ties, jobs, batch),
+        *(scattered, grammar, adapters, draft, ngram, ties, jobs, batch),
     )
 }
 
@@ -339,9 +341,10 @@ def run(modes: Iterable[str], model: LoadedModel, form: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modes", nargs="+", choices=MODES)
+    parser.add_argument("modes", nargs="*", choices=[*MODES, []], metavar="MODE")
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--model", type=Path, help="an EXL2 folder instead of random codes")
+    parser.add_argument("--draft", type=Path, help="compare texts with those that it drafts")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--bpw", type=int, default=4)
     parser.add_argument("--cache", default="fp16")
@@ -356,6 +359,9 @@ def main() -> None:
         where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
         print(f"{where}, torch {torch.__version__}, {arguments.cache} cache")
         run(arguments.modes, model, arguments.cache)
+        if arguments.draft is not None:
+            other = load_model(arguments.draft, device=arguments.device)
+            guessed(model, arguments.cache, Draft(model=other))
 
 
 if __name__ == "__main__":

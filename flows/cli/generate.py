@@ -134,7 +134,10 @@ def _generator(
     )  # fmt: skip
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
     stops: tuple[int | str, ...] = (*ends, *options.stop)
-    common = {"filters": filters, "adapters": [Adapter.load(f, loaded) for f in options.lora]}
+    common: dict[str, Any] = {
+        "filters": filters,
+        "adapters": [Adapter.load(f, loaded) for f in options.lora],
+    }
     requests = [replace(r, stops=stops if r.stops is None else r.stops, **common) for r in requests]
     tokens, slots = options.tokens, options.slots
     if options.prompts is None:

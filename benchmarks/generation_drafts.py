@@ -1,4 +1,4 @@
-"""The modes of generation.py that time drafts."""
+"""What drafts bring: modes of `generation.py`."""
 
 import random
 import time
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from generation_jobs import GREEDY
 
-from exl2flow.inference import Draft, Event, Generator, LoadedModel, NgramDraft, Request
+from exl2flow.inference import Event, Generator, LoadedModel, NgramDraft, Request
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.drafts import Drafter, Wanted
 from exl2flow.inference.generate.steps import Steps, restored
-from exl2flow.inference.sampling import Kind, SamplingSettings
+from exl2flow.inference.sampling import Kind
 
-GREEDY = SamplingSettings.greedy()
 PROMPTS = (
     "The history of the city begins with",
     "In 1944 the regiment was",
@@ -74,7 +74,7 @@ def verified(model: LoadedModel, form: str, *, context: int, drafted: int) -> fl
 
 
 def spoken(
-    model: LoadedModel, form: str | None, draft: Drafter | None, prompt: object, tokens: int = 200
+    model: LoadedModel, form: str, draft: Drafter | None, prompt: object, tokens: int = 200
 ) -> tuple[list[int], float, Event]:
     """Return the ids of a greedy text, tokens per second without the prompt, and the last event."""
     generator = Generator(model, cache=form, tokens=1024, slots=1, draft=draft)
@@ -103,15 +103,10 @@ def draft(model: LoadedModel, form: str) -> None:
 
 def ngram(model: LoadedModel, form: str) -> None:
     """Compare greedy texts with those that n-grams draft."""
-    print_guessed(model, form, NgramDraft())
+    guessed(model, form, NgramDraft())
 
 
-def twin(model: LoadedModel, form: str, other: LoadedModel) -> None:
-    """Compare greedy texts with those that another model drafts."""
-    print_guessed(model, form, Draft(model=other))
-
-
-def print_guessed(model: LoadedModel, form: str, draft: Drafter) -> None:
+def guessed(model: LoadedModel, form: str, draft: Drafter) -> None:
     """Print tokens per second with and without a draft, of each prompt."""
     for prompt in PROMPTS:
         ids, without, _ = spoken(model, form, None, prompt)
