@@ -10,6 +10,7 @@ from io import TextIOWrapper
 
 from rich.console import Console, RenderableType
 
+KEPT = "\n\t\u200c\u200d\xa0\u202f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 PIPED_WIDTH = 160  # columns of tables that do not go to a terminal
 # `emoji`: rich would replace `:on:` in paths and JSON, even without markup
 OUT = Console(highlight=False, emoji=False)
@@ -36,8 +37,13 @@ def say(text: str, *, style: str = "") -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters; models may generate anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    """Replace control characters; models may generate anything.
+
+    Spaces of all kinds and the joiners of emoji and of scripts stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in KEPT else "\ufffd" for c in text)
 
 
 def emit_json(value: object) -> None:

@@ -33,11 +33,13 @@ EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("model/template_program.py", "inference/report/page.py", "inference/report/card.py"),
     "llguidance": ("inference/filters/grammar.py",),
+    "markdown_it": ("flows/cli/terminal/",),
     "matplotlib": ("inference/report/plots.py",),
     "pandas": ("inference/report/frames.py", "quant/tokenize/frame.py"),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
     "prefect_ray": ("flows/runners.py",),
+    "prompt_toolkit": ("flows/cli/terminal/",),
     "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/", "inference/text.py", "calibration_data/build.py"),
     "pydantic": ("core/", "flows/"),

@@ -1,0 +1,1 @@
+"""The terminal of `exl2flow chat`: input, streamed Markdown, commands."""
