@@ -63,7 +63,7 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
         say(_message(error), style="red")
         raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
     except FAILURES as error:
-        if (message := _of_the_machine(error)) is None:
+        if (message := of_the_machine(error)) is None:
             raise
         say(f"error: {message}", style="red")
         raise typer.Exit(FAILURE) from None
@@ -79,7 +79,7 @@ def _message(error: Exl2FlowError) -> str:
     return "\n".join([f"error: {len(lines)} problems:", *(f"  - {line}" for line in lines)])
 
 
-def _of_the_machine(error: BaseException) -> str | None:
+def of_the_machine(error: BaseException) -> str | None:
     """Return what is wrong with the machine, in words; None if the program is at fault."""
     if type(error).__name__ == GPU_MEMORY:
         return (

@@ -14,16 +14,16 @@ import typer
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.generation import GenerationOptions
-from exl2flow.core.request import Filter, Request
+from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, printable, say
+from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters, read_text
 from exl2flow.flows.cli.options import Values, with_settings
 from exl2flow.flows.cli.options.generation import GENERATION, build_generation
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Event, Generator
-    from exl2flow.inference.drafts import Drafter
     from exl2flow.inference.generate import Statistics
 
 EXAMPLES = (
@@ -121,22 +121,20 @@ def _generator(
     model: Path, options: GenerationOptions, requests: list[Request]
 ) -> "tuple[Generator, list[Request]]":
     """Load the model, which says where texts end; a cache for one prompt is as small as it can."""
-    from exl2flow.flows.conversion import choose_allocator
-    from exl2flow.inference import Adapter, Generator, load_model
+    from exl2flow.inference import Generator
     from exl2flow.inference.generate.prompt import encoded
     from exl2flow.kernels import PAGE_TOKENS
 
-    choose_allocator()
-    filters, draft = _filters(options), _draft(options)
-    loaded = load_model(
-        model, device=options.device, max_tokens=options.max_tokens,
-        rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
-    )  # fmt: skip
+    filters = filters_of(
+        json_schema=options.json_schema, regex=options.regex, grammar=options.grammar
+    )
+    loaded = load(model, options)
+    draft = load_draft(options)
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
     stops: tuple[int | str, ...] = (*ends, *options.stop)
     common: dict[str, Any] = {
         "filters": filters,
-        "adapters": [Adapter.load(f, loaded) for f in options.lora],
+        "adapters": read_adapters(loaded, options.lora),
     }
     requests = [replace(r, stops=stops if r.stops is None else r.stops, **common) for r in requests]
     tokens, slots = options.tokens, options.slots
@@ -146,57 +144,6 @@ def _generator(
         tokens = tokens or needed * PAGE_TOKENS
     generator = Generator(loaded, cache=options.cache, tokens=tokens, slots=slots, draft=draft)
     return generator, requests
-
-
-def _draft(options: GenerationOptions) -> "Drafter | None":
-    """Return what guesses tokens.
-
-    Raises:
-        ConfigError: two would.
-    """
-    if options.draft is not None and options.ngram:
-        raise ConfigError("`--draft` and `--ngram` are two drafts; give one")
-    if options.draft is None and not options.ngram:
-        return None
-    from exl2flow.inference import Draft, NgramDraft, load_model
-
-    if options.draft is None:
-        return NgramDraft(tokens=options.draft_tokens)
-    model = load_model(options.draft, device=options.device)
-    return Draft(model=model, tokens=options.draft_tokens)
-
-
-def _filters(options: GenerationOptions) -> list[Filter]:
-    """Return what all answers must match.
-
-    Raises:
-        ConfigError: one of them is broken, or a file cannot be read.
-    """
-    schema, found = options.json_schema, list[Filter]()
-    if schema is None and options.regex is None and options.grammar is None:
-        return found
-    from exl2flow.inference.filters import GrammarFilter
-
-    if schema is not None:
-        is_text = schema.lstrip().startswith("{")
-        found.append(GrammarFilter(json_schema=schema if is_text else _read(Path(schema))))
-    if options.regex is not None:
-        found.append(GrammarFilter(regex=options.regex))
-    if options.grammar is not None:
-        found.append(GrammarFilter(lark=_read(options.grammar)))
-    return found
-
-
-def _read(path: Path) -> str:
-    """Return a text file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read `{path}`: {error}") from error
 
 
 def _complete(model: Path, options: GenerationOptions, request: Request, *, as_json: bool) -> None:
@@ -251,7 +198,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: naming the line that is none.
     """
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

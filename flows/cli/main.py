@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from exl2flow.flows.cli import (
+    chat,
     clean,
     convert,
     generate,
@@ -102,6 +103,7 @@ for _name, _command, _examples in (
     ("inspect", inspection.inspect_command, inspection.EXAMPLES),
     ("validate", validate.validate, validate.EXAMPLES),
     ("generate", generate.generate, generate.EXAMPLES),
+    ("chat", chat.chat, chat.EXAMPLES),
     ("publish", publish.publish, publish.EXAMPLES),
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),

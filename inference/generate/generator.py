@@ -43,7 +43,7 @@ SHARE = 0.7  # of the free memory, for a cache whose size is not given
 class Generator:
     """Generates texts; not thread-safe but for `submit` and `Job.cancel`.
 
-    context: positions of one sequence; pages: of the cache, all sequences together.
+    context: positions of one sequence; pages: of the whole cache; failure: what ended all jobs.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Generator:
         self._decoding = Decoding(self._steps, self._schedule)
         self._cancelled = deque[Job]()
         self._events: list[Event] = []
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
         """Put a request in the queue, from any thread; `deliver` gets its events, not `step`.
@@ -99,8 +99,8 @@ class Generator:
         Raises:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
         """
-        if self._failure is not None:
-            raise InferenceError("the generator has failed; make a new one") from self._failure
+        if self.failure is not None:
+            raise InferenceError("the generator has failed; make a new one") from self.failure
         tokenizer, width = self.model.tokenizer, self._steps.sampler.width
         prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
         most = check(
@@ -149,7 +149,7 @@ class Generator:
 
     def _fail(self, error: Exception) -> None:
         """End all jobs after an error outside of any one of them."""
-        self._failure, jobs = error, self._schedule.all()
+        self.failure, jobs = error, self._schedule.all()
         if not jobs:
             raise error
         for job in jobs:

@@ -1,0 +1,265 @@
+"""`exl2flow chat`: a conversation with a model, in the terminal or through pipes."""
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.files import digest_of
+from exl2flow.flows.cli.console import OUT, emit_json, printable, say
+from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters
+from exl2flow.flows.cli.options import Values, with_settings
+from exl2flow.flows.cli.options.chat import (
+    CHAT,
+    ChatConfig,
+    build_chat,
+    read_profile,
+    remember,
+    remembered,
+)
+
+if TYPE_CHECKING:  # these import torch
+    from exl2flow.flows.cli.terminal.loop import Chat
+    from exl2flow.inference import Generator
+
+EXAMPLES = (
+    "Examples:",
+    "exl2flow chat ./Llama-3.2-1B-4.0bpw",
+    "exl2flow chat ./model --system 'You are a pirate.' --temperature 0.7 --stats",
+    "exl2flow chat ./model --resume",
+    "exl2flow chat ./model --draft ./smaller-model --cache q6",
+    "git diff | exl2flow chat ./model --system 'Write a commit message.' > message.txt",
+)
+PROFILES, KEPT = "chat.toml", "chat.json"
+FILES = "Files"
+
+
+@with_settings(*CHAT)
+def chat(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.", show_default=False),
+    ] = None,
+    *,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            metavar="",
+            help="Answer one message, from standard input, with one JSON object.",
+        ),
+    ] = False,
+    formats: Annotated[
+        bool,
+        typer.Option(
+            "--formats", metavar="", help="List the prompt formats, each with an example, and exit."
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="",
+            help="Go on with the last conversation with this model, or that of --conversation.",
+            rich_help_panel=FILES,
+        ),
+    ] = False,
+    conversation: Annotated[
+        Path | None,
+        typer.Option(
+            "--conversation",
+            metavar="FILE",
+            help="File in which the conversation is kept, after each turn.",
+            show_default="one per model",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME",
+            help=f"Options from the table NAME of ~/.config/exl2flow/{PROFILES}.",
+            show_default="the one remembered",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    keep_profile: Annotated[
+        bool,
+        typer.Option(
+            "--remember",
+            metavar="",
+            help="With --profile: use it for this model from now on.",
+            rich_help_panel=FILES,
+        ),
+    ] = False,
+    values: Values,
+) -> None:
+    """Chat with a model. /help lists the commands. In a pipe, standard input is one message."""
+    if formats:
+        _list_formats()
+        return
+    if model is None:
+        raise ConfigError("give the folder of a model")
+    if keep_profile and profile is None:
+        raise ConfigError("`--remember` goes with `--profile`")
+    config = build_chat({**_of_profile(model, profile, keep=keep_profile), **values}, model)
+    talks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+    message = "" if talks else _message()
+    file = conversation or (_kept(model) if talks or resume else None)
+    before = file if resume and file is not None and file.is_file() else None
+    if resume and before is None:
+        say(f"no conversation in `{file}` yet; a new one begins", style="yellow")
+    at_work = _begin(model, config, file, before)
+    if talks:
+        _talk(at_work, config)
+    else:
+        _answer(at_work, message, as_json=as_json)
+
+
+def _home(variable: str, default: str) -> Path:
+    """Return our folder of a kind, by the XDG rules."""
+    return Path(os.environ.get(variable) or Path.home() / default) / "exl2flow"
+
+
+def _of_profile(model: Path, name: str | None, *, keep: bool) -> dict[str, object]:
+    """Return the options of a profile, or of the one that is remembered for the model."""
+    folder = _home("XDG_CONFIG_HOME", ".config")
+    used = name or remembered(folder / KEPT, model)
+    values = {} if used is None else read_profile(folder / PROFILES, used)
+    if keep and name is not None:
+        remember(folder / KEPT, model, name)
+    return values
+
+
+def _kept(model: Path) -> Path:
+    """Return the file that keeps the last conversation with a model."""
+    name = f"{model.resolve().name}-{digest_of(str(model.resolve()))[:8]}.json"
+    return _home("XDG_STATE_HOME", ".local/state") / "chats" / name
+
+
+def _message() -> str:
+    """Return what comes through standard input.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    if "\ufffd" in text:
+        say("bytes of standard input that are not UTF-8 were replaced", style="yellow")
+    if not text.strip():
+        raise ConfigError("standard input is empty; pipe a message into the command")
+    return text.rstrip("\n")
+
+
+def _begin(model: Path, config: ChatConfig, file: Path | None, before: Path | None) -> "Chat":
+    """Load the model, and begin a conversation or go on with one."""
+    from exl2flow.flows.cli.terminal.commands import obey
+    from exl2flow.flows.cli.terminal.loop import Chat
+    from exl2flow.flows.cli.terminal.screen import Screen
+    from exl2flow.inference import Generator
+    from exl2flow.inference.chat import Session, choose_format
+
+    chat, shared = config.chat, config.generation
+    filters = filters_of(json_schema=shared.json_schema, regex=shared.regex, grammar=shared.grammar)
+    loaded = load(model, shared)
+    format, why = choose_format(model, loaded.tokenizer, chat.format)
+    draft = load_draft(shared)
+
+    def generator() -> "Generator":
+        return Generator(loaded, cache=shared.cache, slots=1, draft=draft)
+
+    options = {
+        "settings": config.sampling, "max_answer_tokens": chat.max_answer, "bans": shared.ban,
+        "reserve": chat.reserve, "adapters": read_adapters(loaded, shared.lora),
+        "filters": filters, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
+        "names": (chat.user_name, chat.bot_name),
+    }  # fmt: skip
+    if chat.seed is not None or before is None:
+        options["seed"] = chat.seed
+    if chat.no_system or chat.system is not None or before is None:
+        options["system"] = "" if chat.no_system else chat.system
+    if before is None:
+        session = Session(generator(), format, **options)
+        if file is not None and file.is_file():
+            with suppress(OSError):
+                file.replace(file.with_suffix(".previous.json"))
+    else:
+        given = format if chat.format is not None else None
+        session = Session.load(before, generator(), given, **options)
+    screen = Screen(OUT)
+    screen.thinking, screen.plain = chat.thinking, chat.plain
+    return Chat(
+        session=session, screen=screen, model=model, file=file, restart=generator, why=why,
+        stats=chat.stats, obey=obey,
+    )  # fmt: skip
+
+
+def _talk(at_work: "Chat", config: ChatConfig) -> None:
+    """Talk with the user until they leave."""
+    from exl2flow.flows.cli.terminal.commands import COMMANDS
+    from exl2flow.flows.cli.terminal.input import Typed
+
+    session, screen = at_work.session, at_work.screen
+    screen.name = config.chat.bot_name if session.format.name == "raw" else ""
+    words = {name: one.words for name, one in COMMANDS.items()}
+    history = _home("XDG_STATE_HOME", ".local/state") / "chat-history"
+    at_work.typed = Typed(config.chat.user_name, words, history, say=screen.say)
+    screen.say(f"{at_work.model}; {at_work.why}; /help", "dim")
+    if session.turns or session.notes:
+        at_work.adopt(session)
+    at_work.run()
+
+
+def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
+    """Answer one message on standard output, without control codes."""
+    from exl2flow.flows.cli.terminal.screen import summary
+
+    session = at_work.session
+    for note in session.notes:
+        say(note, style="yellow")
+    answer = thinking = ""
+    for piece in session.reply(message):
+        if piece.kind == "note":
+            say(piece.text, style="yellow")
+        elif piece.kind == "thinking":
+            thinking += piece.text
+        else:
+            answer += piece.text
+            if not as_json:
+                sys.stdout.write(printable(piece.text))
+                sys.stdout.flush()
+    at_work.keep()
+    counts = session.statistics
+    if as_json:
+        emit_json(
+            {
+                "format": session.format.name,
+                "system": session.system,
+                "message": message,
+                "thinking": thinking,
+                "answer": answer,
+                "tokens": session.turns[-1].ids,
+                "seed": session.turns[-1].current.seed,
+                "statistics": asdict(counts),
+            }
+        )
+        return
+    sys.stdout.write("\n" * (not answer.endswith("\n")))
+    if at_work.stats:
+        say(summary(counts), style="dim")
+
+
+def _list_formats() -> None:
+    """Print every format with a conversation in it."""
+    from exl2flow.inference.chat import all_formats
+
+    for name, format in all_formats().items():
+        OUT.print(name, style="bold")
+        OUT.print(printable(format.example()), markup=False, soft_wrap=True)
+        OUT.print()

@@ -1,0 +1,86 @@
+"""What `generate` and `chat` load: a model, its adapters, a draft, and what answers must match."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.generation import GenerationOptions
+from exl2flow.core.request import Filter
+
+if TYPE_CHECKING:  # these import torch
+    from exl2flow.inference import Adapter, LoadedModel
+    from exl2flow.inference.drafts import Drafter
+
+
+def load(model: Path, options: GenerationOptions) -> "LoadedModel":
+    """Load a model as the options say."""
+    from exl2flow.flows.conversion import choose_allocator
+    from exl2flow.inference import load_model
+
+    choose_allocator()
+    return load_model(
+        model, device=options.device, max_tokens=options.max_tokens,
+        rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
+    )  # fmt: skip
+
+
+def read_adapters(model: "LoadedModel", folders: Iterable[Path]) -> "list[Adapter]":
+    """Load adapters of a model."""
+    from exl2flow.inference import Adapter
+
+    return [Adapter.load(folder, model) for folder in folders]
+
+
+def load_draft(options: GenerationOptions) -> "Drafter | None":
+    """Return what guesses tokens.
+
+    Raises:
+        ConfigError: two would.
+    """
+    if options.draft is not None and options.ngram:
+        raise ConfigError("`--draft` and `--ngram` are two drafts; give one")
+    if options.draft is None and not options.ngram:
+        return None
+    from exl2flow.inference import Draft, NgramDraft, load_model
+
+    if options.draft is None:
+        return NgramDraft(tokens=options.draft_tokens)
+    model = load_model(options.draft, device=options.device)
+    return Draft(model=model, tokens=options.draft_tokens)
+
+
+def filters_of(
+    *, json_schema: str | None = None, regex: str | None = None, grammar: Path | None = None
+) -> list[Filter]:
+    """Return what all answers must match: a schema or its file, an expression, a grammar's file.
+
+    Raises:
+        ConfigError: one of them is broken, or a file cannot be read.
+    """
+    found = list[Filter]()
+    if json_schema is None and regex is None and grammar is None:
+        return found
+    from exl2flow.inference.filters import GrammarFilter
+
+    if json_schema is not None:
+        is_text = json_schema.lstrip().startswith("{")
+        schema = json_schema if is_text else read_text(Path(json_schema))
+        found.append(GrammarFilter(json_schema=schema))
+    if regex is not None:
+        found.append(GrammarFilter(regex=regex))
+    if grammar is not None:
+        found.append(GrammarFilter(lark=read_text(grammar)))
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Return a text file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read `{path}`: {error}") from error
