@@ -9,7 +9,8 @@ Exl2FlowError
 ├── AllocationError      ─ BudgetUnreachable
 ├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · ReadFailed · WriteFailed
 ├── KernelError          ─ BackendUnavailable
-├── InferenceError       ─ ContextOverflow · CacheFull · OutOfDeviceMemory · FilterDeadEnd
+├── InferenceError       ─ ContextOverflow · CacheFull · OutOfDeviceMemory · FilterDeadEnd ·
+│                          UnknownPromptFormat
 ├── ValidationFailed
 ├── PreflightFailed
 ├── SweepFailed
@@ -133,6 +134,10 @@ class OutOfDeviceMemory(InferenceError):
 
 class FilterDeadEnd(InferenceError):
     """The filters of a text, and what is banned in it, leave no token to sample."""
+
+
+class UnknownPromptFormat(InferenceError):
+    """There is neither a prompt format nor a template file of that name."""
 
 
 class ValidationFailed(Exl2FlowError):

@@ -65,6 +65,7 @@ class Request:
     max_new_tokens: generate exactly this many unless the text ends earlier; None: all that fit.
     min_new_tokens: ignore stop tokens until then; stop strings still end the text.
     seed: seed for sampling; None: a new one every time.
+    drawn: draws of the seed to pass over, because a text that this one continues has used them.
     stops: token ids and case-sensitive strings that end the text and are not shown; None: the
         model's EOS ids. A sequence replaces these, so list them if they should count.
     banned_strings: never shown, regardless of case; the text is cut back and continued differently.
@@ -97,6 +98,7 @@ class Request:
     min_new_tokens: int = 0
     settings: SamplingSettings = field(default_factory=SamplingSettings)
     seed: int | None = None
+    drawn: int = 0
     stops: Sequence[int | str] | None = None
     banned_strings: Sequence[str] = ()
     heal: bool = False
@@ -155,7 +157,9 @@ class Request:
         return cast(tuple[Text, ...], prompts)
 
     def _check_numbers(self) -> None:
-        least = {"max_new_tokens": 1, "min_new_tokens": 0, "top_tokens": 0, "max_skips": 0}
+        least = {"max_new_tokens": 1} | dict.fromkeys(
+            ("min_new_tokens", "top_tokens", "max_skips", "drawn"), 0
+        )
         optional = ("max_new_tokens", "max_skips", "seed")
         for name in (*least, "seed"):
             value = getattr(self, name)

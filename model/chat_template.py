@@ -40,13 +40,21 @@ class Message:
 class ChatTemplate:
     """A model's compiled template; `special_tokens` maps `bos_token` and the like to their text."""
 
-    def __init__(self, text: str, *, special_tokens: Mapping[str, str], origin: Path) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        special_tokens: Mapping[str, str],
+        origin: Path,
+        advice: str = "give it the roles and the order of turns that it is made for",
+    ) -> None:
         """Compile a template, in a process of its own that ends with this object.
 
         Args:
             text: the Jinja source.
             special_tokens: variables of the template.
             origin: the file it is from, for messages.
+            advice: what to do where it cannot render a conversation.
 
         Raises:
             ChatTemplateError: it is not Jinja.
@@ -54,24 +62,33 @@ class ChatTemplate:
         self.text = text
         self.special_tokens = dict(special_tokens)
         self.origin = origin
+        self.advice = advice
         self._process: _Process | None = None
         self._lock = Lock()
         with self._lock:
             self._started()
 
     @classmethod
-    def load(cls, model_dir: Path, tokenizer: Tokenizer) -> "ChatTemplate":
+    def load(cls, model_dir: Path, tokenizer: Tokenizer, *, otherwise: str = "") -> "ChatTemplate":
         """Read the template of a model folder: `chat_template.jinja`, else `tokenizer_config.json`.
 
         Args:
             model_dir: the model's folder.
             tokenizer: its tokenizer, for special tokens that no file spells.
+            otherwise: what to do if there is none, besides fetching one.
 
         Raises:
             ChatTemplateError: neither holds a template, or it is not Jinja.
         """
-        path, text = _find(model_dir)
-        return cls(text, special_tokens=_special_tokens(model_dir, tokenizer), origin=path)
+        found = find_template(model_dir)
+        if found is None:
+            raise ChatTemplateError(
+                f"`{model_dir}` has no chat template, neither `{TEMPLATE_FILE}` nor "
+                f"`chat_template` in `{CONFIG_FILE}`; {otherwise and f'{otherwise}, or '}put the "
+                f"template of a model with the same prompt format there as `{TEMPLATE_FILE}`"
+            )
+        path, text = found
+        return cls(text, special_tokens=special_tokens(model_dir, tokenizer), origin=path)
 
     def render(
         self,
@@ -110,7 +127,7 @@ class ChatTemplate:
         roles = ", ".join(message.role for message in messages)
         raise ChatTemplateError(
             f"the chat template in `{self.origin}` cannot render turns of {roles}: "
-            f"{answer['error']}; give it the roles and the order of turns that it is made for"
+            f"{answer['error']}; {self.advice}"
         )
 
     def _started(self) -> "_Process":
@@ -173,8 +190,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def _find(model_dir: Path) -> tuple[Path, str]:
-    """Return the file that holds the template, and the template."""
+def find_template(model_dir: Path) -> tuple[Path, str] | None:
+    """Return the file that holds a model's template, and the template; None: it has none.
+
+    Raises:
+        ChatTemplateError: the file cannot be read.
+    """
     path = model_dir / TEMPLATE_FILE
     if path.is_file():
         try:
@@ -184,15 +205,8 @@ def _find(model_dir: Path) -> tuple[Path, str]:
                 f"cannot read `{path}` as UTF-8 text: {error}; fetch it again"
             ) from error
     path = model_dir / CONFIG_FILE
-    if path.is_file():
-        text = _default(Fields.load(path))
-        if text is not None:
-            return path, text
-    raise ChatTemplateError(
-        f"`{model_dir}` has no chat template, neither `{TEMPLATE_FILE}` nor `chat_template` in "
-        f"`{CONFIG_FILE}`; use another calibration than `chat`, or put the template of a model "
-        f"with the same prompt format there as `{TEMPLATE_FILE}`"
-    )
+    text = _default(Fields.load(path)) if path.is_file() else None
+    return None if text is None else (path, text)
 
 
 def _default(fields: Fields) -> str | None:
@@ -214,7 +228,7 @@ def _default(fields: Fields) -> str | None:
     return value
 
 
-def _special_tokens(model_dir: Path, tokenizer: Tokenizer) -> dict[str, str]:
+def special_tokens(model_dir: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """Return name → text of `bos_token`, `eos_token` and others that the folder's files give."""
     found: dict[str, str] = {}
     roles = (("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id))

@@ -65,6 +65,8 @@ class Job:
         self.begin, self.adapters = begin, adapters
         self.sequences = [Sequence(list(ids), begin()) for ids in prompt.sequences]
         self.random = random.Random(request.seed)
+        for _ in range(request.drawn):
+            self.random.random()
         self.deliver = deliver
         self.launched = self.skips = 0
         self.steps = self.is_done = False

@@ -4,8 +4,8 @@ import logging
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NotEnoughRows, StoreError
-from exl2flow.model import ChatTemplate, ModelSpec, Tokenizer
-from exl2flow.quant.tokenize.dialogues import check_template
+from exl2flow.model import ModelSpec, Tokenizer
+from exl2flow.quant.tokenize.dialogues import check_template, load_template
 from exl2flow.quant.tokenize.parquet import check_parquet
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
             f"the tokenizer of `{spec.source_dir}` returns no tokens for plain text"
         )
     if config.calibration.text == "chat":
-        check_template(ChatTemplate.load(spec.source_dir, tokenizer))
+        check_template(load_template(spec.source_dir, tokenizer))
 
 
 def check_rows(config: ConversionConfig, spec: ModelSpec) -> None:

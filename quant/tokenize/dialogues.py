@@ -126,6 +126,11 @@ def render(template: ChatTemplate, dialogue: Dialogue) -> str:
     return template.render((asked, *rest[1:]), now=NOW)
 
 
+def load_template(model_dir: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return a model's own template; if it has none, the error says what else to calibrate on."""
+    return ChatTemplate.load(model_dir, tokenizer, otherwise="use another calibration than `chat`")
+
+
 def check_template(template: ChatTemplate) -> None:
     """Render the shortest conversation, as an early check.
 

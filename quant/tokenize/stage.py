@@ -21,8 +21,8 @@ from exl2flow.core.files import (
     write_tensors,
 )
 from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.model import ChatTemplate, Tokenizer, check_ids, resolve
-from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream
+from exl2flow.model import Tokenizer, check_ids, resolve
+from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_template
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
 
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
@@ -77,7 +77,7 @@ def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
     """Return the maker of rows for `chat` or `self`; None for other texts."""
     match run.config.calibration.text:
         case "chat":
-            template = ChatTemplate.load(run.config.source, tokenizer)
+            template = load_template(run.config.source, tokenizer)
             return partial(chat_rows, dialogue_stream(template, tokenizer))
         case "self":
             return partial(composed_rows, run.inputs["compose"])
@@ -173,7 +173,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     if calibration.special_rows(1):
         options |= {"text": calibration.text, "share": calibration.share}
     if calibration.text == "chat":
-        template = ChatTemplate.load(config.source, Tokenizer.load(config.source))
+        template = load_template(config.source, Tokenizer.load(config.source))
         options["dialogues"] = digest(calibration_data.chat())
         options["template"] = digest_of([template.text, template.special_tokens])
     return options

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 NO_CODE = {"demo", "tests", "benchmarks", "docs"}  # folders on the map that are no packages
-HELD = {"kernels/cuda"}  # folders below a package that hold other files
-SUFFIXES = "|".join(("py", "toml", "md", "txt", "yaml", "cu", "cuh", "j2"))
+HELD = {"kernels/cuda", "inference/chat/formats"}  # folders below a package that hold other files
+SUFFIXES = "|".join(("py", "toml", "md", "txt", "yaml", "cu", "cuh", "j2", "jinja"))
 NAMED = re.compile(rf"`([\w.*-]+/(?:[\w.*-]+/)*[\w.*-]*|[\w./-]+\.(?:{SUFFIXES})|Makefile)`")
 MADE_LATER = ("dist/",)
 

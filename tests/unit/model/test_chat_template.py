@@ -113,8 +113,19 @@ def test_a_model_without_template_is_told_what_to_do(
     if config is not None:
         with_config(folder, **config)
 
-    with pytest.raises(ChatTemplateError, match=r"no chat template.*use another calibration"):
+    with pytest.raises(ChatTemplateError, match=r"no chat template.*; put the template"):
         loaded(folder)
+    with pytest.raises(ChatTemplateError, match=r"no chat template.*; do this, or put the"):
+        ChatTemplate.load(folder, Tokenizer.load(folder), otherwise="do this")
+    assert chat_template.find_template(folder) is None
+
+
+def test_the_caller_says_what_to_do_about_a_refusal() -> None:
+    path = Path("a.jinja")
+    template = ChatTemplate("{{ 1 // 0 }}", special_tokens={}, origin=path, advice="do that")
+
+    with pytest.raises(ChatTemplateError, match="zero; do that$"):
+        template.render(TALK)
 
 
 def test_a_template_of_another_type_is_refused(folder: Path) -> None:

@@ -1,0 +1,162 @@
+"""One answer while it is generated, in one request or in several."""
+
+import time
+from collections.abc import Generator as Generated
+from dataclasses import dataclass
+from threading import Event as Flag
+from typing import Any, Literal
+
+from exl2flow.core.request import Filter, Request
+from exl2flow.inference.chat.history import Answer, Reader
+from exl2flow.inference.generate import Event, Generator
+
+End = Literal["complete", "limit", "overflow", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of an answer, of the thoughts before it, or a note for the user."""
+
+    text: str
+    kind: Literal["answer", "thinking", "note"] = "answer"
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatStatistics:
+    """Tokens and times of the last answer; cached: context tokens that were not read again."""
+
+    context_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    first_token_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A filter of an answer whose first ids are from an earlier request."""
+
+    given: Filter
+    ids: tuple[int, ...]
+
+    def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
+        """See `Filter.start`."""
+        state = self.given.start(tokenizer, width, prefix)
+        for token in self.ids:
+            state.accept(token)
+        return state
+
+
+class Answering:
+    """Adds what requests generate to an answer; `made`: the tokens so far."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        reader: Reader,
+        answer: Answer,
+        statistics: ChatStatistics,
+        *,
+        most: int,
+    ) -> None:
+        """Begin, or go on with an answer; it gets `most` tokens."""
+        self.made = 0
+        self._generator, self._reader, self._answer, self._most = generator, reader, answer, most
+        self._raw = reader.text_of(answer.ids)
+        self._statistics, self._is_first = statistics, True
+        self._begin = time.monotonic()
+        self._first = self._begin
+        self._cut = 0  # tokens of bans: their draws count once something follows them
+
+    def stream(self, request: Request, *, opened: bool) -> Generated[Piece, None, End]:
+        """Yield the pieces of a request, and return how it ended.
+
+        Ids are taken as the generator shows them, so a text that goes on later has neither half a
+        character nor the beginning of a stop string.
+
+        Args:
+            request: continues the answer, for as long as it can.
+            opened: whether the prompt has begun the thoughts.
+
+        Raises:
+            Exception: what the generator raises; the answer has what came before.
+        """
+        abort, taken, end = Flag(), 0, "closed"
+        splitter = self._reader.splitter(self._answer, opened=opened)
+        if self._is_first:
+            self._statistics.context_tokens = len(request.prompts[0])
+        events = self._generator.stream(request, abort_event=abort)
+        try:
+            for event in events:
+                self._count(event)
+                if abort.is_set() or event.error is not None:
+                    continue
+                if event.reason == "max_new_tokens":
+                    end = "overflow"
+                    if taken:  # its text may be cut within a character: it is generated again
+                        continue
+                elif event.reason not in (None, "cancelled"):
+                    end = "complete"
+                shown = self._shown(event)
+                if self.made and self.made + len(shown) > self._most:
+                    end = "limit"
+                    abort.set()
+                    continue
+                taken += len(shown)
+                self._take(event, shown)
+                pieces = splitter.push(event.text, ends=end == "complete")
+                for kind, text in pieces:
+                    self._answer.text += text if kind == "answer" else ""
+                    self._answer.thinking += text if kind == "thinking" else ""
+                if self.made >= self._most and event.reason is None:
+                    end = "limit"
+                    abort.set()
+                for kind, text in pieces:
+                    yield Piece(text, kind)
+        finally:
+            abort.set()
+            for event in events:
+                self._count(event)
+            self._is_first = False
+            self._answer.ended = end == "complete"
+            self._reader.complete(self._answer, opened=opened)
+        return end
+
+    def _shown(self, event: Event) -> tuple[int, ...]:
+        """Return the ids of an event that are part of the answer."""
+        if event.held is None:
+            return event.ids
+        hidden = len(event.held.ids) - (event.reason == "stop_token")
+        return event.ids[: len(event.ids) - hidden]
+
+    def _take(self, event: Event, shown: tuple[int, ...]) -> None:
+        answer = self._answer
+        self._cut += len(event.suppressed_ids)
+        self.made += len(shown)
+        self._raw += event.text
+        answer.ids += shown
+        if shown:
+            answer.drawn += len(shown) + self._cut
+            self._cut = 0
+        if len(shown) < len(event.ids):  # a stop string began within a token
+            known, raw = self._reader.text_of(answer.ids).lstrip(), self._raw.lstrip()
+            answer.ids += self._reader.ids_of(raw[len(known) :]) if raw.startswith(known) else []
+
+    def _count(self, event: Event) -> None:
+        found, now = self._statistics, time.monotonic()
+        if event.ids and not found.answer_tokens:
+            self._first = now
+            found.first_token_seconds = now - self._begin
+        if event.ids:
+            found.answer_tokens = self.made + len(event.ids)
+        if event.statistics is None:
+            return
+        if self._is_first:
+            found.cached_tokens = event.statistics.cached_tokens
+        found.answer_tokens = self.made
+        found.drafted += event.statistics.drafted_tokens
+        found.accepted += event.statistics.accepted_tokens
+        if self.made > 1 and now > self._first:
+            found.tokens_per_second = (self.made - 1) / (now - self._first)

@@ -1,0 +1,305 @@
+"""A conversation's turns, and the ids that a model reads before it answers the last one.
+
+Answers keep the ids that were generated. The template renders the conversation with a marker in
+place of each answer; the text between markers is encoded, and the ids are put where markers stand,
+so that the cache holds all that was read or generated before. Where the template changes an
+answer, it gets the text, which is encoded.
+"""
+
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import NamedTuple
+
+from exl2flow.core.errors import ChatTemplateError, ContextOverflow
+from exl2flow.inference.chat.formats import ADVICE, PromptFormat
+from exl2flow.inference.chat.thinking import Splitter, first_of_answer
+from exl2flow.model import ChatTemplate, Message, Tokenizer
+
+SEGMENTS = 4096  # encoded texts between answers that are kept
+BOS = "bos"  # in place of a number in a marker
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a model answered.
+
+    ids: as they were generated, thoughts and marks included; text, thinking: as they were shown.
+    first: how many ids come before the answer itself. seed, drawn: its draws, and how many it used.
+    ended: whether it is complete; splitter: of the text that follows, if it is not.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    thinking: str = ""
+    first: int = 0
+    seed: int = 0
+    drawn: int = 0
+    ended: bool = False
+    splitter: Splitter | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(slots=True)
+class Turn:
+    """A message and its answer.
+
+    alternatives: earlier answers, the last one first to come back. dropped: the model does not
+    read it any more. cut: characters of a too long message that the model does not read.
+    """
+
+    user: str
+    current: Answer = field(default_factory=Answer)
+    alternatives: list[Answer] = field(default_factory=list)
+    dropped: bool = False
+    cut: int = 0
+
+    @property
+    def answer(self) -> str:
+        """The text of the answer."""
+        return self.current.text
+
+    @property
+    def thinking(self) -> str:
+        """What the model thought before it answered."""
+        return self.current.thinking
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the answer and its thoughts."""
+        return self.current.ids
+
+
+class Context(NamedTuple):
+    """What a model reads.
+
+    opened: whether it ends in the mark that begins thoughts; first: the first turn that fits; cut:
+    characters of the last message that do not.
+    """
+
+    ids: list[int]
+    opened: bool
+    first: int
+    cut: int
+
+
+class Reader:
+    """Writes conversations in a format, as token ids."""
+
+    def __init__(
+        self, fmt: PromptFormat, tokenizer: Tokenizer, names: tuple[str, str], *, now: datetime
+    ) -> None:
+        """Compile the format's template; `now` is its date, the same for all turns.
+
+        Raises:
+            ChatTemplateError: it is not Jinja.
+        """
+        self.format, self._tokenizer, self._now = fmt, tokenizer, now
+        self._secret = f"x{secrets.token_hex(12)}x"
+        self._marker = re.compile(rf"{self._secret}(\d+|{BOS})e")
+        self._template = ChatTemplate(
+            fmt.source, special_tokens=self._special_tokens(), origin=fmt.file, advice=ADVICE
+        )
+        self._names = {"user_name": names[0], "bot_name": names[1]}
+        self._encoded = lru_cache(SEGMENTS)(lambda s: tokenizer.encode(s, special=fmt.special))
+        marks = fmt.thinking
+        spelled = "" if marks is None else tokenizer.encode(marks.open + marks.close, special=True)
+        self.hides_marks = marks is not None and marks.open not in tokenizer.decode(spelled or ())
+        self.stops = fmt.stops(tokenizer, names[0])
+
+    def _special_tokens(self) -> dict[str, str]:
+        """Return the template's variables; BOS is a marker where text cannot spell it."""
+        if self.format.tokens is not None:
+            return dict(self.format.tokens)
+        ids = {"bos_token": self._tokenizer.bos_token_id, "eos_token": self._tokenizer.eos_token_id}
+        names = {
+            name: "" if i is None else self._tokenizer.backend.id_to_token(i) or ""
+            for name, i in ids.items()
+        }
+        if not self.format.special and ids["bos_token"] is not None:
+            names["bos_token"] = self._mark(BOS)
+        return names
+
+    def _mark(self, of: object) -> str:
+        return f"{self._secret}{of}e"
+
+    def fit(
+        self, system: str, turns: Sequence[Turn], *, room: int, keep_thinking: bool = False
+    ) -> Context:
+        """Return the ids before the next token of the last turn's answer, at most `room`.
+
+        The oldest turns go first, then the beginning of the last message, of which the answer
+        under way may displace as much as leaves it half of the room, then its own beginning.
+
+        Raises:
+            ContextOverflow: there is no room even without a message.
+            ChatTemplateError: the template refuses the conversation, or fails.
+        """
+        last, first = turns[-1], 0
+        answer, cut = last.current.ids, last.cut
+        while True:
+            ids, opened = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
+            if len(ids) + len(answer) <= room:
+                return Context(ids + answer, opened, first, cut)
+            if first == len(turns) - 1:
+                break
+            first += 1
+        least = min(len(answer), room // 2)
+        while (excess := len(ids) + least - room) > 0 and cut < len(last.user):
+            kept = self._encoded(last.user[cut:])[excess:]
+            cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(kept, special=True)))
+            ids, opened = self.read(system, [last], cut=cut)
+        if len(ids) > room or (answer and len(ids) == room):
+            raise ContextOverflow(
+                f"the system prompt and the marks of a turn take {len(ids)} tokens, there is room "
+                f"for {room}; shorten the system prompt"
+            )
+        begin = max(0, len(answer) + len(ids) - room)
+        return Context(ids + answer[begin:], opened, first, cut)
+
+    def read(
+        self, system: str, turns: Sequence[Turn], *, cut: int, keep_thinking: bool = False
+    ) -> tuple[list[int], bool]:
+        """Return the ids up to where the last answer begins, and whether thoughts are begun."""
+        answers = [_Given.of(turn.current, self, keep_thinking) for turn in turns[:-1]]
+        users = [turn.user[turn.cut :] for turn in turns[:-1]] + [turns[-1].user[cut:]]
+        marks = [self._mark(number) for number in range(len(answers))]
+        text = self._rendered(system, users, marks)
+        if changed := self._changed(text, system, users, [given.text for given in answers]):
+            shown = [a.text if i in changed else marks[i] for i, a in enumerate(answers)]
+            text = self._rendered(system, users, shown)
+        thinking = self.format.thinking
+        opened = thinking is not None and text.rstrip().endswith(thinking.open)
+        return self._joined(self._marker.split(text), answers), opened
+
+    def _joined(self, parts: list[str], answers: Sequence["_Given"]) -> list[int]:
+        """Encode a rendered conversation: texts at even places, what a marker names at odd ones."""
+        ends_in_space, ids, ending = parts[-1].endswith(" "), list[int](), ""
+        for segment, name in zip(parts[::2], [*parts[1::2], ""], strict=True):
+            given = answers[int(name)] if name.isdigit() else None
+            segment, ending, opening = ending + segment, "", list[int]()
+            if given is not None:
+                segment, opening = given.behind(segment, ends_in_space=ends_in_space)
+                ending = given.ending
+            ids += self._encoded(segment) if segment else []
+            if given is not None:
+                ids += opening + given.ids
+            elif name == BOS and self._tokenizer.bos_token_id is not None:
+                ids.append(self._tokenizer.bos_token_id)
+        return ids
+
+    def _rendered(self, system: str, users: Sequence[str], answers: Sequence[str]) -> str:
+        """Render a conversation; without a system turn in the template, its text joins a message.
+
+        Raises:
+            ChatTemplateError: the template refuses the conversation, or fails.
+        """
+        messages = [Message(role="system", content=system)] if system else []
+        for index, user in enumerate(users):
+            messages.append(Message(role="user", content=user))
+            if index < len(answers):
+                messages.append(Message(role="assistant", content=answers[index]))
+        try:
+            return self._render(messages)
+        except ChatTemplateError:
+            if not system:
+                raise
+            asked = Message(role="user", content=f"{system}\n\n{users[0]}")
+            try:
+                return self._render([asked, *messages[2:]])
+            except ChatTemplateError:
+                pass
+            raise
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._template.render(
+            messages, add_generation_prompt=True, now=self._now, variables=self._names
+        )
+
+    def _changed(
+        self, marked: str, system: str, users: Sequence[str], texts: Sequence[str]
+    ) -> set[int]:
+        """Return the answers whose text the template does not put where their marker stands."""
+        changed, groups = set[int](), [range(len(texts))] if texts else []
+
+        def shown(group: Collection[int]) -> list[str]:
+            return [t if i in group else self._mark(i) for i, t in enumerate(texts)]
+
+        while groups:
+            group = groups.pop()
+            inside = shown(group)
+
+            def put(match: re.Match[str], inside: list[str] = inside) -> str:
+                return match[0] if match[1] == BOS else inside[int(match[1])]
+
+            if self._rendered(system, users, inside) == self._marker.sub(put, marked):
+                continue
+            if len(group) == 1:
+                changed.update(group)
+            else:
+                half = len(group) // 2
+                groups += [group[:half], group[half:]]
+        return changed
+
+    def complete(self, answer: Answer, *, opened: bool) -> None:
+        """Find where an answer begins behind its thoughts."""
+        marks = self.format.thinking
+        answer.first = first_of_answer(answer.ids, marks, self._tokenizer, opened=opened)
+
+    def splitter(self, answer: Answer, *, opened: bool) -> Splitter:
+        """Return what separates the text that follows an answer so far."""
+        if answer.splitter is None:
+            answer.splitter = Splitter(self.format.thinking, opened=opened)
+            answer.splitter.push(self.text_of(answer.ids))
+        return answer.splitter
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer's ids, as it is streamed."""
+        return self._tokenizer.decode(ids, special=self.hides_marks)
+
+    def ids_of(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of a text within an answer."""
+        return self._tokenizer.encode(text, special=special)
+
+    def begins_with_space(self, ids: Sequence[int]) -> bool:
+        """Return whether the text of ids begins with a space, where it follows other text."""
+        return bool(ids) and self._tokenizer.pieces[ids[0]].startswith(" ")
+
+
+class _Given(NamedTuple):
+    """An answer in a context: its ids, what a template sees, and what is put behind it.
+
+    mark: begins thoughts, which the answer has (`opening`: ids of the mark, if the prompt had it)
+    or does not have (None). spaced: whether its text begins with a space.
+    """
+
+    ids: list[int]
+    text: str
+    ending: str
+    mark: str
+    opening: list[int] | None
+    spaced: bool
+
+    @classmethod
+    def of(cls, answer: Answer, reader: Reader, keep_thinking: bool) -> "_Given":
+        marks, ids, text = reader.format.thinking, answer.ids[answer.first :], answer.text
+        mark, opening = "" if marks is None else marks.open, None
+        if keep_thinking and answer.first:
+            ids, text, opening = answer.ids, reader.text_of(answer.ids), list[int]()
+            if not text.lstrip().startswith(mark):  # the prompt has begun the thoughts
+                opening, text = reader.ids_of(f"{mark}\n", special=True), f"{mark}\n{text}"
+        closing = reader.format.ending
+        ending = "" if answer.text.endswith(closing) else closing
+        return cls(ids, text.strip(), ending, mark, opening, reader.begins_with_space(ids))
+
+    def behind(self, segment: str, *, ends_in_space: bool) -> tuple[str, list[int]]:
+        """Return the text before this answer as the model read it, and ids behind that text."""
+        if self.mark and segment.rstrip().endswith(self.mark):
+            if self.opening is None:
+                return segment.rstrip().removesuffix(self.mark), []
+            return segment, []
+        if self.spaced and not ends_in_space:
+            segment = segment.removesuffix(" ")
+        return segment, self.opening or []

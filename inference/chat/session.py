@@ -1,0 +1,377 @@
+"""A conversation with a model: messages in, pieces of answers out, within the model's context."""
+
+import secrets
+from collections.abc import Generator as Generated
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from exl2flow.core.conversation import Conversation, read_conversation
+from exl2flow.core.errors import ConfigError, Exl2FlowError, InferenceError
+from exl2flow.core.request import Adapter, Filter, Request
+from exl2flow.core.sampling import SamplingSettings
+from exl2flow.inference.chat import saved
+from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Resumed
+from exl2flow.inference.chat.formats import PromptFormat
+from exl2flow.inference.chat.history import Answer, Context, Reader, Turn
+from exl2flow.inference.generate import Generator
+from exl2flow.kernels import PAGE_TOKENS
+
+
+class Session:
+    """A conversation.
+
+    turns: all of them, those that the model does not read any more as well. settings, bans,
+    filters, adapters, max_answer_tokens, amnesia and keep_thinking may be changed between answers.
+    notes: what loading a file could not keep.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        fmt: PromptFormat,
+        *,
+        system: str | None = None,
+        settings: SamplingSettings | None = None,
+        seed: int | None = None,
+        max_answer_tokens: int = 1000,
+        reserve: int = 250,
+        adapters: Sequence[Adapter] = (),
+        bans: Sequence[str] = (),
+        filters: Sequence[Filter] = (),
+        amnesia: bool = False,
+        keep_thinking: bool = False,
+        names: tuple[str, str] = ("User", "Assistant"),
+        started: datetime | None = None,
+    ) -> None:
+        """Begin a conversation.
+
+        Args:
+            generator: what answers.
+            fmt: how the conversation is written for the model.
+            system: the system prompt; "": none; None: the format's.
+            settings: of the sampler.
+            seed: of the first answer; the next ones have the next seeds. None: a new one.
+            max_answer_tokens: after which an answer stops; `more` goes on.
+            reserve: tokens of the context that are free when an answer begins, at most half of it.
+            adapters, bans, filters: of all answers, as in `Request`.
+            amnesia: read the last message only.
+            keep_thinking: read the thoughts of earlier answers as well.
+            names: of the user and of the model, in the format `raw`.
+            started: the date that templates see; None: the present.
+
+        Raises:
+            ConfigError: a value is out of range.
+            ChatTemplateError: the format's template is not Jinja.
+        """
+        for name, value in (("max_answer_tokens", max_answer_tokens), ("reserve", reserve)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"`{name}` is {value!r}; it must be an integer from 1")
+        if len(names) != 2 or not all(name.strip() for name in names) or names[0] == names[1]:
+            raise ConfigError(f"`names` is {names!r}; give two different names")
+        self.generator, self.reserve, self.names = generator, reserve, names
+        self.settings, self.max_answer_tokens = settings or SamplingSettings(), max_answer_tokens
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"`seed` is {seed!r}; it must be an integer")
+        self.seed = secrets.randbelow(2**31) if seed is None else seed
+        self.adapters, self.bans, self.filters = adapters, bans, filters
+        self.amnesia, self.keep_thinking = amnesia, keep_thinking
+        self.started = started or datetime.now().replace(microsecond=0)
+        self.turns: list[Turn] = []
+        self.notes: list[str] = []
+        self.asked = 0  # answers that were begun: each has a seed of its own
+        self.statistics = ChatStatistics()
+        self._running: Generated[Piece] | None = None
+        self.system = system
+        self.format = fmt
+        self._request([0], Answer())  # raises what is out of range
+
+    @property
+    def format(self) -> PromptFormat:
+        """How the conversation is written."""
+        return self._reader.format
+
+    @format.setter
+    def format(self, fmt: PromptFormat) -> None:
+        tokenizer = self.generator.model.tokenizer
+        self._reader = Reader(fmt, tokenizer, self.names, now=self.started)
+        for turn in self.turns:
+            for answer in (turn.current, *turn.alternatives):
+                answer.splitter = None
+
+    @property
+    def system(self) -> str:
+        """The system prompt; setting None brings back that of the format."""
+        if self._system is not None:
+            return self._system
+        return self.format.system.format(user=self.names[0], bot=self.names[1])
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._system = None if text is None else _checked(text)
+
+    # -- answers
+
+    def reply(self, text: str) -> Iterator[Piece]:
+        """Send a message, and yield its answer; closing the iterator ends the answer there.
+
+        Raises:
+            Exl2FlowError: the answer failed; without any text of it the conversation is as before.
+        """
+        turn = Turn(_checked(text))
+        return self._run(turn, [*self.turns, turn])
+
+    def edit(self, number: int, text: str) -> Iterator[Piece]:
+        """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
+        kept = self.turns[: self.turns.index(self._turn(number))]
+        turn = Turn(_checked(text))
+        return self._run(turn, [*kept, turn])
+
+    def retry(self) -> Iterator[Piece]:
+        """Answer the last message again, with a new seed; `back` brings the earlier answer back."""
+        old = self._turn(-1)
+        turn = Turn(old.user, alternatives=[*old.alternatives, old.current], cut=old.cut)
+        return self._run(turn, [*self.turns[:-1], turn])
+
+    def more(self) -> Iterator[Piece]:
+        """Go on with the last answer, where it was stopped or closed."""
+        if self._turn(-1).current.ended:
+            raise ConfigError("the last answer is complete; there is no more of it")
+        return self._run(self.turns[-1], self.turns, goes_on=True)
+
+    def back(self) -> None:
+        """Exchange the last answer for the one before it, in turns."""
+        turn = self._turn(-1)
+        if not turn.alternatives:
+            raise ConfigError("the last message has one answer only; `retry` makes another one")
+        turn.alternatives.insert(0, turn.current)
+        turn.current = turn.alternatives.pop()
+
+    def undo(self) -> Turn:
+        """Take the last message and its answer back, and return them."""
+        self._turn(-1)
+        return self.turns.pop()
+
+    def clear(self) -> None:
+        """Forget all turns."""
+        self.stop()
+        self.turns.clear()
+
+    def stop(self) -> None:
+        """End the answer under way, as closing its iterator does."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def _turn(self, number: int) -> Turn:
+        self.stop()
+        if not -len(self.turns) <= number < len(self.turns):
+            last = f"the last one is {len(self.turns) - 1}" if self.turns else "there is none yet"
+            raise ConfigError(f"there is no turn {number}; {last}")
+        return self.turns[number]
+
+    # -- contexts
+
+    @property
+    def _limit(self) -> int:
+        return min(self.generator.context, self.generator.pages * PAGE_TOKENS)
+
+    @property
+    def _room(self) -> int:
+        return self._limit - min(self.reserve, self._limit // 2)
+
+    def context_ids(self, text: str = "") -> list[int]:
+        """Return what the model would read before it answers a message.
+
+        Raises:
+            ContextOverflow, ChatTemplateError: as `reply`.
+        """
+        return self._context([*self._read(), Turn(_checked(text))], self._room).ids
+
+    def count(self, text: str = "") -> int:
+        """Return how many tokens that is."""
+        return len(self.context_ids(text))
+
+    def _read(self) -> list[Turn]:
+        """Return the turns that the model reads before a new one."""
+        return [] if self.amnesia else [turn for turn in self.turns if not turn.dropped]
+
+    def _context(self, turns: Sequence[Turn], room: int) -> Context:
+        return self._reader.fit(self.system, turns, room=room, keep_thinking=self.keep_thinking)
+
+    def _fit(self, turn: Turn, *, keeps_all: bool) -> tuple[Context, list[Piece]]:
+        """Return the context of the last turn, and what the user should know about it.
+
+        keeps_all: the reserve may be used, if all that the model has read still fits then.
+        """
+        turns = [*(each for each in self._read() if each is not turn), turn]
+        context = self._context(turns, self._limit - 1) if keeps_all else None
+        if context is None or context.first or context.cut != turn.cut:
+            context = self._context(turns, self._room)
+        gone, notes = turns[: context.first], list[Piece]()
+        if self.amnesia:
+            gone = [each for each in self.turns if each is not turn]
+        for each in gone:
+            each.dropped = True
+        if gone and not self.amnesia:
+            oldest = "message and its answer are" if len(gone) == 1 else "messages and answers are"
+            count = "" if len(gone) == 1 else f"{len(gone)} "
+            text = f"the context is full: the oldest {count}{oldest} no longer read"
+            notes.append(Piece(text, "note"))
+        if context.cut > turn.cut:
+            turn.cut = context.cut
+            text = (
+                f"the message is too long: the first {context.cut} of its {len(turn.user)} "
+                "characters are not read"
+            )
+            notes.append(Piece(text, "note"))
+        return context, notes
+
+    # -- generation
+
+    def _run(self, turn: Turn, turns: list[Turn], *, goes_on: bool = False) -> Iterator[Piece]:
+        """Return the pieces of an answer; the conversation changes when the first one is wanted."""
+        self.stop()
+        self._running = self._pieces(turn, turns, goes_on=goes_on)
+        return self._running
+
+    def _pieces(self, turn: Turn, turns: list[Turn], *, goes_on: bool) -> Generated[Piece]:
+        with self._or_as_before(turn):
+            self.turns = turns
+            if not goes_on:
+                turn.current.seed = self.seed + self.asked
+                self.asked += 1
+            self.statistics = ChatStatistics()
+            run = Answering(
+                self.generator, self._reader, turn.current, self.statistics,
+                most=self.max_answer_tokens,
+            )  # fmt: skip
+            end: End | None = None
+            while end is None or end == "overflow":
+                context, notes = self._fit(turn, keeps_all=goes_on and end is None)
+                yield from notes
+                request = self._request(context.ids, turn.current)
+                end = yield from run.stream(request, opened=context.opened)
+            if end == "limit":
+                yield Piece(f"the answer stops at {run.made} tokens; `more` goes on", "note")
+
+    @contextmanager
+    def _or_as_before(self, turn: Turn) -> Iterator[None]:
+        """Restore the conversation if an answer ends without a token."""
+        turns, asked, made = self.turns, self.asked, len(turn.ids)
+        states = [(each, each.dropped, each.cut) for each in {id(t): t for t in turns}.values()]
+        try:
+            yield
+        except BaseException as error:
+            if len(turn.ids) == made:
+                self.turns, self.asked = turns, asked
+                for each, dropped, cut in states:
+                    each.dropped, each.cut = dropped, cut
+            if isinstance(error, Exception) and not isinstance(error, Exl2FlowError):
+                raise InferenceError(f"the answer failed: {error}") from error
+            raise
+
+    def _request(self, ids: Sequence[int], answer: Answer) -> Request:
+        """Return what continues a context.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        return Request(
+            ids, settings=self.settings, seed=answer.seed, drawn=answer.drawn,
+            stops=self._reader.stops, banned_strings=self.bans, adapters=self.adapters,
+            filters=[Resumed(each, tuple(answer.ids)) for each in self.filters],
+            decode_special=self._reader.hides_marks,
+        )  # fmt: skip
+
+    # -- files
+
+    def save(self, path: Path | str) -> None:
+        """Write the conversation to a JSON file, whole or not at all.
+
+        Raises:
+            WriteFailed: the disk is full or permissions forbid it.
+        """
+        held = {"adapters": self.adapters, "filters": self.filters}
+        conversation = Conversation(
+            model=saved.model_name(self.generator), fingerprint=self._fingerprint,
+            format=saved.saved_format(self.format), started=self.started, seed=self.seed,
+            asked=self.asked, settings=saved.saved_settings(self.settings), bans=[*self.bans],
+            max_answer_tokens=self.max_answer_tokens, reserve=self.reserve, amnesia=self.amnesia,
+            keep_thinking=self.keep_thinking, names=self.names,
+            has_own_system=self._system is not None,
+            left_out=[name for name, values in held.items() if values],
+            messages=saved.saved_messages(self.system, self.turns),
+        )  # fmt: skip
+        saved.write(Path(path), conversation)
+
+    @classmethod
+    def load(
+        cls, path: Path | str, generator: Generator, fmt: PromptFormat | None = None,
+        **options: Any,
+    ) -> Self:  # fmt: skip
+        """Return a conversation that was saved; with the same model it goes on with the same ids.
+
+        Args:
+            path: the file.
+            generator: what answers from now on.
+            fmt: the format; None: that of the file, or for another model the one that fits it.
+            options: of `Session`, in place of what the file says.
+
+        Raises:
+            ConfigError: the file is damaged, or no conversation.
+        """
+        path = Path(path)
+        found, mark = read_conversation(path), saved.fingerprint(generator)
+        is_same = found.fingerprint == mark
+        chosen = fmt or saved.format_of(found.format, path, generator, is_same=is_same)
+        first = found.messages[0] if found.messages else None
+        prompt = first.content if first is not None and first.role == "system" else ""
+        values = {
+            "system": prompt if found.has_own_system else None, "seed": found.seed,
+            "settings": saved.settings_of(found.settings, path), "started": found.started,
+            "max_answer_tokens": found.max_answer_tokens, "reserve": found.reserve,
+            "bans": found.bans, "amnesia": found.amnesia, "keep_thinking": found.keep_thinking,
+            "names": found.names,
+        }  # fmt: skip
+        session = cls(generator, chosen, **{**values, **options})
+        session._fingerprint, session.asked = mark, found.asked
+        session.turns = saved.turns_of(
+            found, path, vocab_size=generator.model.spec.vocab_size,
+            encode=None if is_same else generator.model.tokenizer.encode,
+        )  # fmt: skip
+        if not is_same:
+            session.notes.append(
+                f"`{path}` is of another model, `{found.model}`: its answers are read as text, in "
+                f"format `{chosen.name}`"
+            )
+        session.notes += [
+            f"`{path}` cannot hold {name}: give them again"
+            for name in found.left_out
+            if not options.get(name)
+        ]
+        return session
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return saved.fingerprint(self.generator)
+
+
+def _checked(text: str) -> str:
+    """Return a text that can be encoded.
+
+    Raises:
+        ConfigError: it holds half of a surrogate pair, as broken UTF-8 becomes.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"a message is text, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text is broken UTF-8 at character {error.start}; send it again without that"
+        ) from error
+    return text
