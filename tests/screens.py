@@ -1,7 +1,10 @@
 """A terminal in memory, which shows what was written to it, scrolled-off rows included."""
 
 import io
+import os
+import time
 
+import pexpect
 import pyte
 from rich.console import Console
 
@@ -45,3 +48,62 @@ class _Into(io.StringIO):
     def write(self, text: str) -> int:
         self._screen.feed(text)
         return len(text)
+
+
+class Program:
+    """A program in a pseudo-terminal, whose screen is read."""
+
+    def __init__(self, *command: str, width: int = 80, height: int = 24, **env: str) -> None:
+        self.screen = pyte.HistoryScreen(width, height, history=100_000, ratio=0.5)
+        self._stream = pyte.ByteStream(self.screen)
+        words = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
+        words.pop("NO_COLOR", None)
+        self.child = pexpect.spawn(
+            command[0], [*command[1:]], dimensions=(height, width), env=words, timeout=60
+        )
+        self.child.delaybeforesend = None
+
+    def type(self, *keys: str | bytes) -> None:
+        for each in keys:
+            self.child.send(each)
+
+    def enter(self, text: str) -> None:
+        self.type(text, "\r")
+
+    def read(self, seconds: float = 0.05) -> bool:
+        """Take what comes; False: the program has closed its end."""
+        try:
+            self._stream.feed(self.child.read_nonblocking(65536, timeout=seconds))
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        return True
+
+    def wait(self, text: str, *, count: int = 1, seconds: float = 20) -> str:
+        """Wait until a text stands on the screen so many times, and return all rows."""
+        end = time.monotonic() + seconds
+        while (shown := "\n".join(self.rows())).count(text) < count:
+            if not self.read() or time.monotonic() > end:
+                raise AssertionError(f"{text!r} does not come:\n" + "\n".join(self.rows()))
+        return shown
+
+    def leave(self, *keys: str | bytes) -> int:
+        """Type, wait for the end, and return the exit status."""
+        self.type(*keys)
+        while self.read(1):
+            pass
+        self.child.close()
+        return -self.child.signalstatus if self.child.signalstatus else self.child.exitstatus
+
+    def rows(self) -> list[str]:
+        width = self.screen.columns
+        above = ["".join(row[x].data for x in range(width)) for row in self.screen.history.top]
+        rows = [row.rstrip() for row in (*above, *self.screen.display)]
+        while rows and not rows[-1]:
+            rows.pop()
+        return rows
+
+    def resize(self, width: int, height: int) -> None:
+        self.screen.resize(height, width)
+        self.child.setwinsize(height, width)

@@ -37,6 +37,9 @@ EXAMPLES = (
 )
 PROFILES, KEPT = "chat.toml", "chat.json"
 FILES = "Files"
+# variables of templates, for examples
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+NAMES = {"user_name": "User", "bot_name": "Assistant"}
 
 
 @with_settings(*CHAT)
@@ -258,8 +261,17 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
 def _list_formats() -> None:
     """Print every format with a conversation in it."""
     from exl2flow.inference.chat import all_formats
+    from exl2flow.model import ChatTemplate, Message
 
     for name, format in all_formats().items():
+        messages = [
+            Message(role="system", content="Be brief."),
+            Message(role="user", content="Hello"),
+            Message(role="assistant", content="Hi!" + format.ending),
+            Message(role="user", content="Bye"),
+        ]
+        template = ChatTemplate(format.source, special_tokens=TOKENS, origin=format.file)
+        text = template.render(messages, add_generation_prompt=True, variables=NAMES)
         OUT.print(name, style="bold")
-        OUT.print(printable(format.example()), markup=False, soft_wrap=True)
+        OUT.print(printable(text), markup=False, soft_wrap=True)
         OUT.print()
