@@ -124,7 +124,7 @@ def of_model(model: Path) -> dict[str, Any]:
         except ConfigError:
             continue
         found[name] = value
-    return {"temperature": 0.0} if config.get("do_sample") is False else found
+    return found
 
 
 def read_profile(path: Path, name: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def help(chat: Chat, argument: str) -> Answer:
     if not name:
         for each, one in COMMANDS.items():
             usage = f"/{each} {one.arguments}"
-            chat.screen.say(f"{usage:<20} {one.help.partition(chr(10))[0]}")
+            chat.screen.say(f"{usage:<21}{one.help.partition(chr(10))[0]}")
         chat.screen.say('Alt-Enter or """ … """: several lines; Ctrl-C: stop; Ctrl-D: leave', DIM)
     elif name in COMMANDS:
         chat.screen.say(f"/{name} {COMMANDS[name].arguments}\n{COMMANDS[name].help}")
@@ -84,16 +84,22 @@ def help(chat: Chat, argument: str) -> Answer:
 
 @command()
 def retry(chat: Chat, argument: str) -> Answer:
-    """Answer the last message again, with a new seed; `/back` brings the earlier answer back."""
+    """Answer the last message again.
+
+    The new answer has a new seed; `/back` brings the earlier one back.
+    """
     return chat.session.retry()
 
 
 @command()
 def back(chat: Chat, argument: str) -> Answer:
-    """Bring the answer before `/retry` back; again: the one before that, in turns."""
+    """Bring the answer before `/retry` back.
+
+    Repeated, it shows all answers to the last message in turns.
+    """
     chat.session.back()
     chat.keep()
-    chat.screen.say(chat.session.turns[-1].answer)
+    chat.screen.print(chat.session.turns[-1].answer)
     return None
 
 
@@ -147,7 +153,10 @@ def _formats() -> Iterable[str]:
 
 @command("[NAME|FILE]", _formats)
 def format(chat: Chat, argument: str) -> Answer:
-    """Show or change the prompt format: a name, a file with a Jinja template, or `default`."""
+    """Show or change the prompt format.
+
+    It is a name, a file with a Jinja template, or `default`: the model's own.
+    """
     from exl2flow.inference.chat import choose_format
 
     if argument:
@@ -173,10 +182,10 @@ def _settable() -> list[str]:
 
 @command("[NAME VALUE]", _settable)
 def set_(chat: Chat, argument: str) -> Answer:
-    """Show all settings, or change one, as in `/set temperature 0.7`.
+    """Show all settings, or change one.
 
-    Besides the settings of the sampler: `max_answer`, `amnesia`, `keep_thinking`, `thinking`
-    (show, fold, hide), `plain` and `stats`.
+    As in `/set temperature 0.7`, or `/set cfg_scale off`. Besides the settings of the sampler:
+    `max_answer`, `amnesia`, `keep_thinking`, `thinking` (show, fold, hide), `plain` and `stats`.
     """
     name, _, text = argument.replace("=", " ").partition(" ")
     name, text = name.replace("-", "_"), text.strip()
@@ -244,9 +253,12 @@ def _number(name: str, text: str, now: object) -> object:
         raise ConfigError(f"`{name}` is {text}; it must be a number") from None
 
 
-@command("[FOLDER … | off]", None)
+@command("[FOLDER …]", None)
 def lora(chat: Chat, argument: str) -> Answer:
-    """Show the adapters that change the model, load others in their place, or `off`."""
+    """Show the number of adapters, or load others in their place.
+
+    `/lora off` goes on without any.
+    """
     if argument:
         folders = [] if argument == OFF else [Path(word).expanduser() for word in _split(argument)]
         chat.session.adapters = read_adapters(chat.session.generator.model, folders)
@@ -262,9 +274,12 @@ def _split(text: str) -> list[str]:
         raise ConfigError(f"cannot read `{text}`: {error}") from None
 
 
-@command("[TEXT | off]")
+@command("[TEXT]")
 def ban(chat: Chat, argument: str) -> Answer:
-    """Show the texts that must not appear in answers, ban one more, or `off`."""
+    """Show the texts that must not appear in answers, or ban one more.
+
+    `/ban off` allows all of them again.
+    """
     if argument:
         chat.session.bans = () if argument == OFF else (*chat.session.bans, argument)
     bans = ", ".join(f"`{each}`" for each in chat.session.bans)
@@ -272,9 +287,12 @@ def ban(chat: Chat, argument: str) -> Answer:
     return None
 
 
-@command("FILE | off", None)
+@command("FILE", None)
 def json(chat: Chat, argument: str) -> Answer:
-    """Make all answers match a JSON schema in a file, or `off`."""
+    """Make all answers match a JSON schema in a file.
+
+    `/json off` ends that.
+    """
     if not argument:
         raise ConfigError("give the file of a JSON schema, or `off`")
     schema = None if argument == OFF else str(Path(argument).expanduser())
@@ -285,14 +303,20 @@ def json(chat: Chat, argument: str) -> Answer:
 
 @command()
 def stats(chat: Chat, argument: str) -> Answer:
-    """Show tokens, times and guesses of the last answer; `/set stats on`: after each one."""
+    """Show tokens, times and guesses of the last answer.
+
+    `/set stats on` shows them after each answer.
+    """
     chat.screen.say(summary(chat.session.statistics), DIM)
     return None
 
 
 @command("[TEXT]")
 def tokens(chat: Chat, argument: str) -> Answer:
-    """Show how many tokens the model would read with a message, and how many it can."""
+    """Show how many tokens the model would read with a message.
+
+    Of how many it can read; without a message, those of the conversation.
+    """
     context = chat.session.generator.context
     chat.screen.say(f"{chat.session.count(argument)} of {context} tokens", DIM)
     return None
@@ -309,7 +333,7 @@ def save(chat: Chat, argument: str) -> Answer:
 
 @command("FILE", None)
 def load(chat: Chat, argument: str) -> Answer:
-    """Go on with a conversation that `/save` wrote, in place of this one."""
+    """Go on with a saved conversation in place of this one."""
     chat.adopt(type(chat.session).load(_file(argument), chat.session.generator))
     chat.keep()
     return None

@@ -51,7 +51,8 @@ class Chat:
     def take(self, text: str) -> None:
         """Answer a message or obey a command; what fails is one line, and the chat goes on."""
         try:
-            pieces = self.obey(self, text[1:]) if text.startswith("/") else self.session.reply(text)
+            is_command = text.startswith("/") and "\n" not in text
+            pieces = self.obey(self, text[1:]) if is_command else self.session.reply(text)
             if pieces is not None:
                 self.answer(pieces)
         except Exl2FlowError as error:
@@ -83,7 +84,7 @@ class Chat:
         turns = len(session.turns)
         self.screen.say(f"{turns} turn{'s' * (turns != 1)}", DIM)
         if turns:
-            self.screen.say(f"{session.names[0]}: {session.turns[-1].user}", DIM)
+            self.screen.say(f"{session.names[0]}: {session.turns[-1].user}")
             self.screen.say(session.turns[-1].answer, DIM)
 
     def edited(self, text: str) -> str:

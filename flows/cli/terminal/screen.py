@@ -39,6 +39,15 @@ class Screen:
         """Print a line of the program's own, which may quote anything."""
         self.console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
+    def print(self, text: str) -> None:
+        """Print an answer that is there already."""
+        if self.plain:
+            self.say(text)
+        else:
+            markdown = MarkdownStream(self.console)
+            markdown.feed(text)
+            markdown.finish()
+
     def show(self, pieces: "Iterable[Piece]") -> None:
         """Show an answer; its pieces end at the first Ctrl-C, a second one raises."""
         with _interruptible() as stop, _without_echo():
