@@ -55,7 +55,7 @@ class Program:
 
     def __init__(self, *command: str, width: int = 80, height: int = 24, **env: str) -> None:
         self.screen = pyte.HistoryScreen(width, height, history=100_000, ratio=0.5)
-        self._stream = pyte.ByteStream(self.screen)
+        self._stream, self._taken = pyte.ByteStream(self.screen), 0
         words = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
         words.pop("NO_COLOR", None)
         self.child = pexpect.spawn(
@@ -73,19 +73,23 @@ class Program:
     def read(self, seconds: float = 0.05) -> bool:
         """Take what comes; False: the program has closed its end."""
         try:
-            self._stream.feed(self.child.read_nonblocking(65536, timeout=seconds))
+            data = self.child.read_nonblocking(65536, timeout=seconds)
+            self._taken += len(data)
+            self._stream.feed(data)
         except pexpect.TIMEOUT:
             return True
         except pexpect.EOF:
             return False
         return True
 
-    def wait(self, text: str, *, count: int = 1, seconds: float = 20) -> str:
+    def wait(self, text: str, *, count: int = 1, seconds: float = 30) -> str:
         """Wait until a text stands on the screen so many times, and return all rows."""
         end = time.monotonic() + seconds
         while (shown := "\n".join(self.rows())).count(text) < count:
-            if not self.read() or time.monotonic() > end:
-                raise AssertionError(f"{text!r} does not come:\n" + "\n".join(self.rows()))
+            before = self._taken
+            while self._taken == before:
+                if not self.read() or time.monotonic() > end:
+                    raise AssertionError(f"{text!r} does not come:\n{shown}")
         return shown
 
     def leave(self, *keys: str | bytes) -> int:

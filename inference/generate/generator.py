@@ -89,8 +89,7 @@ class Generator:
         self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)
         self._reading = Reading(self._steps, self._schedule, chunk=chunk)
         self._decoding = Decoding(self._steps, self._schedule)
-        self._cancelled = deque[Job]()
-        self._events: list[Event] = []
+        self._cancelled, self._events = deque[Job](), list[Event]()
         self.failure: Exception | None = None
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
@@ -223,6 +222,7 @@ class Generator:
                 completions[cast(int, event.tag)] += event.text
         return completions[0] if isinstance(prompts, str) else completions
 
+    @torch.inference_mode()
     def _drop(self, jobs: list[Job]) -> None:
         """End jobs at once."""
         for job in jobs:

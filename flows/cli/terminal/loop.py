@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
 from exl2flow.flows.cli.terminal.input import Leave, Typed
-from exl2flow.flows.cli.terminal.screen import DIM, ERROR, NOTE, Screen, summary
+from exl2flow.flows.cli.terminal.screen import DIM, ERROR, NOTE, Screen, summary, without_echo
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Generator
@@ -40,13 +40,14 @@ class Chat:
     def run(self) -> None:
         """Talk until the user leaves."""
         assert self.typed is not None
-        while not self.is_over:
-            try:
-                text = self.typed.read()
-            except Leave:
-                break
-            if text.strip():
-                self.take(text)
+        with without_echo():
+            while not self.is_over:
+                try:
+                    text = self.typed.read()
+                except Leave:
+                    break
+                if text.strip():
+                    self.take(text)
 
     def take(self, text: str) -> None:
         """Answer a message or obey a command; what fails is one line, and the chat goes on."""

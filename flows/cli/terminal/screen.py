@@ -50,7 +50,7 @@ class Screen:
 
     def show(self, pieces: "Iterable[Piece]") -> None:
         """Show an answer; its pieces end at the first Ctrl-C, a second one raises."""
-        with _interruptible() as stop, _without_echo():
+        with _interruptible() as stop:
             try:
                 if self.name:
                     self.say(f"{self.name}:", NAME)
@@ -128,8 +128,8 @@ def _interruptible() -> Iterator[Flag]:
 
 
 @contextmanager
-def _without_echo() -> Iterator[None]:
-    """Keep what is typed during an answer, `^C` too, from appearing in the middle of it."""
+def without_echo() -> Iterator[None]:
+    """Keep what is typed while the program works, `^C` too, from appearing in the middle of it."""
     if not sys.stdin.isatty():
         yield
         return

@@ -8,6 +8,7 @@ from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, read_profile
 
@@ -44,7 +45,7 @@ def test_standard_input_is_one_message_and_standard_output_the_answer(folder: Pa
     assert said["message"] == "Hello\nthere"
     assert said["format"] == "raw"
     assert len(said["tokens"]) == said["statistics"]["answer_tokens"] > 0
-    assert done.stdout.rstrip("\n").replace("\ufffd", "") in said["answer"] + "\n"
+    assert done.stdout == printable(said["answer"]).removesuffix("\n") + "\n"
     assert "\x1b" not in done.output
     assert "tokens/s" in done.stderr
 

@@ -266,3 +266,17 @@ def test_recorded_steps_follow_the_slots_adapters(
     assert found == {each.tag: alone(model, each) for each in every}
     marks = {key[2] for key in generator._steps.recordings._made if len(key) == 3}
     assert marks == {"plain", "adapted"}
+
+
+def test_a_text_given_up_leaves_its_slot_to_texts_without_adapters(
+    model: LoadedModel, adapters: list[Adapter]
+) -> None:
+    generator = Generator(model, slots=1)
+    expected = ids_of(generator, request(1))
+
+    events = generator.stream(request(0, adapters[0]))
+    next(event for event in events if event.ids)
+    events.close()
+
+    assert generator.is_idle
+    assert ids_of(generator, request(1)) == expected
