@@ -1,5 +1,6 @@
 """A conversation with a model: messages in, pieces of answers out, within the model's context."""
 
+import hashlib
 import secrets
 from collections.abc import Generator as Generated
 from collections.abc import Iterator, Sequence
@@ -9,16 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from exl2flow.core.conversation import Conversation, read_conversation
+from exl2flow.core.conversation import Answer, Conversation, PromptFormat, Turn
 from exl2flow.core.errors import ConfigError, Exl2FlowError, InferenceError
 from exl2flow.core.request import Adapter, Filter, Request
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.chat import saved
 from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Resumed
-from exl2flow.inference.chat.formats import PromptFormat
-from exl2flow.inference.chat.history import Answer, Context, Reader, Turn
+from exl2flow.inference.chat.formats import all_formats, choose_format
+from exl2flow.inference.chat.history import Context, Reader
 from exl2flow.inference.generate import Generator
 from exl2flow.kernels import PAGE_TOKENS
+
+ROWS = 8  # of the embedding, in the fingerprint of a model
+KEPT = (  # of a file, as arguments of `Session`
+    "system", "settings", "seed", "max_answer_tokens", "reserve", "bans", "amnesia",
+    "keep_thinking", "names", "started",
+)  # fmt: skip
 
 
 class Session:
@@ -98,16 +104,14 @@ class Session:
     def format(self, fmt: PromptFormat) -> None:
         tokenizer = self.generator.model.tokenizer
         self._reader = Reader(fmt, tokenizer, self.names, now=self.started)
-        for turn in self.turns:
-            for answer in (turn.current, *turn.alternatives):
-                answer.splitter = None
 
     @property
     def system(self) -> str:
         """The system prompt; setting None brings back that of the format."""
         if self._system is not None:
             return self._system
-        return self.format.system.format(user=self.names[0], bot=self.names[1])
+        user, bot = self.names
+        return self.format.system.replace("{user}", user).replace("{bot}", bot)
 
     @system.setter
     def system(self, text: str | None) -> None:
@@ -297,16 +301,15 @@ class Session:
         """
         held = {"adapters": self.adapters, "filters": self.filters}
         conversation = Conversation(
-            model=saved.model_name(self.generator), fingerprint=self._fingerprint,
-            format=saved.saved_format(self.format), started=self.started, seed=self.seed,
-            asked=self.asked, settings=saved.saved_settings(self.settings), bans=[*self.bans],
-            max_answer_tokens=self.max_answer_tokens, reserve=self.reserve, amnesia=self.amnesia,
+            model=self._model_name, fingerprint=self._fingerprint, format=self.format,
+            system=self._system, started=self.started, seed=self.seed, asked=self.asked,
+            settings=self.settings, bans=tuple(self.bans), reserve=self.reserve,
+            max_answer_tokens=self.max_answer_tokens, amnesia=self.amnesia,
             keep_thinking=self.keep_thinking, names=self.names,
-            has_own_system=self._system is not None,
-            left_out=[name for name, values in held.items() if values],
-            messages=saved.saved_messages(self.system, self.turns),
+            left_out=tuple(name for name, values in held.items() if values),
+            messages=tuple(Conversation.messages_of(self.system, self.turns)),
         )  # fmt: skip
-        saved.write(Path(path), conversation)
+        conversation.write(Path(path))
 
     @classmethod
     def load(
@@ -324,40 +327,49 @@ class Session:
         Raises:
             ConfigError: the file is damaged, or no conversation.
         """
-        path = Path(path)
-        found, mark = read_conversation(path), saved.fingerprint(generator)
-        is_same = found.fingerprint == mark
-        chosen = fmt or saved.format_of(found.format, path, generator, is_same=is_same)
-        first = found.messages[0] if found.messages else None
-        prompt = first.content if first is not None and first.role == "system" else ""
-        values = {
-            "system": prompt if found.has_own_system else None, "seed": found.seed,
-            "settings": saved.settings_of(found.settings, path), "started": found.started,
-            "max_answer_tokens": found.max_answer_tokens, "reserve": found.reserve,
-            "bans": found.bans, "amnesia": found.amnesia, "keep_thinking": found.keep_thinking,
-            "names": found.names,
-        }  # fmt: skip
-        session = cls(generator, chosen, **{**values, **options})
-        session._fingerprint, session.asked = mark, found.asked
-        session.turns = saved.turns_of(
-            found, path, vocab_size=generator.model.spec.vocab_size,
-            encode=None if is_same else generator.model.tokenizer.encode,
-        )  # fmt: skip
+        found, model = Conversation.read(Path(path)), generator.model
+        fingerprint = _fingerprint_of(generator)
+        is_same = found.fingerprint == fingerprint
+        if fmt is None and is_same:
+            fmt = all_formats().get(found.format.name, found.format)
+        elif fmt is None:
+            fmt, _ = choose_format(model.spec.source_dir, model.tokenizer)
+        values = {name: getattr(found, name) for name in KEPT}
+        session = cls(generator, fmt, **{**values, **options})
+        session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns()
+        for turn in session.turns:
+            for answer in (turn.current, *turn.alternatives):
+                if not is_same:
+                    answer.ids = model.tokenizer.encode(answer.text)
+                    answer.first = answer.drawn = turn.cut = 0
+                if any(not 0 <= i < model.spec.vocab_size for i in answer.ids):
+                    raise ConfigError(f"`{path}` has answers with ids that the model does not have")
         if not is_same:
             session.notes.append(
                 f"`{path}` is of another model, `{found.model}`: its answers are read as text, in "
-                f"format `{chosen.name}`"
+                f"format `{fmt.name}`"
             )
-        session.notes += [
-            f"`{path}` cannot hold {name}: give them again"
-            for name in found.left_out
-            if not options.get(name)
-        ]
+        lost = [name for name in found.left_out if not options.get(name)]
+        session.notes += [f"`{path}` holds no {name}: give them again" for name in lost]
         return session
 
     @cached_property
     def _fingerprint(self) -> str:
-        return saved.fingerprint(self.generator)
+        return _fingerprint_of(self.generator)
+
+    @property
+    def _model_name(self) -> str:
+        return self.generator.model.spec.source_dir.resolve().name
+
+
+def _fingerprint_of(generator: Generator) -> str:
+    """Return a digest of the model's tokenizer and of the beginning of its embedding."""
+    model = generator.model
+    sha = hashlib.sha256(model.tokenizer.backend.to_str().encode())
+    rows = model.decoder.embedding.weight[:ROWS].detach().half().cpu().contiguous()
+    sha.update(repr((tuple(rows.shape), model.spec.num_layers, model.spec.vocab_size)).encode())
+    sha.update(rows.numpy().tobytes())
+    return sha.hexdigest()
 
 
 def _checked(text: str) -> str:
