@@ -1,5 +1,6 @@
 """A conversation: its turns, the format it is written in, and the file that holds both."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -184,7 +185,7 @@ class Conversation(Options):
             WriteFailed: the disk is full or permissions forbid it.
         """
         usual = {"messages": [each.model_dump(exclude_defaults=True) for each in self.messages]}
-        write_json(path, self.model_dump(mode="json", exclude={"messages"}) | usual)
+        write_json(path, json.loads(self.model_dump_json(exclude={"messages"})) | usual)
 
     @classmethod
     def read(cls, path: Path) -> "Conversation":

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from threading import Event as Flag
 from types import SimpleNamespace
+from typing import Any
 
 import tokenizers
 from tiny import tiny_tokenizer
 
+from exl2flow.core.conversation import PromptFormat
 from exl2flow.core.request import Request
 from exl2flow.inference.chat import Piece
 from exl2flow.inference.generate import Event, Statistics
@@ -97,3 +99,13 @@ def scripted(*texts: str, context: int = 512, marks: Iterable[str] = ()) -> Fake
 def text_of(pieces: Iterable[Piece], kind: str = "answer") -> str:
     """Return the joined text of the pieces of a kind."""
     return "".join([piece.text for piece in pieces if piece.kind == kind])
+
+
+def notes(pieces: Iterable[Piece]) -> str:
+    """Return the joined notes."""
+    return text_of(pieces, "note")
+
+
+def own(template: str, **fields: Any) -> PromptFormat:
+    """Return a format of a template."""
+    return PromptFormat(name="own", template=template, file=Path("own"), **fields)

@@ -85,7 +85,8 @@ class Answering:
         Raises:
             Exception: what the generator raises; the answer has what came before.
         """
-        abort, taken, end = Flag(), 0, "closed"
+        abort, taken = Flag(), 0
+        end: End = "closed"
         if self._is_first:
             self._splitter = Splitter(self._reader.format.thinking, opened=opened)
             self._splitter.push(self._raw)

@@ -56,8 +56,9 @@ class Reader:
         self._names = {"user_name": names[0], "bot_name": names[1]}
         self._encoded = lru_cache(SEGMENTS)(lambda s: tokenizer.encode(s, special=fmt.special))
         marks = fmt.thinking
-        spelled = "" if marks is None else tokenizer.encode(marks.open + marks.close, special=True)
-        self.hides_marks = marks is not None and marks.open not in tokenizer.decode(spelled or ())
+        spelled = "" if marks is None else marks.open
+        decoded = tokenizer.decode(tokenizer.encode(spelled, special=True))
+        self.hides_marks = spelled not in decoded
         self.stops = self._stops(names[0])
 
     def _stops(self, user: str) -> tuple[int | str, ...]:

@@ -287,7 +287,8 @@ class Session:
         return Request(
             ids, settings=self.settings, seed=answer.seed, drawn=answer.drawn,
             stops=self._reader.stops, banned_strings=self.bans, adapters=self.adapters,
-            filters=[Resumed(each, tuple(answer.ids)) for each in self.filters],
+            filters=[Resumed(f, tuple(answer.ids)) for f in self.filters] if answer.ids
+            else self.filters,
             decode_special=self._reader.hides_marks,
         )  # fmt: skip
 
@@ -342,7 +343,8 @@ class Session:
                 if not is_same:
                     answer.ids = model.tokenizer.encode(answer.text)
                     answer.first = answer.drawn = turn.cut = 0
-                if any(not 0 <= i < model.spec.vocab_size for i in answer.ids):
+                known = all(0 <= token < model.spec.vocab_size for token in answer.ids)
+                if not known or not 0 <= answer.first <= len(answer.ids):
                     raise ConfigError(f"`{path}` has answers with ids that the model does not have")
         if not is_same:
             session.notes.append(

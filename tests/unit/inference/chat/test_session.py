@@ -1,22 +1,19 @@
-"""Conversations: what is read, what is kept, and what happens at every limit."""
+"""Conversations: what the cache keeps, what happens at every limit, turns taken back."""
 
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chatting import EOS, Fake, scripted, text_of
+from chatting import EOS, Fake, notes, own, scripted, text_of
 from tiny import make_tiny
 
-from exl2flow.core.conversation import PromptFormat, Thinking
-from exl2flow.core.errors import ChatTemplateError, ConfigError, ContextOverflow, InferenceError
+from exl2flow.core.errors import ContextOverflow
 from exl2flow.inference import Generator, SamplingSettings, load_model
 from exl2flow.inference.chat import Session, all_formats
 from exl2flow.inference.filters import SelectFilter
 
-CHATML = all_formats()["chatml"]
 RAW = all_formats()["raw"]
-MARKS = ("<|im_start|>", "<|im_end|>")
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
 SYSTEM = "Be good."
 
@@ -37,9 +34,9 @@ def passes(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts, steps = list[int](), generator._steps
     read, forward = steps.read, steps.forward
 
-    def reading(ids: list[int], segments: object) -> object:
+    def reading(ids: list[int], *given: object) -> object:
         counts.append(len(ids))
-        return read(ids, segments)
+        return read(ids, *given)
 
     def decoding(*given: object, **named: object) -> object:
         counts.append(1)
@@ -48,137 +45,6 @@ def passes(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(steps, "read", reading)
     monkeypatch.setattr(steps, "forward", decoding)
     return counts
-
-
-def own(template: str, **fields: object) -> PromptFormat:
-    return PromptFormat(name="own", template=template, file=Path("own"), **fields)
-
-
-def notes(pieces: object) -> str:
-    return text_of(pieces, "note")
-
-
-# -- what is read
-
-
-def test_context_is_the_template_with_the_generated_ids() -> None:
-    fake = scripted("Fine.", "Why?", marks=MARKS)
-    session = Session(fake, CHATML, system=SYSTEM)
-    letters = [fake.tokenizer.encode(letter)[0] for letter in "Fine."]
-    fake._says = lambda number, place: [*letters, EOS][place]
-
-    assert text_of(session.reply("How are you?")) == "Fine."
-    assert text_of(session.reply("So?")) == "Fine."
-
-    special = fake.tokenizer.encode
-    head = f"<|im_start|>system\n{SYSTEM}\n<|im_end|>\n<|im_start|>user\nHow are you?<|im_end|>\n"
-    head += "<|im_start|>assistant\n"
-    then = "<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
-    assert fake.prompts[0] == special(head, special=True)
-    assert fake.prompts[1] == [*fake.prompts[0], *letters, *special(then, special=True)]
-    assert session.turns[0].ids == letters != fake.tokenizer.encode("Fine.")
-
-
-def test_an_answer_that_the_template_changes_is_encoded() -> None:
-    shouting = "{% for m in messages %}[{{ m.content | upper if loop.index == 2 else m.content }}]"
-    fake = scripted("Fine.")
-    session = Session(fake, own(shouting + "{% endfor %}"))
-    for text in ("a", "b", "c"):
-        list(session.reply(text))
-
-    ids = session.context_ids("d")
-
-    text = "[a][FINE.][b]["
-    expected = fake.tokenizer.encode(text) + session.turns[1].ids
-    expected += fake.tokenizer.encode("][c][") + session.turns[2].ids
-    assert ids == expected + fake.tokenizer.encode("][d]")
-
-
-def test_a_template_without_system_turns_gets_its_text_with_the_first_message() -> None:
-    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}"
-    fake = scripted("Fine.")
-    session = Session(fake, own(refusing + "{% endif %}<{{ m.content }}>{% endfor %}"), system="S")
-    list(session.reply("a"))
-
-    assert fake.prompts == [fake.tokenizer.encode("<S\n\na>")]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_thoughts_are_shown_and_stay_out_of_the_context_unless_kept(keep: bool) -> None:
-    said = "<think>\nLet me see.\n</think>\n\nFour."
-    fake = scripted(said, marks=MARKS)
-    session = Session(fake, all_formats()["qwen3"], keep_thinking=keep)
-
-    pieces = list(session.reply("2 + 2?"))
-
-    assert (text_of(pieces, "thinking"), text_of(pieces)) == ("Let me see.\n", "Four.")
-    assert (session.turns[0].thinking, session.turns[0].answer) == ("Let me see.\n", "Four.")
-    encode = fake.tokenizer.encode
-    assert session.turns[0].ids == encode(said, special=True)
-    rest = session.context_ids("b")[len(fake.prompts[0]) :]
-    tail = encode(
-        "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", special=True
-    )
-    assert rest == (encode(said) if keep else encode("Four.")) + tail
-
-
-@pytest.mark.parametrize("name", ["qwq", "deepseek-r1"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_thoughts_that_the_prompt_begins(name: str, keep: bool) -> None:
-    marks = (*MARKS, "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
-    fake = scripted("Hm.\n</think>\n\nYes.", marks=marks)
-    session = Session(fake, all_formats()[name], keep_thinking=keep, system="")
-
-    pieces = list(session.reply("a"))
-
-    assert (text_of(pieces, "thinking"), text_of(pieces)) == ("Hm.\n", "Yes.")
-    text = fake.tokenizer.decode(session.context_ids("b"), special=True)
-    past, _, _ = text.rpartition("b")
-    assert past.count("<think>") == past.count("</think>") == keep
-    assert ("Hm." in past, "Yes." in past) == (keep, True)
-
-
-def test_channels_are_marks_of_thoughts_too() -> None:
-    marks = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>")
-    final = "<|start|>assistant<|channel|>final<|message|>"
-    fake = scripted(
-        f"<|channel|>analysis<|message|>Hm.<|end|>{final}Yes.<|return|>",
-        "<|channel|>final<|message|>No.<|return|>",
-        marks=marks,
-    )
-    session = Session(fake, all_formats()["gpt-oss"])
-
-    shown = [[(piece.kind, piece.text) for piece in session.reply(text)] for text in "ab"]
-
-    texts = ["".join(text for kind, text in pieces if kind == "answer") for pieces in shown]
-    assert texts == ["Yes.", "No."]
-    assert [turn.thinking for turn in session.turns] == ["Hm.", ""]
-    text = fake.tokenizer.decode(session.context_ids("c"), special=True)
-    assert "Hm." not in text
-    assert f"{final}Yes.<|end|>" in text
-    assert f"{final}No.<|end|>" in text
-
-
-def test_raw_is_a_log_with_names() -> None:
-    fake = scripted(" Hello", " Bye\n")
-    session = Session(fake, RAW, names=("Ada", "Bob"), system="A talk.")
-    list(session.reply("a"))
-    list(session.reply("b"))
-
-    text = fake.tokenizer.decode(session.context_ids("c"))
-    assert text == "A talk.\nAda: a\nBob: Hello\nAda: b\nBob: Bye\nAda: c\nBob:"
-    session.system = None
-    assert "Ada with Bob" in session.system
-
-
-def test_amnesia_reads_the_last_message_only() -> None:
-    fake = scripted("One.", "Two.")
-    session = Session(fake, RAW, system="", amnesia=True)
-    first, second = list(session.reply("a")), list(session.reply("b"))
-
-    assert fake.tokenizer.decode(fake.prompts[1]) == "User: b\nAssistant:"
-    assert [turn.dropped for turn in session.turns] == [True, False]
-    assert notes(first) == notes(second) == ""
 
 
 # -- the cache
@@ -243,7 +109,7 @@ def test_ids_of_200_turns_are_counted_by_a_stand_in() -> None:
 
     for number, turn in enumerate(session.turns):
         assert turn.ids == [50 + number] * (number % 9)
-        assert fake.prompts[number].count(50 + number) <= 1  # of the text itself
+        assert turn.answer == fake.tokenizer.decode(turn.ids).lstrip()
     last = fake.prompts[-1]
     kept = [turn for turn in session.turns if not turn.dropped]
     for turn in kept[:-1]:
@@ -302,10 +168,11 @@ def test_an_answer_that_fills_the_context_goes_on_without_a_gap() -> None:
     fake.prompts.clear()
     said = iter(range(10_000))
     fake._says = lambda number, place: 60 + next(said) % 200
-    taken: list[int] = []
+    taken, before = list[int](), list[int]()
     stream = fake.stream
 
     def counted(*given: object, **named: object) -> Iterator[object]:
+        before.append(len(taken))
         for event in stream(*given, **named):  # type: ignore[arg-type]
             if event.reason is None:
                 taken.extend(event.ids)
@@ -319,19 +186,13 @@ def test_an_answer_that_fills_the_context_goes_on_without_a_gap() -> None:
     assert len(fake.prompts) > 3
     assert turn.ids == taken[: len(turn.ids)]
     assert len(turn.ids) == 400
-    for prompt, request in zip(fake.prompts[1:], fake.requests[1:], strict=True):
+    assert [request.drawn for request in fake.requests] == before
+    for prompt, end in zip(fake.prompts[1:], before[1:], strict=True):
         assert len(prompt) <= 196
-        assert request.drawn == sum(1 for _ in prompt_ids(turn.ids, prompt))
+        assert prompt[-60:] == turn.ids[:end][-60:]
     assert text_of(pieces) == turn.answer == fake.tokenizer.decode(turn.ids).lstrip()
     assert "no longer read" in notes(pieces)
     assert "stops at 400 tokens; `more` goes on" in notes(pieces)
-
-
-def prompt_ids(ids: list[int], prompt: list[int]) -> list[int]:
-    """Return the beginning of an answer up to where a prompt ends in it."""
-    tail = prompt[-20:]
-    end = next(end for end in range(20, len(ids) + 1) if ids[end - 20 : end] == tail)
-    return ids[:end]
 
 
 @pytest.mark.parametrize("settings", [SamplingSettings.greedy(), HOT])
@@ -343,12 +204,14 @@ def test_limit_and_more_give_the_text_of_one_run(
     expected = text_of(whole.reply("Hello"))
 
     text = text_of(parts.reply("Hello"))
-    while not parts.turns[-1].current.ended and len(parts.turns[-1].ids) < 70:
+    while not parts.turns[-1].current.ended and len(parts.turns[-1].ids) < 80:
         text += text_of(parts.more())
 
-    assert parts.turns[-1].ids == whole.turns[-1].ids
-    assert text == expected == parts.turns[-1].answer
-    assert len(whole.turns[-1].ids) > 30
+    ids = whole.turns[-1].ids
+    assert 60 < len(ids) <= 70
+    assert parts.turns[-1].ids[: len(ids)] == ids
+    assert text.startswith(expected)
+    assert text == parts.turns[-1].answer
 
 
 def test_filters_hold_over_more(generator: Generator) -> None:
@@ -435,171 +298,3 @@ def test_the_same_seed_gives_the_same_conversation(generator: Generator) -> None
         talks.append([text_of(session.reply(text)) for text in "abc"])
 
     assert talks[0] == talks[1]
-
-
-# -- what fails
-
-
-BAD = [
-    ("reply", ("\udcff",), "broken UTF-8 at character 0"),
-    ("reply", (b"a",), "a message is text"),
-    ("edit", (3, "a"), "no turn 3; the last one is 0"),
-    ("edit", (0, "\ud800"), "broken UTF-8"),
-    ("back", (), "one answer only"),
-    ("more", (), "is complete"),
-]
-
-
-@pytest.mark.parametrize(("name", "given", "message"), BAD)
-def test_what_cannot_be_done_leaves_the_conversation(
-    name: str, given: tuple[object, ...], message: str
-) -> None:
-    fake = scripted("Fine.")
-    session = Session(fake, RAW)
-    list(session.reply("a"))
-
-    with pytest.raises(ConfigError, match=message):
-        list(getattr(session, name)(*given) or ())
-
-    assert [(turn.user, turn.answer) for turn in session.turns] == [("a", "Fine.")]
-    assert text_of(session.reply("b")) == "Fine."
-
-
-@pytest.mark.parametrize("name", ["more", "retry", "undo", "back"])
-def test_without_a_turn_there_is_nothing_to_do(name: str) -> None:
-    session = Session(scripted("Fine."), RAW)
-
-    with pytest.raises(ConfigError, match="no turn -1; there is none yet"):
-        getattr(session, name)()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"bans": [""]},
-        {"bans": "word"},
-        {"filters": [1]},
-        {"adapters": ["lora"]},
-        {"settings": SamplingSettings(cfg_scale=2.0)},
-    ],
-)
-def test_values_out_of_range_are_refused_at_the_start_and_later(
-    wrong: dict[str, object],
-) -> None:
-    fake = scripted("Fine.")
-    with pytest.raises(ConfigError):
-        Session(fake, RAW, **wrong)
-    session = Session(fake, RAW)
-    list(session.reply("a"))
-    ((name, value),) = wrong.items()
-    good = getattr(session, name)
-
-    setattr(session, name, value)
-    with pytest.raises(ConfigError):
-        list(session.reply("b"))
-
-    assert [turn.user for turn in session.turns] == ["a"]
-    setattr(session, name, good)
-    assert text_of(session.reply("b")) == "Fine."
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_answer_tokens": 0},
-        {"reserve": "1"},
-        {"seed": "x"},
-        {"names": ("A", "A")},
-        {"names": ("", "B")},
-        {"system": "\ud800"},
-    ],
-)
-def test_a_session_cannot_begin_with_such_values(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        Session(scripted("Fine."), RAW, **wrong)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ raise_exception('roles') }}",
-        "{{ 'a' * 10000000000000 }}",
-        "{{ messages[7].content }}",
-    ],
-)
-def test_a_hostile_template_is_an_error_and_another_one_goes_on(template: str) -> None:
-    fake = scripted("Fine.")
-    session = Session(fake, RAW)
-    list(session.reply("a"))
-    session.format = own(template)
-
-    with pytest.raises(ChatTemplateError, match="choose another format, or change the system"):
-        list(session.reply("b"))
-    with pytest.raises(ChatTemplateError, match="does not compile"):
-        session.format = own("{% if %}")
-
-    assert [turn.user for turn in session.turns] == ["a"]
-    assert session.format.template == template
-    session.format = RAW
-    assert text_of(session.reply("b")) == "Fine."
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ m.content | reverse }}{% endfor %}",
-        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
-        "{% for m in messages %}{{ m.content | length }} {% endfor %}",
-        "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
-        "{{ messages[-1].content }}",
-        "{% for m in messages %}{{ m.content[:9] }}{% endfor %}",
-    ],
-)
-def test_no_marker_reaches_the_model(template: str) -> None:
-    fake = scripted("Fine. ", "Well,", "So")
-    session = Session(fake, own(template))
-    for text in "abc":
-        list(session.reply(text))
-
-    text = fake.tokenizer.decode(session.context_ids("d"))
-
-    spelled = session._reader._rendered("", list("abcd"), ["Fine.", "Well,", "So"])
-    assert session._reader._secret[:4] not in text
-    assert text.replace(" ", "") == spelled.replace(" ", "")
-
-
-def test_an_error_of_the_model_ends_the_answer_and_not_the_session(generator: Generator) -> None:
-    session = Session(generator, RAW, settings=HOT, seed=3, max_answer_tokens=10)
-    list(session.reply("a"))
-    norm = generator.model.decoder.head.norm if hasattr(generator.model.decoder.head, "norm") else 0
-    del norm
-    stream, failing = generator.stream, {"after": 3}
-
-    def broken(*given: object, **named: object) -> Iterator[object]:
-        for count, event in enumerate(stream(*given, **named)):  # type: ignore[arg-type]
-            if count > failing["after"]:
-                raise MemoryError("no memory is left")
-            yield event
-
-    generator.stream = broken  # type: ignore[method-assign]
-    with pytest.raises(InferenceError, match="the answer failed: no memory is left"):
-        list(session.reply("b"))
-    kept = session.turns[-1].answer
-    failing["after"] = -1
-    with pytest.raises(InferenceError, match="no memory"):
-        list(session.reply("c"))
-    assert [turn.user for turn in session.turns] == ["a", "b"]
-    assert kept
-
-    generator.stream = stream  # type: ignore[method-assign]
-    assert text_of(session.more())
-
-
-def test_a_format_with_its_own_thoughts() -> None:
-    marks = Thinking("[[", "]]")
-    fake = scripted("[[ hm ]] yes")
-    session = Session(fake, own("{{ messages[-1].content }}", thinking=marks))
-
-    pieces = list(session.reply("a"))
-
-    assert (text_of(pieces, "thinking"), text_of(pieces)) == ("hm ", "yes")

@@ -1,6 +1,6 @@
-"""Prompt formats: a row of `formats/formats.toml` and a Jinja file each, all for `ChatTemplate`.
+"""Which format a conversation is written in; `ChatTemplate` renders all of them.
 
-To add one, write the file and the row.
+To add one, write its Jinja file and its row in `rows.toml`.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from exl2flow.core.errors import ConfigError, UnknownPromptFormat
 from exl2flow.model import Tokenizer
 from exl2flow.model.chat_template import find_template, special_tokens
 
-FOLDER = Path(__file__).with_name("formats")
+FOLDER = Path(__file__).parent
 OWN = "own"  # name of the format that a model's own template makes
 FALLBACK = "raw"
 THINKING = Thinking("<think>", "</think>")  # of templates about which nothing else is known
@@ -23,7 +23,7 @@ THINKING = Thinking("<think>", "</think>")  # of templates about which nothing e
 
 @cache
 def _rows() -> tuple[PromptFormat, ...]:
-    rows = tomllib.loads(_read(FOLDER / "formats.toml"))
+    rows = tomllib.loads(_read(FOLDER / "rows.toml"))
     return tuple(_row(name, **fields) for name, fields in rows.items())
 
 
