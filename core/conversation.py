@@ -1,9 +1,10 @@
 """A conversation: its turns, the format it is written in, and the file that holds both."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -151,21 +152,9 @@ class Conversation(Options):
             raise ValueError("messages and answers must alternate behind the system prompt")
         return messages
 
-    @staticmethod
-    def messages_of(system: str, turns: list[Turn]) -> Iterator[_Message]:
-        """Yield the messages of turns, after the system prompt if there is one."""
-        if system:
-            yield _Message(role="system", content=system)
-        for turn in turns:
-            yield _Message(role="user", content=turn.user, dropped=turn.dropped, cut=turn.cut)
-            fields = asdict(turn.current)
-            yield _Message(
-                role="assistant", content=fields.pop("text"), dropped=turn.dropped,
-                alternatives=tuple(turn.alternatives), **fields,
-            )  # fmt: skip
-
+    @cached_property
     def turns(self) -> list[Turn]:
-        """Return the turns of the messages."""
+        """The turns of the messages."""
         found: list[Turn] = []
         for message in self.messages:
             if message.role == "user":
@@ -177,6 +166,20 @@ class Conversation(Options):
                     message.seed, message.drawn, message.ended,
                 )  # fmt: skip
         return found
+
+    def forget_ids(self, encode: Callable[[str], list[int]]) -> None:
+        """Replace the ids of answers, which are another model's, by those of their text."""
+        for turn in self.turns:
+            for answer in (turn.current, *turn.alternatives):
+                answer.ids = encode(answer.text)
+                answer.first = answer.drawn = turn.cut = 0
+
+    def has_ids_below(self, vocab_size: int) -> bool:
+        """Return whether a vocabulary has the ids of all answers."""
+        answers = [a for turn in self.turns for a in (turn.current, *turn.alternatives)]
+        return all(
+            0 <= a.first <= len(a.ids) and all(0 <= i < vocab_size for i in a.ids) for a in answers
+        )
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all; messages leave out what is as usual.
@@ -205,3 +208,16 @@ class Conversation(Options):
                 f"`{path}` holds no conversation, or a damaged one: {where}: {first['msg']}; give "
                 "a file that was saved as one"
             ) from error
+
+
+def messages_of(system: str, turns: Sequence[Turn]) -> Iterator[_Message]:
+    """Yield the messages of turns, after the system prompt if there is one."""
+    if system:
+        yield _Message(role="system", content=system)
+    for turn in turns:
+        yield _Message(role="user", content=turn.user, dropped=turn.dropped, cut=turn.cut)
+        fields = asdict(turn.current)
+        yield _Message(
+            role="assistant", content=fields.pop("text"), dropped=turn.dropped,
+            alternatives=tuple(turn.alternatives), **fields,
+        )  # fmt: skip

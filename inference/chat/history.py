@@ -229,7 +229,7 @@ class _Given(NamedTuple):
     """An answer in a context: its ids, what a template sees, and what is put behind it.
 
     mark: begins thoughts, which the answer has (`opening`: ids of the mark, if the prompt had it)
-    or does not have (None). spaced: whether its text begins with a space.
+    or does not have (None). spaced: whether its ids have the space before its text, if any.
     """
 
     ids: list[int]
@@ -249,7 +249,8 @@ class _Given(NamedTuple):
                 opening, text = reader.ids_of(f"{mark}\n", special=True), f"{mark}\n{text}"
         closing = reader.format.ending
         ending = "" if answer.text.endswith(closing) else closing
-        return cls(ids, text.strip(), ending, mark, opening, reader.begins_with_space(ids))
+        spaced = bool(answer.drawn) or reader.begins_with_space(ids)
+        return cls(ids, text.strip(), ending, mark, opening, spaced)
 
     def behind(self, segment: str, *, ends_in_space: bool) -> tuple[str, list[int]]:
         """Return the text before this answer as the model read it, and ids behind that text."""

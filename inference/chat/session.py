@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from exl2flow.core.conversation import Answer, Conversation, PromptFormat, Turn
+from exl2flow.core.conversation import Answer, Conversation, PromptFormat, Turn, messages_of
 from exl2flow.core.errors import ConfigError, Exl2FlowError, InferenceError
 from exl2flow.core.request import Adapter, Filter, Request
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Resumed
-from exl2flow.inference.chat.formats import all_formats, choose_format
+from exl2flow.inference.chat.formats import choose_format
 from exl2flow.inference.chat.history import Context, Reader
 from exl2flow.inference.generate import Generator
 from exl2flow.kernels import PAGE_TOKENS
@@ -73,15 +73,10 @@ class Session:
             ConfigError: a value is out of range.
             ChatTemplateError: the format's template is not Jinja.
         """
-        for name, value in (("max_answer_tokens", max_answer_tokens), ("reserve", reserve)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"`{name}` is {value!r}; it must be an integer from 1")
-        if len(names) != 2 or not all(name.strip() for name in names) or names[0] == names[1]:
+        if len({_checked(name).strip() for name in names} - {""}) != 2:
             raise ConfigError(f"`names` is {names!r}; give two different names")
         self.generator, self.reserve, self.names = generator, reserve, names
         self.settings, self.max_answer_tokens = settings or SamplingSettings(), max_answer_tokens
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ConfigError(f"`seed` is {seed!r}; it must be an integer")
         self.seed = secrets.randbelow(2**31) if seed is None else seed
         self.adapters, self.bans, self.filters = adapters, bans, filters
         self.amnesia, self.keep_thinking = amnesia, keep_thinking
@@ -93,7 +88,7 @@ class Session:
         self._running: Generated[Piece] | None = None
         self.system = system
         self.format = fmt
-        self._request([0], Answer())  # raises what is out of range
+        self._request([0], Answer(seed=self.seed))  # raises what is out of range
 
     @property
     def format(self) -> PromptFormat:
@@ -117,22 +112,21 @@ class Session:
     def system(self, text: str | None) -> None:
         self._system = None if text is None else _checked(text)
 
-    # -- answers
-
     def reply(self, text: str) -> Iterator[Piece]:
         """Send a message, and yield its answer; closing the iterator ends the answer there.
 
         Raises:
             Exl2FlowError: the answer failed; without any text of it the conversation is as before.
         """
+        self.stop()
         turn = Turn(_checked(text))
         return self._run(turn, [*self.turns, turn])
 
     def edit(self, number: int, text: str) -> Iterator[Piece]:
         """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
-        kept = self.turns[: self.turns.index(self._turn(number))]
+        self._turn(number)
         turn = Turn(_checked(text))
-        return self._run(turn, [*kept, turn])
+        return self._run(turn, [*self.turns[: number % len(self.turns)], turn])
 
     def retry(self) -> Iterator[Piece]:
         """Answer the last message again, with a new seed; `back` brings the earlier answer back."""
@@ -176,8 +170,6 @@ class Session:
             last = f"the last one is {len(self.turns) - 1}" if self.turns else "there is none yet"
             raise ConfigError(f"there is no turn {number}; {last}")
         return self.turns[number]
-
-    # -- contexts
 
     @property
     def _limit(self) -> int:
@@ -234,11 +226,8 @@ class Session:
             notes.append(Piece(text, "note"))
         return context, notes
 
-    # -- generation
-
     def _run(self, turn: Turn, turns: list[Turn], *, goes_on: bool = False) -> Iterator[Piece]:
         """Return the pieces of an answer; the conversation changes when the first one is wanted."""
-        self.stop()
         self._running = self._pieces(turn, turns, goes_on=goes_on)
         return self._running
 
@@ -266,7 +255,7 @@ class Session:
     def _or_as_before(self, turn: Turn) -> Iterator[None]:
         """Restore the conversation if an answer ends without a token."""
         turns, asked, made = self.turns, self.asked, len(turn.ids)
-        states = [(each, each.dropped, each.cut) for each in {id(t): t for t in turns}.values()]
+        states = [(each, each.dropped, each.cut) for each in turns]
         try:
             yield
         except BaseException as error:
@@ -284,6 +273,12 @@ class Session:
         Raises:
             ConfigError: a value is out of range.
         """
+        for name in ("max_answer_tokens", "reserve"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"`{name}` is {value!r}; it must be an integer from 1")
+        for ban in self.bans:
+            _checked(ban)
         return Request(
             ids, settings=self.settings, seed=answer.seed, drawn=answer.drawn,
             stops=self._reader.stops, banned_strings=self.bans, adapters=self.adapters,
@@ -291,8 +286,6 @@ class Session:
             else self.filters,
             decode_special=self._reader.hides_marks,
         )  # fmt: skip
-
-    # -- files
 
     def save(self, path: Path | str) -> None:
         """Write the conversation to a JSON file, whole or not at all.
@@ -302,13 +295,13 @@ class Session:
         """
         held = {"adapters": self.adapters, "filters": self.filters}
         conversation = Conversation(
-            model=self._model_name, fingerprint=self._fingerprint, format=self.format,
+            model=self.generator.model.spec.source_dir.resolve().name, fingerprint=self._fingerprint, format=self.format,
             system=self._system, started=self.started, seed=self.seed, asked=self.asked,
             settings=self.settings, bans=tuple(self.bans), reserve=self.reserve,
             max_answer_tokens=self.max_answer_tokens, amnesia=self.amnesia,
             keep_thinking=self.keep_thinking, names=self.names,
             left_out=tuple(name for name, values in held.items() if values),
-            messages=tuple(Conversation.messages_of(self.system, self.turns)),
+            messages=tuple(messages_of(self.system, self.turns)),
         )  # fmt: skip
         conversation.write(Path(path))
 
@@ -329,39 +322,26 @@ class Session:
             ConfigError: the file is damaged, or no conversation.
         """
         found, model = Conversation.read(Path(path)), generator.model
-        fingerprint = _fingerprint_of(generator)
-        is_same = found.fingerprint == fingerprint
-        if fmt is None and is_same:
-            fmt = all_formats().get(found.format.name, found.format)
-        elif fmt is None:
-            fmt, _ = choose_format(model.spec.source_dir, model.tokenizer)
-        values = {name: getattr(found, name) for name in KEPT}
-        session = cls(generator, fmt, **{**values, **options})
-        session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns()
-        for turn in session.turns:
-            for answer in (turn.current, *turn.alternatives):
-                if not is_same:
-                    answer.ids = model.tokenizer.encode(answer.text)
-                    answer.first = answer.drawn = turn.cut = 0
-                known = all(0 <= token < model.spec.vocab_size for token in answer.ids)
-                if not known or not 0 <= answer.first <= len(answer.ids):
-                    raise ConfigError(f"`{path}` has answers with ids that the model does not have")
-        if not is_same:
-            session.notes.append(
+        fingerprint, notes = _fingerprint_of(generator), list[str]()
+        if found.fingerprint != fingerprint:
+            fmt = fmt or choose_format(model.spec.source_dir, model.tokenizer)[0]
+            found.forget_ids(model.tokenizer.encode)
+            notes.append(
                 f"`{path}` is of another model, `{found.model}`: its answers are read as text, in "
                 f"format `{fmt.name}`"
             )
+        if not found.has_ids_below(model.spec.vocab_size):
+            raise ConfigError(f"`{path}` has answers with ids that the model does not have")
+        values = {name: getattr(found, name) for name in KEPT}
+        session = cls(generator, fmt or found.format, **{**values, **options})
+        session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns
         lost = [name for name in found.left_out if not options.get(name)]
-        session.notes += [f"`{path}` holds no {name}: give them again" for name in lost]
+        session.notes = [*notes, *(f"`{path}` holds no {name}: give them again" for name in lost)]
         return session
 
     @cached_property
     def _fingerprint(self) -> str:
         return _fingerprint_of(self.generator)
-
-    @property
-    def _model_name(self) -> str:
-        return self.generator.model.spec.source_dir.resolve().name
 
 
 def _fingerprint_of(generator: Generator) -> str:
@@ -381,7 +361,7 @@ def _checked(text: str) -> str:
         ConfigError: it holds half of a surrogate pair, as broken UTF-8 becomes.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"a message is text, not {type(text).__name__}")
+        raise ConfigError(f"{text!r:.40} is no text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

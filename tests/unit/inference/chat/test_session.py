@@ -291,6 +291,36 @@ def test_a_new_message_ends_the_answer_under_way(generator: Generator) -> None:
     assert generator.is_idle
 
 
+def test_turns_that_are_equal_are_different_turns() -> None:
+    session = Session(scripted("A.", "A.", "A.", "B."), RAW)
+    for _ in range(3):
+        list(session.reply("a"))
+
+    list(session.edit(2, "b"))
+
+    assert [(turn.user, turn.answer) for turn in session.turns] == [
+        ("a", "A."), ("a", "A."), ("b", "B.")
+    ]  # fmt: skip
+
+
+def test_an_answer_that_ends_before_its_first_token_leaves_no_trace() -> None:
+    fake = scripted("word " * 20, context=256)
+    session = Session(fake, RAW, system=SYSTEM, reserve=60)
+    while True:
+        pieces = session.reply("word " * 10)
+        if next(pieces).kind == "note":
+            break
+        list(pieces)
+    before = [turn.user for turn in session.turns[:-1]]
+
+    session.stop()
+    assert not any(turn.dropped for turn in session.turns)
+    list(session.reply("b"))
+
+    assert [turn.user for turn in session.turns] == [*before, "b"]
+    assert session.asked == len(session.turns)
+
+
 def test_the_same_seed_gives_the_same_conversation(generator: Generator) -> None:
     talks = []
     for _ in range(2):
