@@ -1,5 +1,6 @@
 """A stand-in for `Generator` that says what a test wants, and tokenizers with marks of formats."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from threading import Event as Flag
@@ -11,13 +12,27 @@ from tiny import tiny_tokenizer
 
 from exl2flow.core.conversation import PromptFormat
 from exl2flow.core.request import Request
-from exl2flow.inference.chat import Piece
+from exl2flow.inference.chat import Piece, all_formats
 from exl2flow.inference.generate import Event, Statistics
 from exl2flow.inference.generate.event import Piece as Held
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Tokenizer
 
 EOS = 1
+# special tokens of all formats
+EVERY = sorted(
+    {
+        token
+        for row in all_formats().values()
+        for token in (
+            *row.marks,
+            *row.stop_tokens,
+            *row.stop_strings,
+            *re.findall(r"<\|[\w]+\|>|<\w+>|\[\S+?\]", row.template),
+        )
+        if re.fullmatch(r"<\S+>|\[[A-Zg/]\S+\]", token) and token != "<think>"
+    }
+)
 
 
 def tokenizer_with(marks: Iterable[str] = ()) -> Tokenizer:

@@ -294,8 +294,9 @@ class Session:
             WriteFailed: the disk is full or permissions forbid it.
         """
         held = {"adapters": self.adapters, "filters": self.filters}
+        source = self.generator.model.spec.source_dir.resolve()
         conversation = Conversation(
-            model=self.generator.model.spec.source_dir.resolve().name, fingerprint=self._fingerprint, format=self.format,
+            model=source.name, fingerprint=self._fingerprint, format=self.format,
             system=self._system, started=self.started, seed=self.seed, asked=self.asked,
             settings=self.settings, bans=tuple(self.bans), reserve=self.reserve,
             max_answer_tokens=self.max_answer_tokens, amnesia=self.amnesia,

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from chatting import scripted, tokenizer_with
+from chatting import EVERY, scripted, tokenizer_with
 from tiny import make_tiny
 from transformers import PreTrainedTokenizerFast
 
@@ -165,22 +165,6 @@ TABLE = {
         past=("", " "),
     ),
 }  # fmt: skip
-MARKS = sorted(
-    {
-        mark
-        for row in all_formats().values()
-        for mark in (*row.marks, *row.stop_tokens, *row.stop_strings)
-        if re.fullmatch(r"<\S+>|\[\S+\]", mark)
-    }
-    | {
-        "<bos>",
-        "<BOS_TOKEN>",
-        "<|system|>",
-        "<|SYSTEM_TOKEN|>",
-        "<|USER_TOKEN|>",
-        "[/SYSTEM_PROMPT]",
-    }
-)
 
 
 def written(name: str, system: str, turns: int) -> list[str]:
@@ -203,7 +187,7 @@ def written(name: str, system: str, turns: int) -> list[str]:
 @cache
 def reader(name: str) -> Reader:
     names = ("User", "Bot")
-    return Reader(all_formats()[name], tokenizer_with(MARKS), names, now=NOW)
+    return Reader(all_formats()[name], tokenizer_with(EVERY), names, now=NOW)
 
 
 def messages(system: str, turns: int) -> list[Message]:
@@ -254,7 +238,7 @@ def test_text_is_that_of_the_table_and_as_transformers_renders_it(name: str) -> 
 @pytest.mark.parametrize("name", TABLE)
 def test_ids_are_those_of_the_text_with_the_generated_ids_of_answers(name: str) -> None:
     ours, row = reader(name), TABLE[name]
-    tokenizer = tokenizer_with(MARKS)
+    tokenizer = tokenizer_with(EVERY)
     letters = [[tokenizer.encode(letter)[0] for letter in text] for text in ANSWERS]
     assert letters[0] != tokenizer.encode(ANSWERS[0])  # other ids of the same text
     for system, turns in CASES:
@@ -284,7 +268,7 @@ def test_ids_are_those_of_the_text_with_the_generated_ids_of_answers(name: str) 
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
-    tokenizer = tokenizer_with(MARKS)
+    tokenizer = tokenizer_with(EVERY)
     folder = make_tiny(
         "llama", tmp_path_factory.mktemp("model"), vocab_size=tokenizer.vocab_size + 2,
         max_position_embeddings=1024,
@@ -304,7 +288,7 @@ def test_every_stop_ends_an_answer(name: str, generator: Generator) -> None:
             bias = ((stop, 1e4),)
             session.settings = SamplingSettings.greedy(token_bias=bias)
             session.filters, expected = (), ""
-        elif stop in MARKS:  # ends it as a token
+        elif stop in EVERY:  # ends it as a token
             continue
         else:
             session.settings = SamplingSettings.greedy()

@@ -1,7 +1,10 @@
 """What the model reads: templates, generated ids, thoughts, names; markers never reach it."""
 
+from pathlib import Path
+
 import pytest
-from chatting import EOS, notes, own, scripted, text_of
+from chatting import EOS, EVERY, notes, own, scripted, text_of
+from spelled import sentencepiece_tokenizer
 
 from exl2flow.core.conversation import Thinking
 from exl2flow.inference.chat import Session, all_formats
@@ -165,3 +168,38 @@ def test_no_marker_reaches_the_model(template: str) -> None:
     spelled = session._reader._rendered("", list("abcd"), ["Fine.", "Well,", "So"])
     assert session._reader._secret[:4] not in text
     assert text.replace(" ", "") == spelled.replace(" ", "")
+
+
+THINKING = ("qwq", "deepseek-r1")  # thoughts, which the prompt begins, leave the context
+
+
+@pytest.mark.parametrize("name", [name for name in all_formats() if name not in THINKING])
+def test_the_next_turn_begins_with_what_the_last_one_read_and_said(name: str) -> None:
+    fake, row = scripted("", marks=EVERY, context=2048), all_formats()[name]
+    begin = row.thinking.answer if row.thinking is not None else ""
+    said = [*fake.tokenizer.encode(begin, special=True), 70, 71, 72]
+    fake._says = lambda number, place: [*said, EOS][place]
+    session = Session(fake, row, system=SYSTEM)
+    for text in ("a", "b"):
+        list(session.reply(text))
+
+    last, ids = fake.prompts[1], session.turns[1].ids
+    assert ids == said
+    assert session.context_ids("c")[: len(last) + len(ids)] == last + ids
+
+
+@pytest.mark.parametrize("name", ["mistral-v3", "mistral-v7", "vicuna", "llama", "raw"])
+def test_a_space_that_the_model_says_is_not_said_twice(name: str, tmp_path: Path) -> None:
+    fake = scripted("")
+    fake.tokenizer = fake.model.tokenizer = sentencepiece_tokenizer(tmp_path)
+    fake.tokenizer.bos_token_id, fake.tokenizer.eos_token_ids = 1, (2,)
+    ids = fake.tokenizer.encode("the quick")
+    assert fake.tokenizer.pieces[ids[0]].startswith(" ")
+    fake._says = lambda number, place: [*ids, 2][place]
+    session = Session(fake, all_formats()[name], system=SYSTEM)
+
+    list(session.reply("a"))
+
+    said = [*fake.prompts[0], *ids]
+    assert session.turns[0].ids == ids
+    assert session.context_ids("c")[: len(said)] == said
