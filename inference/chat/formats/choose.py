@@ -29,9 +29,9 @@ def _rows() -> tuple[PromptFormat, ...]:
 
 def _row(name: str, *, template: str = "", thinking: Any = None, **fields: Any) -> PromptFormat:
     file = FOLDER / f"{template or name}.jinja"
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    fields = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
     marks = None if thinking is None else Thinking(*thinking)
-    return PromptFormat(name=name, template=_read(file), file=file, thinking=marks, **values)
+    return PromptFormat(name=name, template=_read(file), file=file, thinking=marks, **fields)
 
 
 def all_formats() -> dict[str, PromptFormat]:
