@@ -8,6 +8,7 @@ answer, it gets the text, which is encoded.
 
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -101,18 +102,22 @@ class Reader:
             ContextOverflow: there is no room even without a message.
             ChatTemplateError: the template refuses the conversation, or fails.
         """
-        last, first = turns[-1], 0
+        last = turns[-1]
         answer, cut = last.current.ids, last.cut
-        while True:
-            ids, opened = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
-            if len(ids) + len(answer) <= room:
-                return Context(ids + answer, opened, first, cut)
-            if first == len(turns) - 1:
-                break
-            first += 1
-        least = min(len(answer), room // 2)
+        found: dict[int, tuple[list[int], bool]] = {}
+
+        def fits(first: int) -> bool:
+            found[first] = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
+            return len(found[first][0]) + len(answer) <= room
+
+        first = 0 if fits(0) else 1 + bisect_left(range(1, len(turns)), True, key=fits)
+        if first < len(turns):
+            ids, opened = found[first]
+            return Context(ids + answer, opened, first, cut)
+        first, least = len(turns) - 1, min(len(answer), room // 2)
+        ids, opened = found[first]
         while (excess := len(ids) + least - room) > 0 and cut < len(last.user):
-            kept = self._encoded(last.user[cut:])[excess:]
+            kept = self.ids_of(last.user[cut:], special=self.format.special)[excess:]
             cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(kept, special=True)))
             ids, opened = self.read(system, [last], cut=cut)
         if len(ids) > room or (answer and len(ids) == room):
