@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from threading import Event as Flag
 from typing import Any, Literal
 
+from exl2flow.core.conversation import Answer
 from exl2flow.core.request import Filter, Request
-from exl2flow.inference.chat.history import Answer, Reader
+from exl2flow.inference.chat.history import Reader
 from exl2flow.inference.generate import Event, Generator
+from exl2flow.model.thoughts import Splitter
 
 End = Literal["complete", "limit", "overflow", "closed"]
 
@@ -83,9 +85,11 @@ class Answering:
         Raises:
             Exception: what the generator raises; the answer has what came before.
         """
-        abort, taken, end = Flag(), 0, "closed"
-        splitter = self._reader.splitter(self._answer, opened=opened)
+        abort, taken = Flag(), 0
+        end: End = "closed"
         if self._is_first:
+            self._splitter = Splitter(self._reader.format.thinking, opened=opened)
+            self._splitter.push(self._raw)
             self._statistics.context_tokens = len(request.prompts[0])
         events = self._generator.stream(request, abort_event=abort)
         try:
@@ -106,7 +110,7 @@ class Answering:
                     continue
                 taken += len(shown)
                 self._take(event, shown)
-                pieces = splitter.push(event.text, ends=end == "complete")
+                pieces = self._splitter.push(event.text, ends=end == "complete")
                 for kind, text in pieces:
                     self._answer.text += text if kind == "answer" else ""
                     self._answer.thinking += text if kind == "thinking" else ""

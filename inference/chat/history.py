@@ -8,68 +8,20 @@ answer, it gets the text, which is encoded.
 
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
 
+from exl2flow.core.conversation import Answer, PromptFormat, Turn
 from exl2flow.core.errors import ChatTemplateError, ContextOverflow
-from exl2flow.inference.chat.formats import ADVICE, PromptFormat
-from exl2flow.inference.chat.thinking import Splitter, first_of_answer
 from exl2flow.model import ChatTemplate, Message, Tokenizer
+from exl2flow.model.thoughts import first_of_answer
 
 SEGMENTS = 4096  # encoded texts between answers that are kept
 BOS = "bos"  # in place of a number in a marker
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a model answered.
-
-    ids: as they were generated, thoughts and marks included; text, thinking: as they were shown.
-    first: how many ids come before the answer itself. seed, drawn: its draws, and how many it used.
-    ended: whether it is complete; splitter: of the text that follows, if it is not.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    thinking: str = ""
-    first: int = 0
-    seed: int = 0
-    drawn: int = 0
-    ended: bool = False
-    splitter: Splitter | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(slots=True)
-class Turn:
-    """A message and its answer.
-
-    alternatives: earlier answers, the last one first to come back. dropped: the model does not
-    read it any more. cut: characters of a too long message that the model does not read.
-    """
-
-    user: str
-    current: Answer = field(default_factory=Answer)
-    alternatives: list[Answer] = field(default_factory=list)
-    dropped: bool = False
-    cut: int = 0
-
-    @property
-    def answer(self) -> str:
-        """The text of the answer."""
-        return self.current.text
-
-    @property
-    def thinking(self) -> str:
-        """What the model thought before it answered."""
-        return self.current.thinking
-
-    @property
-    def ids(self) -> list[int]:
-        """The ids of the answer and its thoughts."""
-        return self.current.ids
+ADVICE = "choose another format, or change the system prompt"
 
 
 class Context(NamedTuple):
@@ -100,14 +52,27 @@ class Reader:
         self._secret = f"x{secrets.token_hex(12)}x"
         self._marker = re.compile(rf"{self._secret}(\d+|{BOS})e")
         self._template = ChatTemplate(
-            fmt.source, special_tokens=self._special_tokens(), origin=fmt.file, advice=ADVICE
+            fmt.template, special_tokens=self._special_tokens(), origin=fmt.file, advice=ADVICE
         )
         self._names = {"user_name": names[0], "bot_name": names[1]}
         self._encoded = lru_cache(SEGMENTS)(lambda s: tokenizer.encode(s, special=fmt.special))
         marks = fmt.thinking
-        spelled = "" if marks is None else tokenizer.encode(marks.open + marks.close, special=True)
-        self.hides_marks = marks is not None and marks.open not in tokenizer.decode(spelled or ())
-        self.stops = fmt.stops(tokenizer, names[0])
+        spelled = "" if marks is None else marks.open
+        decoded = tokenizer.decode(tokenizer.encode(spelled, special=True))
+        self.hides_marks = spelled not in decoded
+        self.stops = self._stops(names[0])
+
+    def _stops(self, user: str) -> tuple[int | str, ...]:
+        """Return all that ends an answer: ids, the model's EOS ids among them, then strings."""
+        spellings = {"user": user, "USER": user.upper(), "lower": user.lower(), "initial": user[:1]}
+        strings = list[str]()
+        for text in self.format.stop_strings:
+            for name, spelling in spellings.items():
+                text = text.replace(f"{{{name}}}", spelling)
+            strings.append(text)
+        found = map(self._tokenizer.backend.token_to_id, (*self.format.stop_tokens, *strings))
+        ids = [*self._tokenizer.eos_token_ids, *(i for i in found if i is not None)]
+        return (*dict.fromkeys(ids), *dict.fromkeys(strings))
 
     def _special_tokens(self) -> dict[str, str]:
         """Return the template's variables; BOS is a marker where text cannot spell it."""
@@ -137,18 +102,22 @@ class Reader:
             ContextOverflow: there is no room even without a message.
             ChatTemplateError: the template refuses the conversation, or fails.
         """
-        last, first = turns[-1], 0
+        last = turns[-1]
         answer, cut = last.current.ids, last.cut
-        while True:
-            ids, opened = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
-            if len(ids) + len(answer) <= room:
-                return Context(ids + answer, opened, first, cut)
-            if first == len(turns) - 1:
-                break
-            first += 1
-        least = min(len(answer), room // 2)
+        found: dict[int, tuple[list[int], bool]] = {}
+
+        def fits(first: int) -> bool:
+            found[first] = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
+            return len(found[first][0]) + len(answer) <= room
+
+        first = 0 if fits(0) else 1 + bisect_left(range(1, len(turns)), True, key=fits)
+        if first < len(turns):
+            ids, opened = found[first]
+            return Context(ids + answer, opened, first, cut)
+        first, least = len(turns) - 1, min(len(answer), room // 2)
+        ids, opened = found[first]
         while (excess := len(ids) + least - room) > 0 and cut < len(last.user):
-            kept = self._encoded(last.user[cut:])[excess:]
+            kept = self.ids_of(last.user[cut:], special=self.format.special)[excess:]
             cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(kept, special=True)))
             ids, opened = self.read(system, [last], cut=cut)
         if len(ids) > room or (answer and len(ids) == room):
@@ -248,13 +217,6 @@ class Reader:
         marks = self.format.thinking
         answer.first = first_of_answer(answer.ids, marks, self._tokenizer, opened=opened)
 
-    def splitter(self, answer: Answer, *, opened: bool) -> Splitter:
-        """Return what separates the text that follows an answer so far."""
-        if answer.splitter is None:
-            answer.splitter = Splitter(self.format.thinking, opened=opened)
-            answer.splitter.push(self.text_of(answer.ids))
-        return answer.splitter
-
     def text_of(self, ids: Sequence[int]) -> str:
         """Return the text of an answer's ids, as it is streamed."""
         return self._tokenizer.decode(ids, special=self.hides_marks)
@@ -272,7 +234,7 @@ class _Given(NamedTuple):
     """An answer in a context: its ids, what a template sees, and what is put behind it.
 
     mark: begins thoughts, which the answer has (`opening`: ids of the mark, if the prompt had it)
-    or does not have (None). spaced: whether its text begins with a space.
+    or does not have (None). spaced: whether its ids have the space before its text, if any.
     """
 
     ids: list[int]
@@ -292,7 +254,8 @@ class _Given(NamedTuple):
                 opening, text = reader.ids_of(f"{mark}\n", special=True), f"{mark}\n{text}"
         closing = reader.format.ending
         ending = "" if answer.text.endswith(closing) else closing
-        return cls(ids, text.strip(), ending, mark, opening, reader.begins_with_space(ids))
+        spaced = bool(answer.drawn) or reader.begins_with_space(ids)
+        return cls(ids, text.strip(), ending, mark, opening, spaced)
 
     def behind(self, segment: str, *, ends_in_space: bool) -> tuple[str, list[int]]:
         """Return the text before this answer as the model read it, and ids behind that text."""

@@ -1,5 +1,6 @@
 """A conversation with a model: messages in, pieces of answers out, within the model's context."""
 
+import hashlib
 import secrets
 from collections.abc import Generator as Generated
 from collections.abc import Iterator, Sequence
@@ -9,16 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from exl2flow.core.conversation import Conversation, read_conversation
+from exl2flow.core.conversation import Answer, Conversation, PromptFormat, Turn, messages_of
 from exl2flow.core.errors import ConfigError, Exl2FlowError, InferenceError
 from exl2flow.core.request import Adapter, Filter, Request
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.chat import saved
 from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Resumed
-from exl2flow.inference.chat.formats import PromptFormat
-from exl2flow.inference.chat.history import Answer, Context, Reader, Turn
+from exl2flow.inference.chat.formats import choose_format
+from exl2flow.inference.chat.history import Context, Reader
 from exl2flow.inference.generate import Generator
 from exl2flow.kernels import PAGE_TOKENS
+
+ROWS = 8  # of the embedding, in the fingerprint of a model
+KEPT = (  # of a file, as arguments of `Session`
+    "system", "settings", "seed", "max_answer_tokens", "reserve", "bans", "amnesia",
+    "keep_thinking", "names", "started",
+)  # fmt: skip
 
 
 class Session:
@@ -67,15 +73,10 @@ class Session:
             ConfigError: a value is out of range.
             ChatTemplateError: the format's template is not Jinja.
         """
-        for name, value in (("max_answer_tokens", max_answer_tokens), ("reserve", reserve)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"`{name}` is {value!r}; it must be an integer from 1")
-        if len(names) != 2 or not all(name.strip() for name in names) or names[0] == names[1]:
+        if len({_checked(name).strip() for name in names} - {""}) != 2:
             raise ConfigError(f"`names` is {names!r}; give two different names")
         self.generator, self.reserve, self.names = generator, reserve, names
         self.settings, self.max_answer_tokens = settings or SamplingSettings(), max_answer_tokens
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ConfigError(f"`seed` is {seed!r}; it must be an integer")
         self.seed = secrets.randbelow(2**31) if seed is None else seed
         self.adapters, self.bans, self.filters = adapters, bans, filters
         self.amnesia, self.keep_thinking = amnesia, keep_thinking
@@ -87,7 +88,7 @@ class Session:
         self._running: Generated[Piece] | None = None
         self.system = system
         self.format = fmt
-        self._request([0], Answer())  # raises what is out of range
+        self._request([0], Answer(seed=self.seed))  # raises what is out of range
 
     @property
     def format(self) -> PromptFormat:
@@ -98,22 +99,18 @@ class Session:
     def format(self, fmt: PromptFormat) -> None:
         tokenizer = self.generator.model.tokenizer
         self._reader = Reader(fmt, tokenizer, self.names, now=self.started)
-        for turn in self.turns:
-            for answer in (turn.current, *turn.alternatives):
-                answer.splitter = None
 
     @property
     def system(self) -> str:
         """The system prompt; setting None brings back that of the format."""
         if self._system is not None:
             return self._system
-        return self.format.system.format(user=self.names[0], bot=self.names[1])
+        user, bot = self.names
+        return self.format.system.replace("{user}", user).replace("{bot}", bot)
 
     @system.setter
     def system(self, text: str | None) -> None:
         self._system = None if text is None else _checked(text)
-
-    # -- answers
 
     def reply(self, text: str) -> Iterator[Piece]:
         """Send a message, and yield its answer; closing the iterator ends the answer there.
@@ -121,14 +118,15 @@ class Session:
         Raises:
             Exl2FlowError: the answer failed; without any text of it the conversation is as before.
         """
+        self.stop()
         turn = Turn(_checked(text))
         return self._run(turn, [*self.turns, turn])
 
     def edit(self, number: int, text: str) -> Iterator[Piece]:
         """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
-        kept = self.turns[: self.turns.index(self._turn(number))]
+        self._turn(number)
         turn = Turn(_checked(text))
-        return self._run(turn, [*kept, turn])
+        return self._run(turn, [*self.turns[: number % len(self.turns)], turn])
 
     def retry(self) -> Iterator[Piece]:
         """Answer the last message again, with a new seed; `back` brings the earlier answer back."""
@@ -172,8 +170,6 @@ class Session:
             last = f"the last one is {len(self.turns) - 1}" if self.turns else "there is none yet"
             raise ConfigError(f"there is no turn {number}; {last}")
         return self.turns[number]
-
-    # -- contexts
 
     @property
     def _limit(self) -> int:
@@ -230,11 +226,8 @@ class Session:
             notes.append(Piece(text, "note"))
         return context, notes
 
-    # -- generation
-
     def _run(self, turn: Turn, turns: list[Turn], *, goes_on: bool = False) -> Iterator[Piece]:
         """Return the pieces of an answer; the conversation changes when the first one is wanted."""
-        self.stop()
         self._running = self._pieces(turn, turns, goes_on=goes_on)
         return self._running
 
@@ -262,7 +255,7 @@ class Session:
     def _or_as_before(self, turn: Turn) -> Iterator[None]:
         """Restore the conversation if an answer ends without a token."""
         turns, asked, made = self.turns, self.asked, len(turn.ids)
-        states = [(each, each.dropped, each.cut) for each in {id(t): t for t in turns}.values()]
+        states = [(each, each.dropped, each.cut) for each in turns]
         try:
             yield
         except BaseException as error:
@@ -280,14 +273,19 @@ class Session:
         Raises:
             ConfigError: a value is out of range.
         """
+        for name in ("max_answer_tokens", "reserve"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"`{name}` is {value!r}; it must be an integer from 1")
+        for ban in self.bans:
+            _checked(ban)
         return Request(
             ids, settings=self.settings, seed=answer.seed, drawn=answer.drawn,
             stops=self._reader.stops, banned_strings=self.bans, adapters=self.adapters,
-            filters=[Resumed(each, tuple(answer.ids)) for each in self.filters],
+            filters=[Resumed(f, tuple(answer.ids)) for f in self.filters] if answer.ids
+            else self.filters,
             decode_special=self._reader.hides_marks,
         )  # fmt: skip
-
-    # -- files
 
     def save(self, path: Path | str) -> None:
         """Write the conversation to a JSON file, whole or not at all.
@@ -296,17 +294,17 @@ class Session:
             WriteFailed: the disk is full or permissions forbid it.
         """
         held = {"adapters": self.adapters, "filters": self.filters}
+        source = self.generator.model.spec.source_dir.resolve()
         conversation = Conversation(
-            model=saved.model_name(self.generator), fingerprint=self._fingerprint,
-            format=saved.saved_format(self.format), started=self.started, seed=self.seed,
-            asked=self.asked, settings=saved.saved_settings(self.settings), bans=[*self.bans],
-            max_answer_tokens=self.max_answer_tokens, reserve=self.reserve, amnesia=self.amnesia,
+            model=source.name, fingerprint=self._fingerprint, format=self.format,
+            system=self._system, started=self.started, seed=self.seed, asked=self.asked,
+            settings=self.settings, bans=tuple(self.bans), reserve=self.reserve,
+            max_answer_tokens=self.max_answer_tokens, amnesia=self.amnesia,
             keep_thinking=self.keep_thinking, names=self.names,
-            has_own_system=self._system is not None,
-            left_out=[name for name, values in held.items() if values],
-            messages=saved.saved_messages(self.system, self.turns),
+            left_out=tuple(name for name, values in held.items() if values),
+            messages=tuple(messages_of(self.system, self.turns)),
         )  # fmt: skip
-        saved.write(Path(path), conversation)
+        conversation.write(Path(path))
 
     @classmethod
     def load(
@@ -324,40 +322,37 @@ class Session:
         Raises:
             ConfigError: the file is damaged, or no conversation.
         """
-        path = Path(path)
-        found, mark = read_conversation(path), saved.fingerprint(generator)
-        is_same = found.fingerprint == mark
-        chosen = fmt or saved.format_of(found.format, path, generator, is_same=is_same)
-        first = found.messages[0] if found.messages else None
-        prompt = first.content if first is not None and first.role == "system" else ""
-        values = {
-            "system": prompt if found.has_own_system else None, "seed": found.seed,
-            "settings": saved.settings_of(found.settings, path), "started": found.started,
-            "max_answer_tokens": found.max_answer_tokens, "reserve": found.reserve,
-            "bans": found.bans, "amnesia": found.amnesia, "keep_thinking": found.keep_thinking,
-            "names": found.names,
-        }  # fmt: skip
-        session = cls(generator, chosen, **{**values, **options})
-        session._fingerprint, session.asked = mark, found.asked
-        session.turns = saved.turns_of(
-            found, path, vocab_size=generator.model.spec.vocab_size,
-            encode=None if is_same else generator.model.tokenizer.encode,
-        )  # fmt: skip
-        if not is_same:
-            session.notes.append(
+        found, model = Conversation.read(Path(path)), generator.model
+        fingerprint, notes = _fingerprint_of(generator), list[str]()
+        if found.fingerprint != fingerprint:
+            fmt = fmt or choose_format(model.spec.source_dir, model.tokenizer)[0]
+            found.forget_ids(model.tokenizer.encode)
+            notes.append(
                 f"`{path}` is of another model, `{found.model}`: its answers are read as text, in "
-                f"format `{chosen.name}`"
+                f"format `{fmt.name}`"
             )
-        session.notes += [
-            f"`{path}` cannot hold {name}: give them again"
-            for name in found.left_out
-            if not options.get(name)
-        ]
+        if not found.has_ids_below(model.spec.vocab_size):
+            raise ConfigError(f"`{path}` has answers with ids that the model does not have")
+        values = {name: getattr(found, name) for name in KEPT}
+        session = cls(generator, fmt or found.format, **{**values, **options})
+        session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns
+        lost = [name for name in found.left_out if not options.get(name)]
+        session.notes = [*notes, *(f"`{path}` holds no {name}: give them again" for name in lost)]
         return session
 
     @cached_property
     def _fingerprint(self) -> str:
-        return saved.fingerprint(self.generator)
+        return _fingerprint_of(self.generator)
+
+
+def _fingerprint_of(generator: Generator) -> str:
+    """Return a digest of the model's tokenizer and of the beginning of its embedding."""
+    model = generator.model
+    sha = hashlib.sha256(model.tokenizer.backend.to_str().encode())
+    rows = model.decoder.embedding.weight[:ROWS].detach().half().cpu().contiguous()
+    sha.update(repr((tuple(rows.shape), model.spec.num_layers, model.spec.vocab_size)).encode())
+    sha.update(rows.numpy().tobytes())
+    return sha.hexdigest()
 
 
 def _checked(text: str) -> str:
@@ -367,7 +362,7 @@ def _checked(text: str) -> str:
         ConfigError: it holds half of a surrogate pair, as broken UTF-8 becomes.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"a message is text, not {type(text).__name__}")
+        raise ConfigError(f"{text!r:.40} is no text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

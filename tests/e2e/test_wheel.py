@@ -102,7 +102,7 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
         f"exl2flow/{path.relative_to(ROOT)}"
         for folder in CODE
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".cu", ".cuh", ".j2") or path.name == "py.typed"
+        if path.suffix in (".py", ".cu", ".cuh", ".j2", ".jinja", ".toml") or path.name == "py.typed"
     }
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
     data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}

@@ -17,9 +17,8 @@ CLASSES = {
 def drawn_tree() -> dict[str, str]:
     """Return class → parent as the module's docstring draws them."""
     parents = {}
-    root, *lines = (
-        line for line in (errors.__doc__ or "").splitlines() if re.search("^Exl2|─", line)
-    )
+    drawn = re.sub(r"·\n│ +", "· ", errors.__doc__ or "")
+    root, *lines = (line for line in drawn.splitlines() if re.search("^Exl2|─", line))
     for line in lines:
         parent, *children = re.findall(r"[A-Z]\w+", line)
         parents[parent] = root

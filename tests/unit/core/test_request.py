@@ -74,6 +74,7 @@ def test_pair_needs_a_scale_and_a_scale_needs_a_pair() -> None:
         ({"top_tokens": True}, "`top_tokens` is True"),
         ({"max_skips": -2}, "`max_skips` is -2"),
         ({"seed": "x"}, "`seed` is 'x'; it must be an integer"),
+        ({"drawn": -1}, "`drawn` is -1; it must be 0 or more"),
         ({"settings": None}, "`settings` is None; it must be `SamplingSettings`"),
         ({"stops": "\n"}, "`stops` is '\\n'; it must be a sequence"),
         ({"stops": 5}, "`stops` is 5; it must be a sequence"),

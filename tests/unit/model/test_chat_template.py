@@ -124,7 +124,7 @@ def test_the_caller_says_what_to_do_about_a_refusal() -> None:
     path = Path("a.jinja")
     template = ChatTemplate("{{ 1 // 0 }}", special_tokens={}, origin=path, advice="do that")
 
-    with pytest.raises(ChatTemplateError, match="zero; do that$"):
+    with pytest.raises(ChatTemplateError, match=r"zero; do that$"):
         template.render(TALK)
 
 

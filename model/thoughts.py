@@ -4,8 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Literal
 
-from exl2flow.inference.chat.formats import Thinking
-from exl2flow.model import Tokenizer
+from exl2flow.core.conversation import Thinking
+from exl2flow.model.tokenizer import Tokenizer
 
 Kind = Literal["answer", "thinking"]
 

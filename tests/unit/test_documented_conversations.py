@@ -1,0 +1,35 @@
+"""The program on the page about conversations runs, and the page names every format."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from exl2flow.core.conversation import PromptFormat
+from exl2flow.inference.chat import all_formats
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "converse-in-python.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_program_runs() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    for program in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+        exec(program, names)
+
+    session = names["talk"](PAGE.parents[2] / "demo" / "model", "Hello", "Why?")
+
+    assert [turn.user for turn in session.turns] == ["Hello", "Why?"]
+    assert all(turn.answer for turn in session.turns)
+
+
+def test_every_format_is_named() -> None:
+    table = TEXT.partition("## Prompt formats")[2].partition("Without a template")[0]
+
+    assert set(re.findall(r"`([\w-]+)`", table)) - {"own", "names"} == set(all_formats())
+
+
+def test_the_row_has_fields_that_there_are() -> None:
+    (row,) = tomllib.loads(re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)[0]).values()
+
+    assert set(row) <= set(PromptFormat.__dataclass_fields__)
