@@ -8,7 +8,6 @@ several tokens per slot, and sampling is replayed for each place while what it c
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -21,14 +20,7 @@ from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, Step
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.load import LoadedModel
-from exl2flow.inference.sampling import (
-    Kind,
-    Sampled,
-    SamplerSlots,
-    breakers,
-    newline_ids,
-    sample,
-)
+from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
 from exl2flow.kernels import on_device
 from exl2flow.kernels.recording import Recordings, bucket
 from exl2flow.model import Decoder, check_ids, step_table
@@ -109,16 +101,8 @@ class Steps:
         """Give a slot to a sequence whose tokens but the last are in the cache."""
         self._adapters.enter(slot, adapters)
         self.set_pages(slot, pages)
-        self.sampler.enter(slot, self._completed(settings), ids, mu=mu)
+        self.sampler.enter(slot, completed(settings, self._tokenizer), ids, mu=mu)
         self.stand_at(slot, ids)
-
-    def _completed(self, settings: SamplingSettings) -> SamplingSettings:
-        """Fill in the ids that DRY and XTC leave alone by default."""
-        if settings.dry_multiplier and settings.dry_breakers is None:
-            settings = replace(settings, dry_breakers=breakers(self._tokenizer))
-        if settings.xtc_probability and settings.xtc_ignored is None:
-            settings = replace(settings, xtc_ignored=newline_ids(self._tokenizer))
-        return settings
 
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""
