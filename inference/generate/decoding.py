@@ -17,7 +17,6 @@ from exl2flow.inference.generate.part import Part, Place
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps, restored
 from exl2flow.inference.sampling import Kind
-from exl2flow.kernels import FEW_ROWS
 
 CANDIDATES = 64  # that a hook sees
 
@@ -74,7 +73,7 @@ class Decoding:
         if self._steps.guesses is None or not jobs:
             yield from ((job, []) for job in jobs)
             return
-        room = min(self._steps.drafts, FEW_ROWS // slots - 1)  # more rows cost more
+        room = self._steps.room(slots)
         wanted = {
             s.slot: Wanted(s, s.ids, job.most_drafted(room) if s is job.lead else 0)
             for job in jobs

@@ -21,11 +21,11 @@ from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
-from exl2flow.kernels import on_device
+from exl2flow.kernels import FEW_ROWS, on_device
 from exl2flow.kernels.recording import Recordings, bucket
 from exl2flow.model import Decoder, check_ids, step_table
 
-COUNTS = (1, 3, 5, 8)  # tokens per slot of a recorded step
+COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
@@ -193,6 +193,11 @@ class Steps:
         there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
         self.draws[:slots] = there
         return self.recordings.replay((rows, kind), partial(self._sample, rows, kind))
+
+    def room(self, slots: int) -> int:
+        """Return how many drafts per slot are worth it: more rows leave the kernels for few."""
+        fitting = [count for count in COUNTS if count * self._rows(slots) <= FEW_ROWS]
+        return min(self.drafts, max(fitting, default=1) - 1)
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record what steps of any number of slots need for the kinds."""
