@@ -4,6 +4,7 @@ It is made when it is first needed, and again when one of them needs other optio
 which texts they hold, so that nobody needs to reset or to copy a cache.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -31,6 +32,7 @@ class ExLlamaV2Cache:
         self.tokens = batch_size * pages_of(self.max_seq_len) * PAGE_TOKENS
         self._generator: Generator | None = None
         self._options: Any = None
+        self.end_stream: Callable[[], None] = lambda: None
 
     def generator(
         self, *, slots: int, chunk: int, context: int, draft: Any = None, exact: bool = False

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from exl2flow.compat.exllamav2.model import ExLlamaV2Config
+from exl2flow.core.request import FIRST_EMBEDDING
 from exl2flow.model import Tokenizer
 
 
@@ -94,3 +96,19 @@ class ExLlamaV2Tokenizer:
 
     def get_piece_to_id_dict(self) -> dict[str, int]:
         return {piece: token for token, piece in enumerate(self.native.pieces) if piece}
+
+
+class ExLlamaV2MMEmbedding:
+    """Embeddings (n, hidden) in place of tokens; `text_alias` stands for them in texts."""
+
+    _first = count(FIRST_EMBEDDING, 1_000_000)  # of the next one
+
+    def __init__(
+        self, model: Any, embeddings: torch.Tensor, text_alias: str | None = None,
+        thw_grid: Any = None, pre_tokens: int = 0, post_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self.model, self.embeddings, self.thw_grid = model, embeddings.flatten(0, -2), thw_grid
+        self.first_index = next(self._first)
+        self.pre_tokens, self.post_tokens = pre_tokens, post_tokens
+        self.last_index = self.first_index + len(self.embeddings)
+        self.text_alias = text_alias or f"<$EMB_{self.first_index}$>"

@@ -6,14 +6,12 @@ from functools import partial
 from typing import Any
 
 from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
-from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Settings
-from exl2flow.compat.exllamav2.model import ExLlamaV2, adapters
+from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Queue, Settings
+from exl2flow.compat.exllamav2.model import ExLlamaV2
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference import Draft, Event, Generator, NgramDraft
+from exl2flow.inference import Draft, NgramDraft
 from exl2flow.kernels import PAGE_TOKENS
-
-Result = dict[str, Any] | Exception  # what ended the job
 
 
 class ExLlamaV2DynamicGenerator:
@@ -34,107 +32,56 @@ class ExLlamaV2DynamicGenerator:
             raise ConfigError(f"the cache has {sizes}; give it one, of a multiple of {PAGE_TOKENS}")
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_total_tokens, self.max_pages = cache.tokens, cache.tokens // PAGE_TOKENS
-        self._draft: Any = None
+        draft: Draft | NgramDraft | None = None
         if draft_model is not None:
-            self._draft = Draft(model=draft_model.native, tokens=num_draft_tokens, least=0.0)
-        if use_ngram_draft:
-            self._draft = NgramDraft(tokens=num_draft_tokens, longest=max_ngram)
-        if draft_model is not None and (draft_cache is None or use_ngram_draft):
-            raise ConfigError("`draft_model` needs a `draft_cache`, and no `use_ngram_draft`")
+            draft = Draft(model=draft_model.native, tokens=num_draft_tokens, least=0.0)
+            if draft_cache is None or use_ngram_draft:
+                raise ConfigError("`draft_model` needs a `draft_cache`, and no `use_ngram_draft`")
+        elif use_ngram_draft:
+            draft = NgramDraft(tokens=num_draft_tokens, longest=max_ngram)
         rows = max_batch_size or config.max_input_len // max_q_size
-        self._make = partial(
-            cache.generator, slots=min(rows, self.max_pages), exact=True, draft=self._draft,
+        self.queue = Queue(
+            cache, tokenizer, slots=min(rows, self.max_pages), exact=True, draft=draft,
             context=max_seq_len or config.max_seq_len, chunk=max_chunk_size or config.max_input_len,
         )  # fmt: skip
-        self._jobs = dict[ExLlamaV2DynamicJob, None]()  # in order
-        self._found = list[tuple[ExLlamaV2DynamicJob, Result]]()
-        self._serial, self._loras = 0, None
-
-    @property
-    def native(self) -> Generator:
-        return self._make()
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return [job for job in [*self._jobs] if not job.is_started]
+        return [job for job in [*self.queue.jobs] if not job.is_started]
 
     @property
     def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return [job for job in [*self._jobs] if job.is_started]
+        return [job for job in [*self.queue.jobs] if job.is_started]
 
     def num_remaining_jobs(self) -> int:
-        return len(self._jobs)
+        return len(self.queue.jobs)
 
     def warmup(self) -> None:
-        self.native.warmup()
+        self.queue.make().warmup()
 
     def reset_page_table(self) -> None:
-        self._check_idle()
+        self.set_loras(self.queue.loras)
         self.cache.drop()
 
     def set_loras(self, loras: Any) -> None:
-        self._check_idle()
-        self._loras = loras
-
-    def _check_idle(self) -> None:
-        if self._jobs:
-            raise ConfigError(f"{len(self._jobs)} jobs run or wait; let them end first")
+        if self.queue.jobs:
+            raise ConfigError(f"{len(self.queue.jobs)} jobs run or wait; let them end first")
+        self.queue.loras = loras
 
     def enqueue(self, job: Any) -> Any:
         """Put a job or a list of jobs in the queue; return its serial number, or theirs."""
-        if isinstance(job, list):
-            return [self.enqueue(each) for each in job]
-        request = job.request(self.tokenizer.native, adapters(self._loras))
-        self._jobs[job], job.serial_number = None, self._serial
-        self._serial += 1
-        try:
-            job.native = self.native.submit(request, deliver=partial(self._take, job))
-        except Exception:
-            del self._jobs[job]
-            raise
-        return job.serial_number
+        self.cache.end_stream()
+        return [*map(self.queue.add, job)] if isinstance(job, list) else self.queue.add(job)
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        """End a job without another result; do nothing if it has ended."""
-        if job in self._jobs and job.native is not None:
-            del self._jobs[job]
-            job.native.cancel()
-
-    def clear_queue(self) -> None:
-        for job in [*self._jobs]:
-            self.cancel(job)
-        self.step()
-
-    def _take(self, job: ExLlamaV2DynamicJob, event: Event) -> None:
-        """Note what happened to a job; it may have been cancelled."""
-        is_open = job in self._jobs
-        if event.reason is not None:
-            self._jobs.pop(job, None)
-        if is_open and event.reason != "cancelled":
-            error = event.error
-            drafts, native = self._draft is not None, self.tokenizer.native
-            self._found.append((job, error or job.result(event, native, drafts)))
-
-    def step(self) -> list[tuple[ExLlamaV2DynamicJob, Result]]:
-        """Do a part of the work; return what happened, by job."""
-        if self._serial:
-            self.native.step()
-        found, self._found = self._found, []
-        return found
+        self.queue.cancel(job)
 
     def iterate(self) -> list[dict[str, Any]]:
-        """Do a part of the work, and return its results.
+        return self.queue.iterate()
 
-        Raises:
-            Exl2FlowError: what ended a job; the next call returns the other results.
-        """
-        found = self._found or self.step()
-        self._found = []
-        for index, (_, result) in enumerate(found):
-            if isinstance(result, Exception):
-                self._found = found[:index] + found[index + 1 :]
-                raise result
-        return [result for _, result in found if isinstance(result, dict)]
+    def clear_queue(self) -> None:
+        self.queue.cancel(*self.queue.jobs)
+        self.queue.step()
 
     def generate(
         self, prompt: Any, max_new_tokens: int, min_new_tokens: int = 0, seed: int | None = None,
@@ -174,13 +121,12 @@ class ExLlamaV2DynamicGenerator:
         last = dict[object, Any]()
         try:
             self.enqueue(jobs)
-            while any(job in self._jobs for job in jobs) or self._found:
+            while any(job not in last or not last[job]["eos"] for job in jobs):
                 last |= {result["job"]: result for result in self.iterate()}
                 if abort_event is not None and abort_event.is_set():
                     return self.clear_queue()
         finally:
-            for job in jobs:
-                self.cancel(job)
+            self.queue.cancel(*jobs)
         texts = [text + job.full_completion for text, job in zip(shown, jobs, strict=True)]
         results = [last[job] for job in jobs]
         if not several:

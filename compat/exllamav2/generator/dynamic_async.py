@@ -38,7 +38,7 @@ class ExLlamaV2DynamicGeneratorAsync:
         while self._is_open:
             await self._wake.wait()
             try:
-                found = await asyncio.to_thread(self.generator.step)
+                found = await asyncio.to_thread(self.generator.queue.step)
             except Exception as error:  # of the device: all jobs end
                 found = [(job, error) for job in self._queues]
             for job, result in found:

@@ -33,5 +33,6 @@ class ExLlamaV2SelectFilter(ExLlamaV2Filter):
 
 
 def native_filters(given: Iterable[Any] | None) -> list[Filter]:
-    """Return ours in place of theirs."""
-    return [getattr(one, "native", None) or filters.ForeignFilter(one) for one in given or ()]
+    """Return ours in place of theirs; ours stay as they are."""
+    every = [getattr(one, "native", None) or one for one in given or ()]
+    return [one if hasattr(one, "start") else filters.ForeignFilter(one) for one in every]

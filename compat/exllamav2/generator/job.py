@@ -1,30 +1,33 @@
-"""`ExLlamaV2DynamicJob`: exllamav2's arguments as our request, our events as its dicts."""
+"""`ExLlamaV2DynamicJob`: its arguments as our request, our events as its results; and queues."""
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, count
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.generator.filters import native_filters
 from exl2flow.compat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2flow.compat.exllamav2.model import adapters
 from exl2flow.compat.exllamav2.tensors import SeqTensor
+from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import FIRST_EMBEDDING, Request
 from exl2flow.inference import Event, Job
 from exl2flow.inference.generate.event import Piece
-from exl2flow.model import Tokenizer
 
-NAMES = ("token_ids", "token_probs", "top_k_tokens", "top_k_probs", "logits")
 Settings = ExLlamaV2Sampler.Settings
+Result = dict[str, Any] | Exception  # what ended the job
 
 
 class ExLlamaV2DynamicJob:
     """A text to generate; `native` is our job, once it is in a queue."""
 
     def __init__(
-        self, input_ids: Any, max_new_tokens: int, min_new_tokens: int = 0,
+        self, input_ids: Any, max_new_tokens: Any, min_new_tokens: int = 0,
         max_skips: int | None = 4, gen_settings: Settings | None = None, seed: int | None = None,
         stop_conditions: Iterable[int | str] | None = None, decode_special_tokens: bool = False,
         return_top_tokens: int = 0, return_logits: bool = False, return_probs: bool = False,
@@ -34,24 +37,33 @@ class ExLlamaV2DynamicJob:
         **kwargs: Any,
     ) -> None:  # fmt: skip
         given = [input_ids] if isinstance(input_ids, torch.Tensor) else input_ids
-        self._prompts = [ids_of(ids) for ids in given]
+        self._prompts, self._embeddings = [_ids(each) for each in given], embeddings or ()
         self.max_new_tokens, self.identifier = max_new_tokens, identifier
         self.gen_settings = Settings() if gen_settings is None else gen_settings
         self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed,
             "max_skips": max_skips, "stops": list(stop_conditions or ()), "heal": token_healing,
             "decode_special": decode_special_tokens, "top_tokens": return_top_tokens,
-            "logits": return_logits, "probabilities": return_probs, "filters": filters,
-            "banned_strings": banned_strings or (), "prefer_end": filter_prefer_eos,
-            "embeddings": embeddings or (),
+            "logits": return_logits, "probabilities": return_probs,
+            "banned_strings": banned_strings or (), "filters": native_filters(filters),
+            "prefer_end": filter_prefer_eos and bool(filters),
         }  # fmt: skip
         self.native: Job | None = None
         self.serial_number: int | None = None
         self.is_started, self.full_completion = False, ""
 
-    def request(self, tokenizer: Tokenizer, adapters: tuple[Any, ...]) -> Request:
-        more = self._options | {"adapters": adapters}
-        return request_of(self._prompts, self.gen_settings, tokenizer, **more)
+    def request(self, tokenizer: Any, loras: Any) -> Request:
+        """Return our request; embeddings have ids of their own, ours are numbered by request."""
+        settings, masks, hooks = self.gen_settings.native(tokenizer)
+        given, lengths = self._embeddings, [len(each.embeddings) for each in self._embeddings]
+        pairs = zip(given, accumulate(lengths, initial=FIRST_EMBEDDING), strict=False)
+        moved = {e.first_index + i: at + i for e, at in pairs for i in range(len(e.embeddings))}
+        prompts = tuple([moved.get(i, i) for i in ids] if moved else ids for ids in self._prompts)
+        more = self._options | {"filters": [*self._options["filters"], *masks]}
+        return Request(
+            prompts if len(prompts) > 1 else prompts[0], settings=settings, hooks=hooks,  # type: ignore[arg-type]
+            embeddings=[each.embeddings for each in given], adapters=adapters(loras), **more,
+        )  # fmt: skip
 
     @property
     def sequences(self) -> list[SimpleNamespace]:
@@ -63,34 +75,27 @@ class ExLlamaV2DynamicJob:
             each.input_ids.append(torch.tensor([[*ids[: len(ids) - cut], *made]]))
         return found
 
-    def result(self, event: Event, tokenizer: Tokenizer, drafts: bool) -> dict[str, Any]:
+    def result(self, event: Event, tokenizer: Any, drafts: bool) -> dict[str, Any]:
         """Return an event as a dict."""
-        found: dict[str, Any] = {
-            "job": self,
-            "stage": event.stage,
-            "eos": False,
-            "serial": self.serial_number,
-        }
-        if self.identifier is not None:
-            found["identifier"] = self.identifier
+        found: dict[str, Any] = {"job": self, "stage": event.stage, "serial": self.serial_number}
+        found |= {"eos": False} | (
+            {} if self.identifier is None else {"identifier": self.identifier}
+        )
         if event.stage == "started":
             self.is_started = True
-            return found
-        if event.stage == "prompt":
-            progress = {"curr_progress": event.read, "max_progress": event.total}
-            return found | {"stage": "prefill"} | progress
-        self.full_completion += event.text
-        found |= {"stage": "streaming"} | shown(event)
+        elif event.stage == "prompt":
+            found |= {"stage": "prefill", "curr_progress": event.read, "max_progress": event.total}
+        else:
+            self.full_completion += event.text
+            found |= {"stage": "streaming"} | _shown(event)
         if event.suppressed_ids:
             found["suppressed_text"] = event.suppressed_text
             found["suppressed_tokens"] = torch.tensor([event.suppressed_ids])
-        return found if event.reason is None else found | self._end(event, tokenizer, drafts)
-
-    def _end(self, event: Event, tokenizer: Tokenizer, drafts: bool) -> dict[str, Any]:
         s, rows, stop = event.statistics, len(self._prompts), event.trigger
-        assert s is not None
-        found: dict[str, Any] = {
-            "eos": True, "eos_reason": event.reason, "held": shown(event.held or Piece()),
+        if event.reason is None or s is None:
+            return found
+        found |= {
+            "eos": True, "eos_reason": event.reason, "held": _shown(event.held or Piece()),
             "full_completion": self.full_completion, "new_tokens": s.new_tokens,
             "prompt_tokens": s.prompt_tokens // rows, "time_enqueued": s.waiting_seconds,
             "time_prefill": s.prompt_seconds, "time_generate": s.text_seconds,
@@ -107,7 +112,7 @@ class ExLlamaV2DynamicJob:
         return found
 
 
-def ids_of(ids: Any) -> list[int]:
+def _ids(ids: Any) -> list[int]:
     """Return the ids of a tensor (1, n) in main memory."""
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
         raise ConfigError("`input_ids` must be tensors (1, n) with at least one id")
@@ -116,54 +121,72 @@ def ids_of(ids: Any) -> list[int]:
     return list(map(int, ids[0]))
 
 
-class ExLlamaV2MMEmbedding:
-    """Embeddings (n, hidden) in place of tokens; `text_alias` stands for them in texts."""
+def _shown(piece: Piece) -> dict[str, Any]:
+    """Return what a piece has: its text, and tensors (1, n, …)."""
+    lists = {
+        "token_ids": piece.ids, "token_probs": tuple(p or 0.0 for p in piece.probabilities),
+        "top_k_tokens": piece.top_ids, "top_k_probs": piece.top_probabilities,
+    }  # fmt: skip
+    found: dict[str, Any] = {name: torch.tensor([x]) for name, x in lists.items() if x}
+    if piece.logits:
+        found["logits"] = torch.stack([torch.as_tensor(x) for x in piece.logits])[None]
+    return found | ({"text": piece.text} if piece.text else {})
 
-    _first = count(FIRST_EMBEDDING, 1_000_000)  # of the next one
+
+class Queue:
+    """Jobs for the generator of a cache with some options, and their results."""
 
     def __init__(
-        self, model: Any, embeddings: torch.Tensor, text_alias: str | None = None,
-        thw_grid: Any = None, pre_tokens: int = 0, post_tokens: int = 0,
-    ) -> None:  # fmt: skip
-        self.model, self.embeddings, self.thw_grid = model, embeddings.flatten(0, -2), thw_grid
-        self.first_index, self.pre_tokens, self.post_tokens = (
-            next(self._first),
-            pre_tokens,
-            post_tokens,
-        )
-        self.last_index = self.first_index + len(self.embeddings)
-        self.text_alias = text_alias or f"<$EMB_{self.first_index}$>"
+        self, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer, **options: Any
+    ) -> None:
+        self.make, self.tokenizer, self.loras = partial(cache.generator, **options), tokenizer, None
+        self.jobs, self._serial = dict[ExLlamaV2DynamicJob, None](), 0  # in order
+        self._drafts = options.get("draft") is not None
+        self._found = list[tuple[ExLlamaV2DynamicJob, Result]]()
 
+    def add(self, job: ExLlamaV2DynamicJob) -> int:
+        request = job.request(self.tokenizer.native, self.loras)
+        self.jobs[job], job.serial_number = None, self._serial
+        self._serial += 1
+        try:
+            job.native = self.make().submit(request, deliver=partial(self._take, job))
+        except Exception:
+            del self.jobs[job]
+            raise
+        return job.serial_number
 
-def request_of(
-    prompts: Sequence[Any], settings: Settings, tokenizer: Tokenizer, *, filters: Any = None,
-    prefer_end: bool = False, embeddings: Sequence[Any] = (), **options: Any,
-) -> Request:  # fmt: skip
-    """Return a request for a prompt, or for the two of a pair."""
-    ours, masks, hooks = settings.native(tokenizer)
-    given = native_filters(filters)
-    if embeddings:  # theirs are numbered by object, ours by request
-        first = accumulate((len(e.embeddings) for e in embeddings), initial=FIRST_EMBEDDING)
-        moved = {e.first_index + i: start + i for e, start in zip(embeddings, first, strict=False)
-                 for i in range(len(e.embeddings))}  # fmt: skip
-        prompts = [[moved.get(i, i) for i in ids] for ids in prompts]
-        options["embeddings"] = [e.embeddings for e in embeddings]
-    if not options.get("adapters"):
-        options.pop("adapters", None)
-    return Request(
-        tuple(prompts) if len(prompts) > 1 else prompts[0],
-        settings=ours, hooks=hooks, filters=[*given, *masks],
-        prefer_end=prefer_end and bool(given), **options,
-    )  # fmt: skip
+    def cancel(self, *jobs: ExLlamaV2DynamicJob) -> None:
+        """End jobs without another result; those that have ended stay as they are."""
+        for job in jobs:
+            if job in self.jobs and job.native is not None:
+                del self.jobs[job]
+                job.native.cancel()
 
+    def _take(self, job: ExLlamaV2DynamicJob, event: Event) -> None:
+        is_open = job in self.jobs
+        if event.reason is not None:
+            self.jobs.pop(job, None)
+        result = job.result(event, self.tokenizer.native, self._drafts)
+        if is_open and event.reason != "cancelled":
+            self._found.append((job, event.error or result))
 
-def shown(piece: Piece, names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """Return what a piece has: `text`, and tensors (1, n, …) by these names."""
-    found: dict[str, Any] = {"text": piece.text} if piece.text else {}
-    probabilities = tuple(p or 0.0 for p in piece.probabilities)
-    lists = (piece.ids, probabilities, piece.top_ids, piece.top_probabilities)
-    made = zip(names, lists, strict=False)
-    found |= {name: torch.tensor([values]) for name, values in made if values}
-    if piece.logits:
-        found[names[-1]] = torch.stack([torch.as_tensor(x) for x in piece.logits])[None]
-    return found
+    def step(self) -> list[tuple[ExLlamaV2DynamicJob, Result]]:
+        """Do a part of the work; return what happened, by job."""
+        if self._serial:
+            self.make().step()
+        found, self._found = self._found, []
+        return found
+
+    def iterate(self) -> list[dict[str, Any]]:
+        """Do a part of the work, and return its results.
+
+        Raises:
+            Exl2FlowError: what ended a job; the next call returns the other results.
+        """
+        found = self._found or self.step()
+        self._found = []
+        for index, (_, result) in enumerate(found):
+            if isinstance(result, Exception):
+                self._found = found[:index] + found[index + 1 :]
+                raise result
+        return [result for _, result in found if isinstance(result, dict)]

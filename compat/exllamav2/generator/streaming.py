@@ -2,19 +2,22 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
-from exl2flow.compat.exllamav2.generator.job import Settings, request_of, shown
+from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Settings
 from exl2flow.compat.exllamav2.generator.sampler import Mask
-from exl2flow.compat.exllamav2.model import adapters
+from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, ContextOverflow
-from exl2flow.inference import Draft, Event, NgramDraft
+from exl2flow.core.request import FIRST_EMBEDDING
+from exl2flow.inference import Draft, NgramDraft
 
-NAMES = ("chunk_token_ids", "probs", "top_tokens", "top_probs", "logits")
+NAMES = {
+    "token_ids": "chunk_token_ids", "token_probs": "probs", "top_k_tokens": "top_tokens",
+    "top_k_probs": "top_probs", "logits": "logits", "suppressed_text": "suppressed",
+}  # fmt: skip
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
@@ -31,7 +34,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.num_speculative_tokens = num_speculative_tokens
         eos = self.tokenizer.eos_token_id
         self.set_stop_conditions([] if eos is None else [eos])
-        self._events, self._mask, self._sums = deque[Event](), Mask(), [0, 0, 0]
+        self._results, self._mask, self._sums = deque[dict[str, Any]](), Mask(), [0, 0, 0]
 
     def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
         stops = list(stop_conditions)
@@ -53,33 +56,29 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             pads = [-int(offset) for offset in position_offsets.flatten()]
         elif input_mask is not None:
             pads = (input_mask < 0).sum(-1).tolist()
-        rows = [row[pad:].tolist() for row, pad in zip(input_ids, pads, strict=True)]
-        request = request_of(
-            rows, gen_settings, self.tokenizer.native, heal=token_healing,
-            adapters=adapters(loras), probabilities=return_probabilities,
-            top_tokens=return_top_tokens, logits=return_logits, filters=filters,
-            prefer_end=filter_prefer_eos, decode_special=decode_special_tokens,
-            banned_strings=banned_strings or (), stops=[*self.stop_tokens, *self.stop_strings],
+        rows = [ids[None, pad:] for ids, pad in zip(input_ids, pads, strict=True)]
+        given = [ExLlamaV2MMEmbedding(None, x) for x in input_embeddings or ()]
+        for each in given:
+            each.first_index = FIRST_EMBEDDING
+        self._mask, self._results, self.abort_event = Mask(), deque(), abort_event
+        job = ExLlamaV2DynamicJob(
+            rows, None, gen_settings=gen_settings, token_healing=token_healing,
+            stop_conditions=[*self.stop_tokens, *self.stop_strings], embeddings=given,
+            decode_special_tokens=decode_special_tokens, return_top_tokens=return_top_tokens,
+            return_logits=return_logits, return_probs=return_probabilities,
+            filters=[*(filters or ()), self._mask], banned_strings=banned_strings,
+            filter_prefer_eos=filter_prefer_eos and bool(filters),
         )  # fmt: skip
-        given = [] if input_embeddings is None else [*input_embeddings]
-        self._mask, self._events = Mask(), deque()
-        request = replace(request, filters=[*request.filters, self._mask], embeddings=given)
-        self._sums = self._counts()
         draft: Any = None
         if self.speculative_ngram:
-            draft = NgramDraft(
-                tokens=self.num_speculative_tokens, longest=self.speculative_ngram_max
-            )
+            most = self.speculative_ngram_max
+            draft = NgramDraft(tokens=self.num_speculative_tokens, longest=most)
         elif self.draft_model is not None:
-            draft = Draft(
-                model=self.draft_model.native, tokens=self.num_speculative_tokens,
-                least=self.speculative_prob_threshold,
-            )  # fmt: skip
-        engine = self.native(len(rows), draft)
-        for job in self._jobs:
-            job.cancel()
-        self._engine, self.abort_event = engine, abort_event
-        self._jobs = [engine.submit(request, deliver=self._events.append)]
+            least, model = self.speculative_prob_threshold, self.draft_model.native
+            draft = Draft(model=model, tokens=self.num_speculative_tokens, least=least)
+        self._sums = self._counts()
+        self._jobs, self._stream = [job], self._queue(len(rows), loras, draft)
+        self._stream.add(job)
 
     begin_stream = begin_stream_ex
 
@@ -87,25 +86,28 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Return what another step adds: perhaps no text, if more is to come."""
         if not self._jobs:
             raise ConfigError("no text is begun; call `begin_stream_ex` first")
-        [job] = self._jobs
-        self._mask.ids, before = frozenset(ban_tokens or ()), len(job.output.ids)
-        while not (self._events or job.is_done) and len(job.output.ids) == before:
+        [job], self._mask.ids = self._jobs, frozenset(ban_tokens or ())
+        assert job.native is not None
+        made = job.native.output.ids
+        before = len(made)
+        while self._stream.jobs and not self._results and len(made) == before:
             if self.abort_event is not None and self.abort_event.is_set():
-                job.cancel()
-            self._engine.step()
-            while self._events and self._events[0].stage != "text":
-                self._events.popleft()
-        if job.is_done and not self._events and self.full():
+                self._stream.cancel(job)
+            found = self._stream.iterate()
+            self._results += [result for result in found if result["stage"] == "streaming"]
+        if not self._results and not self._stream.jobs and self.full():
             raise ContextOverflow(f"the text has all {self.reach} tokens; begin another one")
-        event = self._events.popleft() if self._events else Event(stage="text")
-        if event.error is not None:
-            raise event.error
-        if event.reason == "stop_string" and event.held is not None:
-            event = _cut(event, len(event.ids) - len(event.held.ids))
-        ended = job.is_done and not self._events and event.reason != "max_new_tokens"
-        found = {"chunk": event.text, "eos": ended, NAMES[0]: torch.empty(1, 0, dtype=torch.long)}
-        found |= {name: x for name, x in shown(event, NAMES).items() if name != "text"}
-        return found | ({"suppressed": event.suppressed_text} if event.suppressed_ids else {})
+        result = self._results.popleft() if self._results else {}
+        ended = not (self._stream.jobs or self._results)
+        if result.get("eos_reason") == "stop_string" and "token_ids" in result["held"]:
+            count = result["held"]["token_ids"].shape[1]
+            result |= {name: result[name][:, :-count] for name in NAMES if name in result}
+        self.cache.current_seq_len = len(job.native.prompt.sequences[0]) + len(made) - 1
+        return {
+            "chunk": result.get("text", ""),
+            "eos": ended and result.get("eos_reason") != "max_new_tokens",
+            "chunk_token_ids": torch.empty(1, 0, dtype=torch.long),
+        } | {ours: result[theirs] for theirs, ours in NAMES.items() if theirs in result}
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
         """Return text, whether it ends, ids, and probabilities and logits where they are wanted."""
@@ -117,7 +119,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Do nothing: drafts look at the text itself."""
 
     def _counts(self) -> list[int]:
-        every = [job.statistics() for job in self._jobs]
+        every = [job.native.statistics() for job in self._jobs if job.native is not None]
         columns = [(s.new_tokens, s.drafted_tokens, s.accepted_tokens) for s in every]
         return [sum(column) for column in zip(self._sums, *columns, strict=True)]
 
@@ -129,9 +131,3 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Return accepted / all, accepted / drafted, and the counts: all, drafted, accepted."""
         total, drafted, accepted = self._counts()
         return accepted / max(total, 1), accepted / max(drafted, 1), total, drafted, accepted
-
-
-def _cut(event: Event, count: int) -> Event:
-    """Return an event with its first tokens only."""
-    names = ("ids", "probabilities", "top_ids", "top_probabilities", "logits")
-    return replace(event, **{name: getattr(event, name)[:count] for name in names})

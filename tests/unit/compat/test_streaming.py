@@ -6,6 +6,7 @@ import torch
 from exl2flow.compat.exllamav2 import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.generator import (
     ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
     ExLlamaV2Sampler,
     ExLlamaV2StreamingGenerator,
 )
@@ -143,7 +144,7 @@ def test_a_chat_goes_on_where_it_was(generator, tokenizer) -> None:
         context = torch.cat([context, answer, tokenizer.encode("\nUser: More.")], 1)
 
     [job] = generator._jobs
-    assert job.statistics().cached_tokens > 100
+    assert job.native.statistics().cached_tokens > 100
 
 
 def test_a_full_text_ends_without_eos_and_cannot_go_on(generator, tokenizer) -> None:
@@ -158,16 +159,21 @@ def test_a_full_text_ends_without_eos_and_cannot_go_on(generator, tokenizer) -> 
         ExLlamaV2StreamingGenerator(generator.model, generator.cache, tokenizer).stream_ex()
 
 
-def test_several_generators_share_a_cache(generator, model, tokenizer) -> None:
+def test_several_generators_share_a_cache_one_after_another(generator, model, tokenizer) -> None:
     base = ExLlamaV2BaseGenerator(model, generator.cache, tokenizer)
-    generator.begin_stream_ex(tokenizer.encode(PROMPT), GREEDY)
-    first = generator.stream_ex()
+    dynamic = ExLlamaV2DynamicGenerator(model, generator.cache, tokenizer)
+    ids = tokenizer.encode(PROMPT)
+    first = "".join(r["chunk"] for r in streamed(generator, ids, most=5))  # and is left there
 
     text = base.generate_simple(PROMPT, GREEDY, 12, stop_token=None, completion_only=True)
-    rest = [generator.stream_ex() for _ in range(8)]
+    assert generator.stream_ex()["eos"]
+    second = "".join(r["chunk"] for r in streamed(generator, ids, most=5))
+    third = dynamic.generate(PROMPT, 12, gen_settings=GREEDY, completion_only=True)
 
-    assert text.startswith("".join(r["chunk"] for r in [first, *rest]))
-    assert len(base.generate_simple([PROMPT] * 3, GREEDY, 4)) == 3
+    assert text.startswith(first)
+    assert first == second
+    assert third == text
+    assert len(base.generate_simple([PROMPT] * 2, GREEDY, 4)) == 2
 
 
 def test_banned_strings_are_suppressed(generator, tokenizer, expected) -> None:
