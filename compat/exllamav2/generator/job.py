@@ -97,7 +97,7 @@ class ExLlamaV2DynamicJob:
         found |= {
             "eos": True, "eos_reason": event.reason, "held": _shown(event.held or Piece()),
             "full_completion": self.full_completion, "new_tokens": s.new_tokens,
-            "prompt_tokens": s.prompt_tokens // rows, "time_enqueued": s.waiting_seconds,
+            "prompt_tokens": len(self._prompts[0]), "time_enqueued": s.waiting_seconds,
             "time_prefill": s.prompt_seconds, "time_generate": s.text_seconds,
             "cached_pages": s.cached_pages // rows, "cached_tokens": s.cached_tokens // rows,
         }  # fmt: skip

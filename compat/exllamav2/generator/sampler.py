@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import Filter, Hook, Sampled
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.filters import Allowed
@@ -65,6 +66,8 @@ class ExLlamaV2Sampler:
         def allow_tokens(self, tokenizer: Any, tokens: Iterable[int | str]) -> None:
             self.token_bias = torch.full((-(-tokenizer.get_vocab_size() // 32) * 32,), -math.inf)
             ids = [tokenizer.single_id(t) if isinstance(t, str) else t for t in tokens]
+            if None in ids:
+                raise ConfigError(f"`tokens` has texts that are no single token: {[*tokens]}")
             self.token_bias[ids] = 0.0
 
         def native(self, tokenizer: Tokenizer) -> tuple[SamplingSettings, list[Filter], list[Hook]]:

@@ -317,6 +317,8 @@ def test_bias_masks_and_shared_settings_are_kept_apart(generator, tokenizer) -> 
     assert made <= {40, 41, tokenizer.single_id("f")}
     assert 40 not in again["job"].sequences[0].input_ids.torch()[0, -12:]
     assert settings.mirostat_mu is None
+    with pytest.raises(ConfigError, match="no single token"):
+        settings.allow_tokens(tokenizer, ["not one token"])
 
 
 def test_bad_input_is_refused_by_name(generator, model, tokenizer) -> None:
