@@ -46,10 +46,9 @@ class ExLlamaV2Cache:
             return held
         del held  # so that its memory is free
         self.drop()
-        more = {} if draft is None else {"draft": draft}
         self._generator = Generator(
             replace(native, max_tokens=min(context, native.max_tokens)), cache=self.format,
-            tokens=self.tokens, slots=slots, chunk=chunk, **more,
+            tokens=self.tokens, slots=slots, chunk=chunk, draft=draft,
         )  # fmt: skip
         self._options = options
         return self._generator

@@ -62,6 +62,10 @@ class ExLlamaV2:
             raise ConfigError("the model is not loaded; call `load()` or `load_autosplit(cache)`")
         return self._native
 
+    @property
+    def loaded(self) -> bool:
+        return self._native is not None
+
     def load(
         self, gpu_split: Sequence[float] | None = None, lazy: bool = False, stats: bool = False,
         callback: Any = None, progress: bool = False,
@@ -147,6 +151,4 @@ class ExLlamaV2Lora:
 def adapters(loras: Any) -> tuple[Any, ...]:
     """Return our adapters of a LoRA, of several, or of None."""
     given = [] if loras is None else [loras] if isinstance(loras, ExLlamaV2Lora) else loras
-    if any(lora.native is None for lora in given):
-        raise ConfigError("a LoRA is unloaded; load it again")
     return tuple(lora.native for lora in given)

@@ -98,10 +98,8 @@ class ExLlamaV2DynamicGenerator:
         given = gen_settings if isinstance(gen_settings, list) else [gen_settings] * len(prompts)
         each = [x if several and x else [x] * len(prompts) for x in (filters, embeddings)]
         if {len(prompts)} != set(map(len, (given, *each))):
-            what = (
-                f"`gen_settings`, `filters` or `embeddings` is not one per {len(prompts)} prompts"
-            )
-            raise ConfigError(f"{what}; give None where a prompt has none")
+            what = "`gen_settings`, `filters` or `embeddings` has another length than"
+            raise ConfigError(f"{what} {len(prompts)} prompts; give None where one has none")
         jobs, shown = list[ExLlamaV2DynamicJob](), list[str]()
         for text, settings, its_filters, its_embeddings in zip(prompts, given, *each, strict=True):
             parts = text if isinstance(text, tuple) else (text,)
@@ -121,14 +119,14 @@ class ExLlamaV2DynamicGenerator:
         last = dict[object, Any]()
         try:
             self.enqueue(jobs)
-            while any(job not in last or not last[job]["eos"] for job in jobs):
+            while any(job in self.queue.jobs for job in jobs):
                 last |= {result["job"]: result for result in self.iterate()}
                 if abort_event is not None and abort_event.is_set():
                     return self.clear_queue()
         finally:
             self.queue.cancel(*jobs)
         texts = [text + job.full_completion for text, job in zip(shown, jobs, strict=True)]
-        results = [last[job] for job in jobs]
+        results = [last.get(job) for job in jobs]
         if not several:
             return (texts[0], results[0]) if return_last_results else texts[0]
         return (texts, results) if return_last_results else texts

@@ -174,7 +174,9 @@ def test_scripts_load_later_with_a_lazy_cache(folder) -> None:
 
     model, _ = model_init.init(args, allow_auto_split=True)
     assert model.config.max_input_len == 512
-    model.load_autosplit(ExLlamaV2Cache(model, lazy=True))
+    assert not model.loaded
+    model.load_autosplit(ExLlamaV2Cache(model, lazy=not model.loaded))
+    assert model.loaded
     assert model.native.spec.rope.factor == 2.0
 
     skipped, _ = model_init.init(args, skip_load=True)
