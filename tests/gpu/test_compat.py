@@ -1,6 +1,5 @@
 """exllamav2's generators on a GPU: the texts of ours."""
 
-
 import pytest
 import torch
 from tiny import make_tiny
