@@ -1,4 +1,4 @@
-"""`ExLlamaV2DynamicJob`: its arguments as our request, our events as its results; and queues."""
+"""`ExLlamaV2DynamicJob`, its results, and queues of jobs: what all generators are made of."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -53,7 +53,7 @@ class ExLlamaV2DynamicJob:
         self.is_started, self.full_completion = False, ""
 
     def request(self, tokenizer: Any, loras: Any) -> Request:
-        """Return our request; embeddings have ids of their own, ours are numbered by request."""
+        """Return our request, in which the rows of all embeddings are numbered from 0."""
         settings, masks, hooks = self.gen_settings.native(tokenizer)
         given, lengths = self._embeddings, [len(each.embeddings) for each in self._embeddings]
         pairs = zip(given, accumulate(lengths, initial=FIRST_EMBEDDING), strict=False)

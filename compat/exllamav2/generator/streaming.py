@@ -50,7 +50,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         banned_strings: Sequence[str] | None = None, filters: Any = None,
         filter_prefer_eos: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Begin a text behind ids (b, n); of a pair padded on the left, offsets or mask tell it."""
+        """Continue ids (b, n); offsets or mask say how far the rows of a pair are padded."""
         pads = [0] * len(input_ids)
         if position_offsets is not None:
             pads = [-int(offset) for offset in position_offsets.flatten()]
@@ -83,7 +83,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     begin_stream = begin_stream_ex
 
     def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return what another step adds: perhaps no text, if more is to come."""
+        """Return what another step adds, which may be no text yet."""
         if not self._jobs:
             raise ConfigError("no text is begun; call `begin_stream_ex` first")
         [job], self._mask.ids = self._jobs, frozenset(ban_tokens or ())
@@ -110,7 +110,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         } | {ours: result[theirs] for theirs, ours in NAMES.items() if theirs in result}
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
-        """Return text, whether it ends, ids, and probabilities and logits where they are wanted."""
+        """Return text, whether it has ended, ids, and probabilities and logits if requested."""
         found = self.stream_ex(ban_tokens)
         names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
         return tuple(found[name] for name in names if name in found)
