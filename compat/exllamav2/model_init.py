@@ -20,11 +20,13 @@ VALUES = {  # name: its short form, its type and help
 FLAGS = {
     "tensor_parallel": "tp", "no_flash_attn": "nfa", "no_xformers": "nxf", "no_sdpa": "nsdpa",
     "no_graphs": "ng", "low_mem": "lm", "load_q4": "lq4", "fast_safetensors": "fst",
-    "ignore_compatibility": "ic",
+    "ignore_compatibility": "ic", "cache_8bit": "c8", "cache_q4": "cq4", "cache_q6": "cq6",
+    "cache_q8": "cq8",
 }  # fmt: skip
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
+    parser.conflict_handler = "resolve"  # many scripts define the options of caches themselves
     for name, (short, kind, text) in VALUES.items():
         parser.add_argument(f"-{short}", f"--{name}", type=kind, help=text)
     for name, short in FLAGS.items():

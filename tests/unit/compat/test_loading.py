@@ -153,9 +153,8 @@ def test_small_tools_count_and_grow() -> None:
 
 def test_scripts_load_a_model_by_their_arguments(folder, capsys) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("-c8", "--cache_8bit", action="store_true")  # a script's own
     model_init.add_args(parser)
-    args = parser.parse_args(["-m", str(folder), "-l", "512", "-rs", "2", "-lm", "-nfa"])
+    args = parser.parse_args(["-m", str(folder), "-l", "512", "-rs", "2", "-lm", "-nfa", "-cq4"])
 
     model_init.check_args(args)
     model_init.print_options(args)
@@ -164,7 +163,22 @@ def test_scripts_load_a_model_by_their_arguments(folder, capsys) -> None:
     assert isinstance(tokenizer, ExLlamaV2Tokenizer)
     assert model.native.max_tokens == 512
     assert (model.config.max_output_len, model.config.max_input_len) == (16, 1024)
+    assert (args.cache_q4, args.cache_q8) == (True, False)
     assert str(folder) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_scripts_may_define_the_options_of_caches(folder, is_first: bool) -> None:
+    parser = argparse.ArgumentParser()
+    if is_first:
+        parser.add_argument("-c8", "--cache_8bit", action="store_true")
+    model_init.add_args(parser)
+    if not is_first:
+        parser.add_argument("-c8", "--cache_8bit", action="store_true")
+
+    args = parser.parse_args(["-m", str(folder), "-c8"])
+
+    assert (args.cache_8bit, args.cache_q4) == (True, False)
 
 
 def test_scripts_load_later_with_a_lazy_cache(folder) -> None:
