@@ -26,7 +26,8 @@ FLAGS = {
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
-    parser.conflict_handler = "resolve"  # many scripts define the options of caches themselves
+    # many scripts define the options of caches themselves, before or after
+    parser._optionals.conflict_handler = "resolve"
     for name, (short, kind, text) in VALUES.items():
         parser.add_argument(f"-{short}", f"--{name}", type=kind, help=text)
     for name, short in FLAGS.items():
