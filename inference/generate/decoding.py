@@ -156,20 +156,21 @@ class Decoding:
 
     def _read(self, part: Part, arrivals: list[Arrival]) -> None:
         """Hand the tokens of a step to a job, up to the first one that was not drafted."""
-        job, right = part.job, 0
-        for place, arrival in zip(part.places, arrivals, strict=False):
-            token, before = arrival.token(part.slot, _top(job.request)), len(job.output.ids)
+        job, top = part.job, _top(part.job.request)
+        tokens = [arrival.token(part.slot, top) for arrival in arrivals[: len(part.places)]]
+        pairs = zip(tokens, part.draft, strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
+        job.reach.note(len(part.draft), right)
+        for token, place in zip(tokens[: right + 1], part.places, strict=False):
+            before = len(job.output.ids)
             job.draws.popleft()
             try:
                 self._take(job, token, place.ends)
             except Exception as error:  # of a hook, or of this job's logits
                 event = job.output.finish("error", error=error)
                 self._schedule.end(job, event, keep=token.id >= 0)
-            was_drafted = right < len(part.draft) and token.id == part.draft[right]
-            right += was_drafted
-            if not was_drafted or job.is_done or len(job.output.ids) <= before:
+            if job.is_done or len(job.output.ids) <= before:
                 break
-        job.reach.note(len(part.draft), right)
 
     def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:
         if token.id < 0:
