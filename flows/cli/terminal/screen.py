@@ -18,6 +18,7 @@ from exl2flow.flows.cli.terminal.markdown import MarkdownStream
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference.chat import ChatStatistics, Piece
 
+MARK_PASTES = "\x1b[?2004h"  # those during an answer, too; the prompt ends it
 DIM, NAME, NOTE, ERROR = "dim", "bold blue", "yellow", "red"
 
 
@@ -51,6 +52,7 @@ class Screen:
     def show(self, pieces: "Iterable[Piece]") -> None:
         """Show an answer; its pieces end at the first Ctrl-C, a second one raises."""
         with _interruptible() as stop:
+            self.console.file.write(MARK_PASTES)
             try:
                 if self.name:
                     self.say(f"{self.name}:", NAME)
@@ -135,7 +137,8 @@ def without_echo() -> Iterator[None]:
         return
     before = termios.tcgetattr(sys.stdin)
     changed = termios.tcgetattr(sys.stdin)
-    changed[3] &= ~termios.ECHO
+    changed[0] &= ~termios.ICRNL  # what is typed ahead reaches the next prompt as it is
+    changed[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSANOW, changed)
     try:
         yield
