@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -177,7 +177,7 @@ def _begin(model: Path, config: ChatConfig, file: Path | None, before: Path | No
     def generator() -> "Generator":
         return Generator(loaded, cache=shared.cache, slots=1, draft=draft)
 
-    options = {
+    options: dict[str, Any] = {
         "settings": config.sampling, "max_answer_tokens": chat.max_answer, "bans": shared.ban,
         "reserve": chat.reserve, "adapters": read_adapters(loaded, shared.lora),
         "filters": filters, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
@@ -270,7 +270,7 @@ def _list_formats() -> None:
             Message(role="assistant", content="Hi!" + format.ending),
             Message(role="user", content="Bye"),
         ]
-        template = ChatTemplate(format.source, special_tokens=TOKENS, origin=format.file)
+        template = ChatTemplate(format.template, special_tokens=TOKENS, origin=format.file)
         text = template.render(messages, add_generation_prompt=True, variables=NAMES)
         OUT.print(name, style="bold")
         OUT.print(printable(text), markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
@@ -219,7 +220,7 @@ def _change(chat: Chat, name: str, text: str) -> None:
         ConfigError: it cannot have that value.
     """
     if name in SETTINGS:
-        value = _number(name, text, _value(chat, name))
+        value = _number(name, text)
         chat.session.settings = dataclasses.replace(chat.session.settings, **{name: value})
     elif name == "max_answer":
         if not text.isdecimal() or int(text) < 1:
@@ -240,7 +241,7 @@ def _switch(name: str, text: str) -> bool:
     return SWITCHES[text.lower()]
 
 
-def _number(name: str, text: str, now: object) -> object:
+def _number(name: str, text: str) -> Any:
     """Return the value that a text spells, of the kind of the field's default."""
     default = next(f.default for f in dataclasses.fields(SamplingSettings) if f.name == name)
     if isinstance(default, bool):
