@@ -3,7 +3,7 @@
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from exl2flow.flows.cli.options.chat import (
     remember,
     remembered,
 )
+from exl2flow.flows.cli.options.sampling import SAMPLING
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.flows.cli.terminal.loop import Chat
@@ -37,6 +38,9 @@ EXAMPLES = (
 )
 PROFILES, KEPT = "chat.toml", "chat.json"
 FILES = "Files"
+ALWAYS = ("adapters", "filters")  # no part of a conversation's file
+OF_SESSION = {"max_answer": "max_answer_tokens", "ban": "bans"}
+SETTINGS = {row.field for row in SAMPLING[1]}
 # variables of templates, for examples
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 NAMES = {"user_name": "User", "bot_name": "Assistant"}
@@ -111,14 +115,15 @@ def chat(
         raise ConfigError("give the folder of a model")
     if keep_profile and profile is None:
         raise ConfigError("`--remember` goes with `--profile`")
-    config = build_chat({**_of_profile(model, profile, keep=keep_profile), **values}, model)
+    given = {**_of_profile(model, profile, keep=keep_profile), **values}
+    config = build_chat(given, model)
     talks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     message = "" if talks else _message()
     file = conversation or (_kept(model) if talks or resume else None)
     before = file if resume and file is not None and file.is_file() else None
     if resume and before is None:
         say(f"no conversation in `{file}` yet; a new one begins", style="yellow")
-    at_work = _begin(model, config, file, before)
+    at_work = _begin(model, config, given, file, before)
     if talks:
         _talk(at_work, config)
     else:
@@ -160,8 +165,10 @@ def _message() -> str:
     return text.rstrip("\n")
 
 
-def _begin(model: Path, config: ChatConfig, file: Path | None, before: Path | None) -> "Chat":
-    """Load the model, and begin a conversation or go on with one."""
+def _begin(
+    model: Path, config: ChatConfig, given: Values, file: Path | None, before: Path | None
+) -> "Chat":
+    """Load the model, and begin a conversation or go on with that of the file `before`."""
     from exl2flow.flows.cli.terminal.commands import obey
     from exl2flow.flows.cli.terminal.loop import Chat
     from exl2flow.flows.cli.terminal.screen import Screen
@@ -178,25 +185,28 @@ def _begin(model: Path, config: ChatConfig, file: Path | None, before: Path | No
         return Generator(loaded, cache=shared.cache, slots=1, draft=draft)
 
     options: dict[str, Any] = {
-        "settings": config.sampling, "max_answer_tokens": chat.max_answer, "bans": shared.ban,
-        "reserve": chat.reserve, "adapters": read_adapters(loaded, shared.lora),
-        "filters": filters, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
-        "names": (chat.user_name, chat.bot_name),
+        "adapters": read_adapters(loaded, shared.lora), "filters": filters,
+        "max_answer": chat.max_answer, "ban": shared.ban, "reserve": chat.reserve,
+        "seed": chat.seed, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
+        "system": "" if chat.no_system else chat.system,
     }  # fmt: skip
-    if chat.seed is not None or before is None:
-        options["seed"] = chat.seed
-    if chat.no_system or chat.system is not None or before is None:
-        options["system"] = "" if chat.no_system else chat.system
+    if before is not None:  # then what is not given is as it was
+        of_file = {"system"} if chat.no_system else set()
+        options = {k: v for k, v in options.items() if k in {*given, *of_file, *ALWAYS}}
+    options = {OF_SESSION.get(name, name): value for name, value in options.items()}
+    if before is None or given.keys() & {"user_name", "bot_name"}:
+        options["names"] = (chat.user_name, chat.bot_name)
     if before is None:
-        session = Session(generator(), format, **options)
+        session = Session(generator(), format, settings=config.sampling, **options)
         if file is not None and file.is_file():
             with suppress(OSError):
                 file.replace(file.with_suffix(".previous.json"))
     else:
-        given = format if chat.format is not None else None
-        session = Session.load(before, generator(), given, **options)
+        session = Session.load(before, generator(), format if chat.format else None, **options)
+        changed = {k: v for k, v in given.items() if k in SETTINGS}
+        session.settings = config.sampling if chat.greedy else replace(session.settings, **changed)
     screen = Screen(OUT)
-    screen.thinking, screen.plain = chat.thinking, chat.plain
+    screen.thinking, screen.plain = chat.thinking, chat.plain or OUT.is_dumb_terminal
     return Chat(
         session=session, screen=screen, model=model, file=file, restart=generator, why=why,
         stats=chat.stats, obey=obey,
@@ -209,7 +219,6 @@ def _talk(at_work: "Chat", config: ChatConfig) -> None:
     from exl2flow.flows.cli.terminal.input import Typed
 
     session, screen = at_work.session, at_work.screen
-    screen.name = config.chat.bot_name if session.format.name == "raw" else ""
     words = {name: one.words for name, one in COMMANDS.items()}
     history = _home("XDG_STATE_HOME", ".local/state") / "chat-history"
     at_work.typed = Typed(config.chat.user_name, words, history, say=screen.say)

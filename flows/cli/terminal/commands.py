@@ -335,7 +335,9 @@ def save(chat: Chat, argument: str) -> Answer:
 @command("FILE", None)
 def load(chat: Chat, argument: str) -> Answer:
     """Go on with a saved conversation in place of this one."""
-    chat.adopt(type(chat.session).load(_file(argument), chat.session.generator))
+    now = chat.session
+    kept = {"adapters": now.adapters, "filters": now.filters}  # which are no part of a file
+    chat.adopt(type(now).load(_file(argument), now.generator, **kept))
     chat.keep()
     return None
 

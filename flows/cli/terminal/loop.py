@@ -1,5 +1,6 @@
 """A chat at work: reads what the user types, answers it or obeys it, and keeps the conversation."""
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Generator
     from exl2flow.inference.chat import Piece, Session
 
+NAMED = "raw"  # the format of a log, whose answers begin with a name
 Answer = Iterator["Piece"] | None  # what a command gives: an answer to show, or nothing
 
 
@@ -51,26 +53,38 @@ class Chat:
 
     def take(self, text: str) -> None:
         """Answer a message or obey a command; what fails is one line, and the chat goes on."""
+        failure, is_broken = "", False
         try:
             is_command = text.startswith("/") and "\n" not in text
             pieces = self.obey(self, text[1:]) if is_command else self.session.reply(text)
             if pieces is not None:
                 self.answer(pieces)
         except Exl2FlowError as error:
-            self._failed(str(error))
+            failure = f"error: {error}"
         except FAILURES as error:
             if (message := of_the_machine(error)) is None:
                 raise
-            self._failed(message)
+            failure = f"error: {message}"
+        except KeyboardInterrupt:  # the second one, which may come in the middle of a step
+            failure, is_broken = "stopped at once", True
+        if failure:
+            self.screen.say(failure, ERROR)
+        if is_broken or self.session.generator.failure is not None:
+            self.screen.say("what the model had read is read again with the next message", NOTE)
+            del self.session.generator  # before its successor needs the memory of its cache
+            gc.collect()
+            self.session.generator = self.restart()
 
     def answer(self, pieces: "Iterator[Piece]") -> None:
         """Show an answer, and write the conversation."""
+        self.screen.name = self.session.names[1] if self.session.format.name == NAMED else ""
         try:
             self.screen.show(pieces)
         finally:
             self.keep()
         if self.stats:
             self.screen.say(summary(self.session.statistics), DIM)
+        self.screen.say("")
 
     def keep(self) -> None:
         """Write the conversation, whole or not at all."""
@@ -100,9 +114,3 @@ class Chat:
             return self.typed.read(default=text)
         except Leave:
             raise ConfigError("nothing was edited") from None
-
-    def _failed(self, message: str) -> None:
-        self.screen.say(f"error: {message}", ERROR)
-        if self.session.generator.failure is not None:
-            self.screen.say("the model is made ready again", NOTE)
-            self.session.generator = self.restart()

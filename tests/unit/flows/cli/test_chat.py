@@ -70,6 +70,22 @@ def test_resume_goes_on_where_the_last_call_ended(folder: Path, home: Path) -> N
     assert [m["content"] for m in messages if m["role"] == "user"] == ["Hello", "More"]
 
 
+def test_a_resumed_conversation_keeps_its_options_but_for_those_given(
+    folder: Path, home: Path
+) -> None:
+    file = home / "talk.json"
+    first = ("--temperature", 0.5, "--top-k", 7, "--system", "Arr.", "--seed", 3)
+    run(folder, "--conversation", file, *first)
+
+    run(folder, "--conversation", file, "--resume", "--top-k", 9, text="More")
+
+    kept = json.loads(file.read_text())
+    assert kept["settings"]["temperature"] == 0.5
+    assert kept["settings"]["top_k"] == 9
+    assert kept["seed"] == 3
+    assert kept["messages"][0] == {"role": "system", "content": "Arr."}
+
+
 def test_a_new_conversation_keeps_the_last_one_aside(folder: Path, home: Path) -> None:
     file = home / "talk.json"
     run(folder, "--conversation", file, text="First")
