@@ -8,6 +8,8 @@ import pexpect
 import pyte
 from rich.console import Console
 
+from exl2flow.flows.cli.terminal.input import Leave
+
 
 class Screen:
     """A `pyte` screen with its scrollback, and a console that writes to it."""
@@ -48,6 +50,19 @@ class _Into(io.StringIO):
     def write(self, text: str) -> int:
         self._screen.feed(text)
         return len(text)
+
+
+class Script:
+    """Stands for the keyboard."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.defaults = [*lines], list[str]()
+
+    def read(self, default: str = "") -> str:
+        self.defaults.append(default)
+        if not self.lines:
+            raise Leave
+        return self.lines.pop(0)
 
 
 class Program:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.files import digest_of
 from exl2flow.flows.cli.console import OUT, emit_json, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters
 from exl2flow.flows.cli.options import Values, with_settings
@@ -147,6 +146,8 @@ def _of_profile(model: Path, name: str | None, *, keep: bool) -> dict[str, objec
 
 def _kept(model: Path) -> Path:
     """Return the file that keeps the last conversation with a model."""
+    from exl2flow.core.files import digest_of
+
     name = f"{model.resolve().name}-{digest_of(str(model.resolve()))[:8]}.json"
     return _home("XDG_STATE_HOME", ".local/state") / "chats" / name
 
@@ -203,7 +204,7 @@ def _begin(
                 file.replace(file.with_suffix(".previous.json"))
     else:
         session = Session.load(before, generator(), format if chat.format else None, **options)
-        changed = {k: v for k, v in given.items() if k in SETTINGS}
+        changed: dict[str, Any] = {k: v for k, v in given.items() if k in SETTINGS}
         session.settings = config.sampling if chat.greedy else replace(session.settings, **changed)
     screen = Screen(OUT)
     screen.thinking, screen.plain = chat.thinking, chat.plain or OUT.is_dumb_terminal

@@ -45,7 +45,7 @@ def users(folder: Path) -> list[str]:
 
 
 def test_a_conversation_in_the_terminal(start: Start, tmp_path: Path) -> None:
-    chat = start("--max-answer", 20, "--stats")
+    chat = start("--max-answer", 20, "--stats", "--draft", DEMO)
 
     chat.enter("Hello there")
     chat.wait("tokens/s")
@@ -59,6 +59,7 @@ def test_a_conversation_in_the_terminal(start: Start, tmp_path: Path) -> None:
     shown = chat.enter("/tokens") or chat.wait("of 2048 tokens")
 
     assert users(tmp_path) == ["Hello there", "two\nlines", "three\nmore\nlines", "pasted\n/quit"]
+    assert "guesses right" in shown
     assert "\ufffd" not in shown
     assert chat.leave(CTRL_D) == 0
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from exl2flow.core.chat import ChatOptions
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.files import read_json, write_json
 from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, validated
@@ -158,11 +157,15 @@ def nearest(name: str, names: "Mapping[str, Any] | set[str]") -> str:
 
 def remembered(path: Path, model: Path) -> str | None:
     """Return the name of the profile that a model was last used with, if it was to be kept."""
+    from exl2flow.core.files import read_json  # which imports torch
+
     profile = read_json(path).get(str(model.resolve())) if path.is_file() else None
     return profile if isinstance(profile, str) else None
 
 
 def remember(path: Path, model: Path, profile: str) -> None:
     """Keep the name of a profile for a model."""
+    from exl2flow.core.files import read_json, write_json
+
     kept = read_json(path) if path.is_file() else {}
     write_json(path, {**kept, str(model.resolve()): profile})

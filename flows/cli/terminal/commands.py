@@ -336,7 +336,10 @@ def save(chat: Chat, argument: str) -> Answer:
 def load(chat: Chat, argument: str) -> Answer:
     """Go on with a saved conversation in place of this one."""
     now = chat.session
-    kept = {"adapters": now.adapters, "filters": now.filters}  # which are no part of a file
+    kept: dict[str, Any] = {
+        "adapters": now.adapters,
+        "filters": now.filters,
+    }  # which are no part of a file
     chat.adopt(type(now).load(_file(argument), now.generator, **kept))
     chat.keep()
     return None

@@ -1,77 +1,15 @@
 """The commands of a chat, on a tiny model; what is refused is one line, and the chat goes on."""
 
 import json
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from adapters import make_adapter
-from screens import Screen as Terminal
-from tiny import make_tiny
+from screens import Script
 
-from exl2flow.core.sampling import SamplingSettings
-from exl2flow.flows.cli.terminal.commands import COMMANDS, obey
-from exl2flow.flows.cli.terminal.input import Leave
+from exl2flow.flows.cli.terminal.commands import COMMANDS
 from exl2flow.flows.cli.terminal.loop import Chat
-from exl2flow.flows.cli.terminal.screen import Screen
-from exl2flow.inference import Generator, load_model
-from exl2flow.inference.chat import Piece, Session, all_formats
-
-
-class Script:
-    """Stands for the keyboard."""
-
-    def __init__(self, *lines: str) -> None:
-        self.lines, self.defaults = [*lines], list[str]()
-
-    def read(self, default: str = "") -> str:
-        self.defaults.append(default)
-        if not self.lines:
-            raise Leave
-        return self.lines.pop(0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> Generator:
-    return Generator(load_model(folder, device="cpu"), slots=1)
-
-
-@pytest.fixture
-def terminal() -> Terminal:
-    return Terminal(100, 40)
-
-
-@pytest.fixture
-def chat(folder: Path, generator: Generator, terminal: Terminal, tmp_path: Path) -> Chat:
-    session = Session(
-        generator, all_formats()["raw"], system="Be brief.", seed=1, max_answer_tokens=6,
-        settings=SamplingSettings(temperature=1.0),
-    )  # fmt: skip
-    return Chat(
-        session=session, screen=Screen(terminal.console), model=folder, obey=obey,
-        file=tmp_path / "kept.json", restart=lambda: Generator(generator.model, slots=1),
-        typed=Script(),  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-@pytest.fixture
-def say(chat: Chat, terminal: Terminal) -> Callable[[str], str]:
-    """Type a line, and return what is printed."""
-
-    def typed(line: str) -> str:
-        before = len(terminal.rows())
-        chat.take(line)
-        return "\n".join(terminal.rows()[before:]).strip("\n")
-
-    return typed
-
 
 Say = Callable[[str], str]
 
@@ -325,81 +263,3 @@ def test_a_failing_job_ends_the_answer_not_the_chat(
     say("Again")
     assert len(chat.session.turns) == 2
     assert chat.session.turns[1].ids
-
-
-def test_a_second_ctrl_c_ends_the_answer_at_once_not_the_chat(
-    chat: Chat, say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat.session.generator = chat.restart()
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(chat.session.generator._decoding, "step", interrupt)
-        shown = say("Hello")
-
-    assert "stopped at once" in shown
-    say("Again")
-    assert chat.session.turns[-1].ids
-
-
-def test_ctrl_c_closes_the_answer_and_keeps_its_text(chat: Chat, terminal: Terminal) -> None:
-    def pieces() -> Iterator[Piece]:
-        nonlocal is_closed
-        try:
-            yield Piece("some ")
-            os.kill(os.getpid(), signal.SIGINT)
-            yield Piece("text")
-            yield Piece("never shown")
-        finally:
-            is_closed = True
-
-    is_closed = False
-    chat.answer(pieces())
-
-    assert is_closed
-    assert "some text" in terminal.rows()
-    assert "stopped; `/more` goes on" in "\n".join(terminal.rows())
-
-
-@pytest.mark.parametrize(
-    ("mode", "shown"), [("show", ["hm, hm"]), ("fold", ["thinking …", "thought for"]), ("hide", [])]
-)
-def test_thoughts_are_shown_folded_or_hidden(
-    chat: Chat, terminal: Terminal, mode: str, shown: list[str]
-) -> None:
-    chat.screen.thinking = mode
-    pieces = [
-        Piece("hm, ", "thinking"),
-        Piece("hm", "thinking"),
-        Piece("# Yes"),
-        Piece("no", "note"),
-    ]
-
-    chat.answer(iter(pieces))
-
-    rows = terminal.rows()[1:]  # below the name
-    assert len(rows) == len(shown) + 2
-    assert all(row.startswith(words) for row, words in zip(rows, shown, strict=False))
-    assert [row.strip() for row in rows[-2:]] == ["Yes", "no"]
-
-
-def test_only_the_log_format_names_the_model(chat: Chat, say: Say) -> None:
-    assert "Assistant:" in say("Hello")
-    say("/format chatml")
-
-    assert "Assistant:" not in say("Hello")
-
-
-def test_escape_sequences_of_thoughts_names_and_files_command_nothing(
-    chat: Chat, say: Say, terminal: Terminal
-) -> None:
-    chat.answer(iter([Piece("a\x1b[2Jb", "thinking"), Piece("\x1b]0;x\x07", "note")]))
-    say("/ban \x1b[2J")
-    say("/load \x1b[2J")
-    chat.screen.plain = True
-    chat.answer(iter([Piece("c\x1b[2Jd")]))
-
-    assert "\x1b[2J" not in terminal.written
-    assert "\x1b]0" not in terminal.written
