@@ -225,13 +225,34 @@ def test_filters_hold_over_more(generator: Generator) -> None:
     assert text == word
 
 
-def test_a_stop_string_within_a_token_leaves_the_text_before_it() -> None:
-    stopping = own("{{ messages[-1].content }}", stop_strings=("#",))
-    session = Session(scripted("a"), stopping)
-    assert "#" in session._reader.stops
+def test_a_stop_string_within_a_token_leaves_the_text_before_it(generator: Generator) -> None:
+    tokenizer = generator.model.tokenizer
+    token, piece = next((i, p) for i, p in enumerate(tokenizer.pieces) if len(p.strip()) == 3)
+    stopping = own("{{ messages[-1].content }}", stop_strings=(piece.strip()[1:],))
+    bias = SamplingSettings.greedy(token_bias=((token, 1e4),))
+    session = Session(generator, stopping, settings=bias)
+
+    text = text_of(session.reply("a"))
+
+    turn = session.turns[-1]
+    assert turn.current.ended
+    assert text == turn.answer == piece.strip()[0]
+    assert tokenizer.decode(turn.ids).strip() == text
 
 
-# -- turns
+def test_what_a_message_displaced_comes_back_when_it_is_taken_back() -> None:
+    fake = scripted("Fine.", context=256)
+    session = Session(fake, RAW, system=SYSTEM, reserve=60)
+    list(session.reply("first"))
+    told = notes(session.reply("word " * 400))
+    assert session.turns[0].dropped
+
+    session.undo()
+    list(session.reply("second"))
+
+    assert "no longer read" in told
+    assert [turn.dropped for turn in session.turns] == [False, False]
+    assert "first" in fake.tokenizer.decode(fake.prompts[-1])
 
 
 def test_retry_keeps_the_earlier_answer_and_back_brings_it_back(generator: Generator) -> None:
