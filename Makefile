@@ -56,7 +56,7 @@ test-lowest: .venv-lowest/.installed
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant tasks flows inference
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant tasks flows inference compat
 	$(BIN)/mypy
 
 format: dev

@@ -46,7 +46,7 @@ class LowRank:
         if self.down is not None:
             for p, *halves in zip(self._projections, self.down, self.ups, strict=True):
                 for stored, half in zip(halves, matrices.get(p.key, ()), strict=False):
-                    stored[first : first + len(half)] = half.to(stored.device)
+                    stored[first : first + len(half)] = half
                 filled = len(matrices[p.key][0]) if p.key in matrices else 0
                 for stored in halves:
                     stored[first + filled : first + ranks] = 0

@@ -28,7 +28,7 @@ REFUSED = (  # options that change the arithmetic
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """Low-rank matrices in main memory; adapters of equal `digest` are equal.
 
@@ -62,8 +62,7 @@ class Adapter:
                 if not half.isfinite().all():
                     why = f"is not finite in {dtype} after scaling; fetch it again"
                     raise ConfigError(f"`{key}` in the adapter `{folder}` {why}")
-        where = {"folder": folder, "model": spec.source_dir}
-        return cls(digest=digest.digest(), rank=rank, matrices=matrices, **where)
+        return cls(digest.digest(), folder, spec.source_dir, rank, matrices)
 
 
 def adapters_of(given: Sequence[object], model: LoadedModel) -> tuple[Adapter, ...]:
@@ -88,8 +87,7 @@ def _config(folder: Path) -> dict[str, Any]:
         wrong += [name for name in ("r", "lora_alpha") if not config[name] > 0]
         wrong += [name for name in REFUSED if config.get(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"`{path}` does not describe a LoRA ({error!r}); give a folder that PEFT saved"
-        raise ConfigError(message) from error
+        raise ConfigError(f"`{path}` describes no LoRA ({error!r}); use what PEFT saved") from error
     if str(config.get("init_lora_weights")).startswith(CHANGED):
         wrong.append("init_lora_weights")
     for name in wrong:

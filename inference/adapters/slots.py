@@ -15,7 +15,7 @@ from exl2flow.model import Decoder
 from exl2flow.model.low_rank import LowRank, with_low_rank
 
 Used = tuple[Adapter, ...]
-ADAPTED = "adapted"
+ALIGNED = 8  # ranks, so that rows of fp16 begin at multiples of 16 bytes
 
 
 class AdapterSlots:
@@ -35,14 +35,13 @@ class AdapterSlots:
 
     @property
     def mark(self) -> str:
-        """Which steps of the same shape do the same work."""
-        return ADAPTED if self._used else "plain"
+        """Steps of the same shape and mark do the same work."""
+        return "adapted" if self._used else "plain"
 
     def enter(self, slot: int, adapters: Used = ()) -> None:
         """Let a slot use adapters, or none."""
         self._used.pop(slot, None)
-        if adapters:
-            self._used[slot] = adapters
+        self._used |= {slot: adapters} if adapters else {}
         if adapters or self._stored:
             self._hold(())
 
@@ -94,7 +93,7 @@ class AdapterSlots:
         if not self._parts:
             self._decoder, self._parts = with_low_rank(self._plain)
         like, keys = self._plain.embedding.weight, self._keys.union(*(a.matrices for a in needed))
-        width = max(self._width, *(adapter.rank for adapter in needed))
+        width = max(self._width, *(-(-adapter.rank // ALIGNED) * ALIGNED for adapter in needed))
         count = max(len(self._stored), 1 << (len(needed) - 1).bit_length())
         changed = [part for part in self._parts if part.keys & keys]
         rooms = [part.room(count * width, like) for part in changed]  # memory may run out
@@ -102,4 +101,4 @@ class AdapterSlots:
             part.down, part.ups = down, ups
         self._unused = like.new_ones(len(self._unused), 1, 1, count * width, dtype=torch.bool)
         self._stored, self._width, self._keys = [None] * count, width, keys
-        self._moved(ADAPTED)
+        self._moved("adapted")

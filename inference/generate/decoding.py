@@ -17,7 +17,6 @@ from exl2flow.inference.generate.part import Part, Place
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps, restored
 from exl2flow.inference.sampling import Kind
-from exl2flow.kernels import FEW_ROWS
 
 CANDIDATES = 64  # that a hook sees
 
@@ -74,7 +73,7 @@ class Decoding:
         if self._steps.guesses is None or not jobs:
             yield from ((job, []) for job in jobs)
             return
-        room = min(self._steps.drafts, FEW_ROWS // slots - 1)  # more rows cost more
+        room = self._steps.room(slots)
         wanted = {
             s.slot: Wanted(s, s.ids, job.most_drafted(room) if s is job.lead else 0)
             for job in jobs
@@ -157,20 +156,21 @@ class Decoding:
 
     def _read(self, part: Part, arrivals: list[Arrival]) -> None:
         """Hand the tokens of a step to a job, up to the first one that was not drafted."""
-        job, right = part.job, 0
-        for place, arrival in zip(part.places, arrivals, strict=False):
-            token, before = arrival.token(part.slot, _top(job.request)), len(job.output.ids)
+        job, top = part.job, _top(part.job.request)
+        tokens = [arrival.token(part.slot, top) for arrival in arrivals[: len(part.places)]]
+        pairs = zip(tokens, part.draft, strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
+        job.reach.note(len(part.draft), right)
+        for token, place in zip(tokens[: right + 1], part.places, strict=False):
+            before = len(job.output.ids)
             job.draws.popleft()
             try:
                 self._take(job, token, place.ends)
             except Exception as error:  # of a hook, or of this job's logits
                 event = job.output.finish("error", error=error)
                 self._schedule.end(job, event, keep=token.id >= 0)
-            was_drafted = right < len(part.draft) and token.id == part.draft[right]
-            right += was_drafted
-            if not was_drafted or job.is_done or len(job.output.ids) <= before:
+            if job.is_done or len(job.output.ids) <= before:
                 break
-        job.reach.note(len(part.draft), right)
 
     def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:
         if token.id < 0:

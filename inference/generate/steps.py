@@ -8,7 +8,6 @@ several tokens per slot, and sampling is replayed for each place while what it c
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -21,19 +20,12 @@ from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, Step
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.load import LoadedModel
-from exl2flow.inference.sampling import (
-    Kind,
-    Sampled,
-    SamplerSlots,
-    breakers,
-    newline_ids,
-    sample,
-)
-from exl2flow.kernels import on_device
+from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
+from exl2flow.kernels import FEW_ROWS, on_device
 from exl2flow.kernels.recording import Recordings, bucket
 from exl2flow.model import Decoder, check_ids, step_table
 
-COUNTS = (1, 3, 5, 8)  # tokens per slot of a recorded step
+COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
@@ -109,16 +101,8 @@ class Steps:
         """Give a slot to a sequence whose tokens but the last are in the cache."""
         self._adapters.enter(slot, adapters)
         self.set_pages(slot, pages)
-        self.sampler.enter(slot, self._completed(settings), ids, mu=mu)
+        self.sampler.enter(slot, completed(settings, self._tokenizer), ids, mu=mu)
         self.stand_at(slot, ids)
-
-    def _completed(self, settings: SamplingSettings) -> SamplingSettings:
-        """Fill in the ids that DRY and XTC leave alone by default."""
-        if settings.dry_multiplier and settings.dry_breakers is None:
-            settings = replace(settings, dry_breakers=breakers(self._tokenizer))
-        if settings.xtc_probability and settings.xtc_ignored is None:
-            settings = replace(settings, xtc_ignored=newline_ids(self._tokenizer))
-        return settings
 
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""
@@ -209,6 +193,11 @@ class Steps:
         there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
         self.draws[:slots] = there
         return self.recordings.replay((rows, kind), partial(self._sample, rows, kind))
+
+    def room(self, slots: int) -> int:
+        """Return how many drafts per slot are worth it: more rows leave the kernels for few."""
+        fitting = [count for count in COUNTS if count * self._rows(slots) <= FEW_ROWS]
+        return min(self.drafts, max(fitting, default=1) - 1)
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record what steps of any number of slots need for the kinds."""

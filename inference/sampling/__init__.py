@@ -1,7 +1,7 @@
 """Choose the next tokens on the device: frozen settings, state per slot, `Ops.sample`."""
 
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.sampling.bits import breakers, newline_ids
+from exl2flow.inference.sampling.bits import breakers, completed, newline_ids
 from exl2flow.inference.sampling.chain import sample
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
@@ -14,6 +14,7 @@ __all__ = [
     "SamplerSlots",
     "SamplingSettings",
     "breakers",
+    "completed",
     "newline_ids",
     "sample",
 ]

@@ -1,11 +1,13 @@
 """Sets of token ids as bit masks: bit i of word w stands for id 32 w + i."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
+from exl2flow.core.sampling import SamplingSettings
 from exl2flow.model import Tokenizer
 
 WORD = 32
@@ -33,6 +35,15 @@ def breakers(tokenizer: Tokenizer) -> tuple[int, ...]:
 def newline_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that XTC ignores by default: special tokens and pieces with a line end."""
     return _with_any(frozenset("\n"), tokenizer)
+
+
+def completed(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
+    """Fill in the ids that DRY and XTC leave alone by default."""
+    if settings.dry_multiplier and settings.dry_breakers is None:
+        settings = replace(settings, dry_breakers=breakers(tokenizer))
+    if settings.xtc_probability and settings.xtc_ignored is None:
+        settings = replace(settings, xtc_ignored=newline_ids(tokenizer))
+    return settings
 
 
 def _with_any(characters: frozenset[str], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ BELOW: dict[str, set[str]] = {
 }
 BELOW["tasks"] = {*BELOW}
 BELOW["flows"] = {*BELOW}
+BELOW["compat"] = {"core", "kernels", "model", "inference"}  # nothing imports it
 FOLDERS = set(BELOW)
 PATHS_ONLY = {"exl2flow.calibration_data", "exl2flow.calibration_data.standard"}
 PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.heldout"}
@@ -67,14 +68,15 @@ RUNNING_FLOWS = {
     "flows/cli/main.py",
 }
 RUNNING_FLOWS |= {"flows/cli/running.py"}
-PROGRAMS = ("flows/cli/", "calibration_data/build.py")  # may print
+# may print
+PROGRAMS = ("flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
 # the folders of quant/ in the order of the pipeline: a stage may import earlier ones only
 STAGE_ORDER = (
     *("walk", "tokenize", "rounding", "sensitivity", "measure", "allocate", "quantize", "tune"),
     *("refine", "judge", "compile", "forecast"),
 )
 WITHOUT_PREFECT = (
-    *("quant/", "inference/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),
+    *("quant/", "inference/", "compat/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),
     *("tasks/origin.py", "flows/cli/", "flows/local.py", "flows/__init__.py"),
 )
 LONGEST_FILE = 400

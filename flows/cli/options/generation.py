@@ -48,6 +48,8 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "draft_tokens": ("N", None),
     },
 }
+ROPE = ("rope_scale", "rope_alpha", "rope_yarn")
+RARE = (*ROPE, "draft_tokens", "no_bos", "end_loops", "prefer_end")
 REPEATED = ("stop", "ban", "lora")
 
 
@@ -60,7 +62,7 @@ def _row(field: str, metavar: str, default: str | None) -> Setting:
         metavar=metavar,
         help=f"{text[0].upper()}{text[1:]}{more}.",
         default=default,
-        is_rare=field.startswith("rope_"),
+        is_rare=field in RARE,
         model=GenerationOptions,
     )
 

@@ -114,7 +114,7 @@ def test_names_are_read_from_the_layers_on(
         ({"use_dora": True}, "`use_dora`: True"),
         ({"rank_pattern": {"q_proj": 8}}, "`rank_pattern`"),
         ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights`: 'pissa_niter_4'"),
-        ({"lora_alpha": "many"}, "does not describe a LoRA"),
+        ({"lora_alpha": "many"}, "describes no LoRA"),
         ({"lora_alpha": math.inf}, "not finite"),
         ({"r": 8}, r"has shape \(4, 96\), `r` and the model imply \(8, 96\)"),
     ],

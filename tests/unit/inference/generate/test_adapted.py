@@ -11,6 +11,7 @@ from decoding import Again
 from tiny import VOCAB_SIZE, make_tiny
 from transformers import AutoModelForCausalLM
 
+from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.inference import (
     Adapter,
     Draft,
@@ -24,6 +25,7 @@ from exl2flow.inference import (
     load_model,
 )
 from exl2flow.kernels import PAGE_TOKENS, recording
+from exl2flow.model.low_rank import LowRank
 
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0, repetition_penalty=1.1)
@@ -244,6 +246,36 @@ def test_a_text_with_values_that_are_not_finite_harms_no_other(
         1: alone(model, request(1, adapters[1])),
         2: alone(model, request(2)),
     }
+
+
+def test_an_adapter_without_room_in_memory_ends_its_texts_only(
+    model: LoadedModel, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = adapters
+    generator = Generator(model, tokens=4096, slots=4)
+    first, second = request(1, a, max_new_tokens=40), request(2, max_new_tokens=40)
+    events: list[Event] = []
+    for each in (first, second):
+        generator.submit(each, deliver=events.append)
+    while not any(event.ids for event in events):
+        generator.step()
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LowRank, "room", no_room)
+        failed = generator.submit(request(3, b), deliver=events.append)
+        generator.step()
+    assert failed.is_done
+    later = request(4, b, a)
+    generator.submit(later, deliver=events.append)
+    while not generator.is_idle:
+        generator.step()
+
+    assert [type(e.error) for e in events if e.error] == [OutOfDeviceMemory]
+    made = {tag: sum((e.ids for e in events if e.tag == tag), ()) for tag in (1, 2, 4)}
+    assert made == {each.tag: alone(model, each) for each in (first, second, later)}
 
 
 def test_recorded_steps_follow_the_slots_adapters(

@@ -268,6 +268,12 @@ def test_reach_follows_what_was_right() -> None:
     assert bad.drafted > bad.accepted == 0
 
 
+def test_many_texts_are_drafted_less(model: LoadedModel) -> None:
+    steps = Generator(model, tokens=512, slots=40, draft=NgramDraft(tokens=4))._steps
+
+    assert [steps.room(slots) for slots in (1, 4, 5, 8, 9, 16, 17, 40)] == [4, 4, 3, 3, 1, 1, 0, 0]
+
+
 def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:
     other = load_model(make_tiny("llama", tmp_path / "tiny"), device="cpu", max_tokens=512)
 

@@ -1,0 +1,1 @@
+"""Interfaces of other libraries, for programs that were written for them."""

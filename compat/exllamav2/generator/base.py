@@ -1,0 +1,104 @@
+"""`ExLlamaV2BaseGenerator`: texts for one or several prompts, all at once."""
+
+import re
+import threading
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
+from exl2flow.compat.exllamav2.generator.filters import ExLlamaV2Filter as ExLlamaV2Filter
+from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Queue, Settings
+from exl2flow.compat.exllamav2.model import ExLlamaV2
+from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding, ExLlamaV2Tokenizer
+from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
+
+
+class ExLlamaV2BaseGenerator:
+    def __init__(
+        self, model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
+    ) -> None:
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.abort_event: threading.Event | None = None
+        self._jobs: list[ExLlamaV2DynamicJob] = []
+
+    def warmup(self) -> None:
+        self.model.forward(torch.zeros(1, 2, dtype=torch.long), preprocess_only=True)
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest text."""
+        return min(int(self.model.config.max_seq_len), self.cache.max_seq_len)
+
+    def full(self) -> bool:
+        return self.sequence_ids is not None and self.sequence_ids.shape[1] >= self.reach
+
+    @property
+    def sequence_ids(self) -> torch.Tensor | None:
+        """Ids (b, n) of the last prompts and their texts, padded."""
+        pad = self.tokenizer.pad_token_id
+        every = [job.native for job in self._jobs if job.native is not None]
+        pairs = [(ids, job.output.ids) for job in every for ids in job.prompt.sequences]
+        sizes = [max(map(len, column)) for column in zip(*pairs, strict=True)]
+        rows = [
+            [pad] * (sizes[0] - len(ids)) + [*ids, *made] + [pad] * (sizes[1] - len(made))
+            for ids, made in pairs
+        ]
+        ids = torch.tensor(rows)
+        return torch.where(ids < FIRST_EMBEDDING, ids, pad) if rows else None
+
+    def _queue(self, rows: int, loras: Any, draft: Any = None) -> Queue:
+        context, chunk = self.model.config.max_seq_len, self.model.config.max_input_len
+        options = {"slots": rows, "context": context, "chunk": chunk, "draft": draft}
+        queue = Queue(self.cache, self.tokenizer, **options)
+        self.cache.end_stream()  # of any generator: it would take all pages
+        self.cache.end_stream = lambda: queue.cancel(*queue.jobs)
+        queue.loras = loras
+        return queue
+
+    def generate_simple(
+        self, prompt: str | list[str], gen_settings: Settings, num_tokens: int,
+        seed: int | None = None, token_healing: bool = False, encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False, loras: Any = None, stop_token: int | None = -1,
+        add_bos: bool = False, abort_event: threading.Event | None = None,
+        input_embeddings: torch.Tensor | None = None, completion_only: bool = False,
+        filters: Any = None, filter_prefer_eos: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the text of a prompt, or those of a list of prompts."""
+        if abort_event is not None:
+            abort_event.clear()
+        texts, most = [prompt] if isinstance(prompt, str) else prompt, self.reach - num_tokens
+        tensors = [] if input_embeddings is None else [*input_embeddings]
+        each = [[ExLlamaV2MMEmbedding(self.model, x, EMBEDDING)] for x in tensors]
+        rows = list[torch.Tensor]()
+        for text, alias in zip_longest(texts, each, fillvalue=()):
+            text = re.sub(rf"[ \t]*{re.escape(EMBEDDING)}[ \t]*", EMBEDDING, str(text))
+            [ids] = self.tokenizer.encode(text, add_bos, False, encode_special_tokens, False, alias)
+            rows.append(ids[None, max(0, len(ids) - most) :])
+        eos = self.tokenizer.native.eos_token_ids
+        stops: Any = {None: (), -1: eos}.get(stop_token, (stop_token,))
+        is_pair, queue = gen_settings.cfg_scale is not None, self._queue(len(rows), loras)
+        self._jobs = [
+            ExLlamaV2DynamicJob(
+                group, num_tokens, gen_settings=gen_settings, token_healing=token_healing,
+                seed=None if seed is None else seed + index, stop_conditions=stops,
+                decode_special_tokens=decode_special_tokens, filters=filters,
+                filter_prefer_eos=filter_prefer_eos, embeddings=each[index] if each else None,
+            )
+            for index, group in enumerate([rows] if is_pair else rows)
+        ]  # fmt: skip
+        try:
+            for job in self._jobs:
+                queue.add(job)
+            while queue.jobs and not (abort_event is not None and abort_event.is_set()):
+                queue.iterate()
+        finally:
+            queue.cancel(*self._jobs)
+            queue.step()
+        done = [job.full_completion for job in self._jobs] * (len(rows) if is_pair else 1)
+        is_early = abort_event is not None and abort_event.is_set() and not any(done)
+        if not (completion_only or is_early):
+            starts = [self.tokenizer.decode(row[0], decode_special_tokens) for row in rows]
+            done = [start + text for start, text in zip(starts, done, strict=True)]
+        return done if isinstance(prompt, list) else done[0]

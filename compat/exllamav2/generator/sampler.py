@@ -1,0 +1,128 @@
+"""`ExLlamaV2Sampler.Settings`: mutable settings with exllamav2's names and defaults."""
+
+import math
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import fields
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.request import Filter, Hook, Sampled
+from exl2flow.core.sampling import SamplingSettings
+from exl2flow.inference.filters import Allowed
+from exl2flow.inference.sampling.bits import words_of
+from exl2flow.model import Tokenizer
+
+FEW = 64  # excluded ids that are a bias; more are a mask, which costs the same for any number
+OURS = {each.name for each in fields(SamplingSettings)}
+RENAMED = {"dry_sequence_breakers": "dry_breakers", "xtc_ignore_tokens": "xtc_ignored"}
+SHARES = ("top_p", "min_p", "tfs", "typical")  # off outside of 0 to 1
+
+
+class ExLlamaV2Sampler:
+    """The place of `Settings`; our generators sample by themselves."""
+
+    class Settings(SimpleNamespace):
+        def __init__(
+            self, temperature: float = 0.8, temperature_last: bool = False,
+            smoothing_factor: float = 0.0, min_temp: float = 0.0, max_temp: float = 0.0,
+            temp_exponent: float = 1.0, top_k: int = 50, top_p: float = 0.8, top_a: float = 0.0,
+            min_p: float = 0.0, tfs: float = 0.0, typical: float = 0.0, skew: float = 0.0,
+            token_repetition_penalty: float = 1.025, token_repetition_range: int = -1,
+            token_repetition_decay: int = 0, token_frequency_penalty: float = 0.0,
+            token_presence_penalty: float = 0.0, mirostat: bool = False, mirostat_tau: float = 1.5,
+            mirostat_eta: float = 0.1, mirostat_mu: float | None = None,
+            token_bias: torch.Tensor | None = None, cfg_scale: float | None = None,
+            post_sampling_hooks: Iterable[Any] = (), dry_allowed_length: int = 2,
+            dry_base: float = 1.75, dry_multiplier: float = 0.0,
+            dry_sequence_breakers: Iterable[int] | None = None, dry_range: int = 0,
+            dry_max_ngram: int = 20, xtc_probability: float = 0.0, xtc_threshold: float = 0.1,
+            xtc_ignore_tokens: Iterable[int] | None = None,
+        ) -> None:  # fmt: skip
+            values = locals()
+            super().__init__(**{k: v for k, v in values.items() if k not in ("self", "__class__")})
+            self.post_sampling_hooks = list(post_sampling_hooks)
+
+        @classmethod
+        def greedy(cls, **kwargs: Any) -> Self:
+            given = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_k": 1, "top_p": 0.0}
+            return cls(**(given | kwargs))
+
+        def clone(self) -> Self:
+            return copy(self)
+
+        def greedy_clone(self) -> Self:
+            return type(self)(**(vars(self) | {"top_k": 1, "top_p": 0.0, "token_bias": None}))
+
+        def disallow_tokens(self, tokenizer: Any, tokens: Iterable[int]) -> None:
+            if vars(self)["token_bias"] is None:
+                self.token_bias = torch.zeros(-(-tokenizer.get_vocab_size() // 32) * 32)
+            self.token_bias[list(tokens)] = -math.inf
+
+        def allow_tokens(self, tokenizer: Any, tokens: Iterable[int | str]) -> None:
+            self.token_bias = torch.full((-(-tokenizer.get_vocab_size() // 32) * 32,), -math.inf)
+            ids = [tokenizer.single_id(t) if isinstance(t, str) else t for t in tokens]
+            if None in ids:
+                raise ConfigError(f"`tokens` has texts that are no single token: {[*tokens]}")
+            self.token_bias[ids] = 0.0
+
+        def native(self, tokenizer: Tokenizer) -> tuple[SamplingSettings, list[Filter], list[Hook]]:
+            """Return our settings, a filter where they exclude many ids, and hooks."""
+            values = {RENAMED.get(k, k.removeprefix("token_")): v for k, v in vars(self).items()}
+            values["top_k"] = max(self.top_k, 0)
+            values |= {k: values[k] if 0 < values[k] < 1 else 0.0 for k in SHARES}
+            for name in RENAMED.values():
+                values[name] = None if values[name] is None else tuple(sorted(values[name]))
+            tensor = values["bias"].flatten() if values["bias"] is not None else torch.zeros(0)
+            bias = {i: b for i, b in enumerate(tensor[: tokenizer.vocab_size].tolist()) if b}
+            without = [i for i, b in bias.items() if b == -math.inf]
+            if len(without) > FEW:
+                bias = {i: b for i, b in bias.items() if b != -math.inf}
+            values["token_bias"] = tuple(bias.items())
+            return (
+                SamplingSettings(**{k: v for k, v in values.items() if k in OURS}),
+                [Mask(without)] if len(without) > FEW else [],
+                [partial(_call, hook) for hook in self.post_sampling_hooks],
+            )
+
+
+class Mask:
+    """A filter that excludes `ids`, which may change while a text grows; its own state."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self.ids = frozenset(ids)
+
+    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> Self:
+        self._width = width
+        return self
+
+    def allowed(self) -> Allowed:
+        return Allowed(_without(self.ids, self._width) if self.ids else None, may_end=True)
+
+    def accept(self, token: int) -> None: ...
+    def rollback(self, count: int) -> None: ...
+
+
+@lru_cache(16)
+def _without(ids: frozenset[int], width: int) -> torch.Tensor:
+    return ~words_of(ids, width)
+
+
+class ExLlamaV2PostSamplingResult(SimpleNamespace):
+    """What a hook sees: tensors (1, 1), of candidates (1, 1, n), and logits (1, 1, v)."""
+
+
+def _call(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
+    result = ExLlamaV2PostSamplingResult(
+        sampled_token=torch.tensor([[seen.sampled_token]]), feed_filters=True,
+        sampled_prob=torch.tensor([[seen.sampled_prob]]),
+        candidate_tokens=torch.tensor([[seen.candidate_tokens]]),
+        candidate_probs=torch.tensor([[seen.candidate_probs]]),
+        logits=torch.as_tensor(seen.logits)[None, None],
+    )  # fmt: skip
+    hook(result)
+    seen.sampled_token, seen.feed_filters = int(result.sampled_token), result.feed_filters

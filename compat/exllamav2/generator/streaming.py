@@ -1,0 +1,133 @@
+"""`ExLlamaV2StreamingGenerator`: one text, a token per call."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
+from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Settings
+from exl2flow.compat.exllamav2.generator.sampler import Mask
+from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
+from exl2flow.core.errors import ConfigError, ContextOverflow
+from exl2flow.core.request import FIRST_EMBEDDING
+from exl2flow.inference import Draft, NgramDraft
+
+NAMES = {
+    "token_ids": "chunk_token_ids", "token_probs": "probs", "top_k_tokens": "top_tokens",
+    "top_k_probs": "top_probs", "logits": "logits", "suppressed_text": "suppressed",
+}  # fmt: skip
+
+
+class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
+    speculative_ngram, speculative_prob_threshold = False, 0.25
+    speculative_ngram_min, speculative_ngram_max = 1, 5
+    speculative_ngram_max_inf, speculative_ngram_threshold = 3, 1
+
+    def __init__(
+        self, model: Any, cache: Any, tokenizer: Any, draft_model: Any = None,
+        draft_cache: Any = None, num_speculative_tokens: int = 5,
+    ) -> None:  # fmt: skip
+        super().__init__(model, cache, tokenizer)
+        self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.num_speculative_tokens = num_speculative_tokens
+        eos = self.tokenizer.eos_token_id
+        self.set_stop_conditions([] if eos is None else [eos])
+        self._results, self._mask, self._sums = deque[dict[str, Any]](), Mask(), [0, 0, 0]
+
+    def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
+        stops = list(stop_conditions)
+        self.stop_tokens = {stop for stop in stops if isinstance(stop, int)}
+        self.stop_strings = set(stops) - self.stop_tokens
+
+    def begin_stream_ex(
+        self, input_ids: torch.Tensor, gen_settings: Settings, token_healing: bool = False,
+        loras: Any = None, input_mask: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None, return_probabilities: bool = False,
+        return_top_tokens: int = 0, return_logits: bool = False, abort_event: Any = None,
+        input_embeddings: torch.Tensor | None = None, decode_special_tokens: bool = False,
+        banned_strings: Sequence[str] | None = None, filters: Any = None,
+        filter_prefer_eos: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Continue ids (b, n); offsets or mask say how far the rows of a pair are padded."""
+        pads = [0] * len(input_ids)
+        if position_offsets is not None:
+            pads = [-int(offset) for offset in position_offsets.flatten()]
+        elif input_mask is not None:
+            pads = (input_mask < 0).sum(-1).tolist()
+        rows = [ids[None, pad:] for ids, pad in zip(input_ids, pads, strict=True)]
+        given = [ExLlamaV2MMEmbedding(None, x) for x in input_embeddings or ()]
+        for each in given:
+            each.first_index = FIRST_EMBEDDING
+        self._mask, self._results, self.abort_event = Mask(), deque(), abort_event
+        job = ExLlamaV2DynamicJob(
+            rows, None, gen_settings=gen_settings, token_healing=token_healing,
+            stop_conditions=[*self.stop_tokens, *self.stop_strings], embeddings=given,
+            decode_special_tokens=decode_special_tokens, return_top_tokens=return_top_tokens,
+            return_logits=return_logits, return_probs=return_probabilities,
+            filters=[*(filters or ()), self._mask], banned_strings=banned_strings,
+            filter_prefer_eos=filter_prefer_eos and bool(filters),
+        )  # fmt: skip
+        draft: Any = None
+        if self.speculative_ngram:
+            most = self.speculative_ngram_max
+            draft = NgramDraft(tokens=self.num_speculative_tokens, longest=most)
+        elif self.draft_model is not None:
+            least, model = self.speculative_prob_threshold, self.draft_model.native
+            draft = Draft(model=model, tokens=self.num_speculative_tokens, least=least)
+        self._sums = self._counts()
+        self._jobs, self._stream = [job], self._queue(len(rows), loras, draft)
+        self._stream.add(job)
+
+    begin_stream = begin_stream_ex
+
+    def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> dict[str, Any]:
+        """Return what another step adds, which may be no text yet."""
+        if not self._jobs:
+            raise ConfigError("no text is begun; call `begin_stream_ex` first")
+        [job], self._mask.ids = self._jobs, frozenset(ban_tokens or ())
+        assert job.native is not None
+        made = job.native.output.ids
+        before = len(made)
+        while self._stream.jobs and not self._results and len(made) == before:
+            if self.abort_event is not None and self.abort_event.is_set():
+                self._stream.cancel(job)
+            found = self._stream.iterate()
+            self._results += [result for result in found if result["stage"] == "streaming"]
+        if not self._results and not self._stream.jobs and self.full():
+            raise ContextOverflow(f"the text has all {self.reach} tokens; begin another one")
+        result = self._results.popleft() if self._results else {}
+        ended = not (self._stream.jobs or self._results)
+        if result.get("eos_reason") == "stop_string" and "token_ids" in result["held"]:
+            count = result["held"]["token_ids"].shape[1]
+            result |= {name: result[name][:, :-count] for name in NAMES if name in result}
+        self.cache.current_seq_len = len(job.native.prompt.sequences[0]) + len(made) - 1
+        return {
+            "chunk": result.get("text", ""),
+            "eos": ended and result.get("eos_reason") != "max_new_tokens",
+            "chunk_token_ids": torch.empty(1, 0, dtype=torch.long),
+        } | {ours: result[theirs] for theirs, ours in NAMES.items() if theirs in result}
+
+    def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
+        """Return text, whether it has ended, ids, and probabilities and logits if requested."""
+        found = self.stream_ex(ban_tokens)
+        names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
+        return tuple(found[name] for name in names if name in found)
+
+    def ngram_preload(self, input_ids: torch.Tensor) -> None:
+        """Do nothing: drafts look at the text itself."""
+
+    def _counts(self) -> list[int]:
+        every = [job.native.statistics() for job in self._jobs if job.native is not None]
+        columns = [(s.new_tokens, s.drafted_tokens, s.accepted_tokens) for s in every]
+        return [sum(column) for column in zip(self._sums, *columns, strict=True)]
+
+    def reset_sd_stats(self) -> None:
+        self._sums = [0, 0, 0]
+        self._sums = [-count for count in self._counts()]
+
+    def get_sd_stats(self) -> tuple[float, float, int, int, int]:
+        """Return accepted / all, accepted / drafted, and the counts: all, drafted, accepted."""
+        total, drafted, accepted = self._counts()
+        return accepted / max(total, 1), accepted / max(drafted, 1), total, drafted, accepted

@@ -1,0 +1,154 @@
+"""Configuration, model and LoRA; a model is on one device, a GPU if there is one."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference import Adapter, LoadedModel, load_model
+from exl2flow.model import check_ids, resolve
+
+log = logging.getLogger(__name__)
+
+
+class ExLlamaV2Config(SimpleNamespace):
+    """A model folder and how to load it; what has no counterpart here has no effect."""
+
+    def __init__(self, model_dir: str | None = None) -> None:
+        super().__init__(
+            model_dir=model_dir, max_batch_size=1, max_input_len=2048, max_attention_size=2048**2,
+            max_output_len=None, scale_pos_emb=1.0, scale_alpha_value=1.0, alt_rope_method=None,
+            yarn_rope_factor=None, no_flash_attn=False, no_xformers=False, no_sdpa=False,
+            no_graphs=False, load_in_q4=False, fasttensors=False,
+        )  # fmt: skip
+        if model_dir is not None:
+            self.prepare()
+
+    def prepare(self, no_tensors: bool = False) -> None:
+        spec = resolve(Path(str(self.model_dir)))
+        attention, eos = spec.attention, spec.eos_token_ids
+        vars(self).update(
+            max_seq_len=spec.max_positions, vocab_size=spec.vocab_size, head_dim=attention.head_dim,
+            hidden_size=spec.hidden_size, num_hidden_layers=spec.num_layers,
+            intermediate_size=spec.mlp.intermediate_size, num_attention_heads=attention.num_heads,
+            num_key_value_heads=attention.num_kv_heads, bos_token_id=spec.bos_token_id,
+            eos_token_id=eos[0] if eos else None, scale_pos_emb=spec.rope.position_scale,
+            original_max_seq_len=spec.rope.original_max_positions, _read=spec.rope.position_scale,
+        )  # fmt: skip
+
+    def set_low_mem(self) -> None:
+        self.max_input_len, self.max_attention_size = 1024, 1024**2
+        vars(self).update(max_output_len=min(self.max_output_len or 1024, 1024))
+
+    def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
+        """Do nothing: kernels are chosen by what the model needs."""
+
+
+class ExLlamaV2:
+    """A model, empty until it is loaded; `native` is ours."""
+
+    def __init__(self, config: ExLlamaV2Config, lazy_load: bool = False) -> None:
+        self.config = config
+        self._native: LoadedModel | None = None
+
+    @property
+    def native(self) -> LoadedModel:
+        if self._native is None:
+            raise ConfigError("the model is not loaded; call `load()` or `load_autosplit(cache)`")
+        return self._native
+
+    @property
+    def loaded(self) -> bool:
+        return self._native is not None
+
+    def load(
+        self, gpu_split: Sequence[float] | None = None, lazy: bool = False, stats: bool = False,
+        callback: Any = None, progress: bool = False,
+    ) -> None:  # fmt: skip
+        """Load the model; `lazy`: read its layers from disk in every pass."""
+        config, folder = self.config, Path(self.config.model_dir)
+        nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if gpu_split is not None and (not gpu_split or gpu_split[0] * 2**30 < nbytes):
+            why = f"the weights of `{folder}` take {nbytes / 2**30:.1f} GB on one device"
+            raise ConfigError(f"`gpu_split` is {gpu_split}, but {why}; give the first one as much")
+        scale, alpha = config.scale_pos_emb / config._read, config.scale_alpha_value
+        self._native = None  # first, to have room
+        self._native = load_model(
+            folder, streamed=lazy, progress=_show if progress else callback,
+            max_tokens=config.max_seq_len, rope_scale=None if scale == 1 else scale,
+            rope_alpha=None if alpha == 1 else alpha,
+            rope_yarn=config.yarn_rope_factor if config.alt_rope_method == "yarn" else None,
+        )  # fmt: skip
+
+    def load_autosplit(
+        self, cache: Any, reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False, callback: Any = None, progress: bool = False,
+    ) -> None:  # fmt: skip
+        self.load(callback=callback, progress=progress)
+
+    def load_tp(
+        self, gpu_split: Sequence[float] | None = None, callback: Any = None,
+        progress: bool = False, expect_cache_tokens: int = 0, expect_cache_base: Any = None,
+    ) -> None:  # fmt: skip
+        log.warning("tensor parallelism is not implemented; the model runs on one device")
+        self.load(gpu_split, callback=callback, progress=progress)
+
+    def unload(self) -> None:
+        self._native = None
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids: torch.Tensor, cache: Any = None, input_mask: Any = None,
+        preprocess_only: bool = False, last_id_only: bool = False, loras: Any = None,
+        return_last_state: bool = False, position_offsets: Any = None, abort_event: Any = None,
+        cpu_logits: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return logits fp32 (b, t, v) of ids (b, t) without padding, from position 0 on."""
+        if any(each is not None for each in (cache, input_mask, position_offsets, loras)):
+            why = "`forward` takes no cache, mask, offsets or LoRAs; give whole rows"
+            raise ConfigError(f"{why}, or use a generator")
+        check_ids(input_ids, self.native.spec)
+        hidden = self.native.decoder.hidden(input_ids)
+        if preprocess_only:
+            return None
+        logits = self.native.decoder.head(hidden[:, -1:] if last_id_only else hidden)
+        logits = logits.cpu() if cpu_logits else logits
+        return (logits, hidden) if return_last_state else logits
+
+
+def _show(done: int, total: int) -> None:
+    sys.stderr.write(f"\rloading {done} of {total}" + ("\n" if done == total else ""))
+
+
+def ExLlamaV2VisionTower(*args: object) -> None:  # a class there
+    raise ConfigError("vision towers are not implemented; give embeddings as tensors")
+
+
+class ExLlamaV2Lora:
+    """A LoRA of a loaded model; `native` is ours."""
+
+    def __init__(
+        self, model: ExLlamaV2, lora_config_path: str, lora_path: str, lora_scaling: float = 1.0
+    ) -> None:
+        folder = Path(lora_config_path).parent
+        if Path(lora_path).parent != folder:
+            raise ConfigError(f"`{lora_config_path}` and `{lora_path}` must be in one folder")
+        self.native: Adapter | None = Adapter.load(folder, model.native, scaling=lora_scaling)
+
+    @classmethod
+    def from_directory(cls, model: ExLlamaV2, directory: str, lora_scaling: float = 1.0) -> Self:
+        return cls(model, f"{directory}/adapter_config.json", f"{directory}/_", lora_scaling)
+
+    def unload(self) -> None:
+        self.native = None
+
+
+def adapters(loras: Any) -> tuple[Any, ...]:
+    """Return our adapters of a LoRA, of several, or of None."""
+    given = [] if loras is None else [loras] if isinstance(loras, ExLlamaV2Lora) else loras
+    return tuple(lora.native for lora in given)
