@@ -78,8 +78,8 @@ class Answer:
 class Turn:
     """A message and its answer.
 
-    alternatives: earlier answers, the last one first to come back. dropped: the model does not
-    read it any more. cut: characters at the beginning of the message that it does not read.
+    alternatives: earlier answers, the last one first to come back. dropped: the model did not
+    read it for the last answer. cut: characters that it does not read, at the message's beginning.
     """
 
     user: str

@@ -10,6 +10,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
@@ -176,10 +177,8 @@ class Reader:
             if not system:
                 raise
             asked = Message(role="user", content=f"{system}\n\n{users[0]}")
-            try:
+            with suppress(ChatTemplateError):
                 return self._render([asked, *messages[2:]])
-            except ChatTemplateError:
-                pass
             raise
 
     def _render(self, messages: Sequence[Message]) -> str:

@@ -185,15 +185,12 @@ class Session:
         Raises:
             ContextOverflow, ChatTemplateError: as `reply`.
         """
-        return self._context([*self._read(), Turn(_checked(text))], self._room).ids
+        turns = [] if self.amnesia else self.turns
+        return self._context([*turns, Turn(_checked(text))], self._room).ids
 
     def count(self, text: str = "") -> int:
         """Return how many tokens that is."""
         return len(self.context_ids(text))
-
-    def _read(self) -> list[Turn]:
-        """Return the turns that the model reads before a new one."""
-        return [] if self.amnesia else [turn for turn in self.turns if not turn.dropped]
 
     def _context(self, turns: Sequence[Turn], room: int) -> Context:
         return self._reader.fit(self.system, turns, room=room, keep_thinking=self.keep_thinking)
@@ -203,20 +200,19 @@ class Session:
 
         keeps_all: the reserve may be used, if all that the model has read still fits then.
         """
-        turns = [*(each for each in self._read() if each is not turn), turn]
+        turns = [turn] if self.amnesia else self.turns
         context = self._context(turns, self._limit - 1) if keeps_all else None
         if context is None or context.first or context.cut != turn.cut:
             context = self._context(turns, self._room)
-        gone, notes = turns[: context.first], list[Piece]()
-        if self.amnesia:
-            gone = [each for each in self.turns if each is not turn]
-        for each in gone:
-            each.dropped = True
+        kept, notes = {id(each) for each in turns[context.first :]}, list[Piece]()
+        gone = sum(id(each) not in kept and not each.dropped for each in self.turns)
+        for each in self.turns:
+            each.dropped = id(each) not in kept
         if gone and not self.amnesia:
-            oldest = "message and its answer are" if len(gone) == 1 else "messages and answers are"
-            count = "" if len(gone) == 1 else f"{len(gone)} "
-            text = f"the context is full: the oldest {count}{oldest} no longer read"
-            notes.append(Piece(text, "note"))
+            oldest = (
+                "message and its answer are" if gone == 1 else f"{gone} messages and answers are"
+            )
+            notes.append(Piece(f"the context is full: the oldest {oldest} no longer read", "note"))
         if context.cut > turn.cut:
             turn.cut = context.cut
             text = (

@@ -18,13 +18,15 @@ from tiny import make_tiny
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("build", "dist", "demo-exl2", "*.egg-info", "__pycache__", ".*")
-CODE = ["core", "kernels", "model", "quant", "tasks", "flows", "inference", "calibration_data"]
+CODE = ["core", "kernels", "model", "quant", "tasks", "flows", "inference", "compat"]
+CODE += ["calibration_data"]
+SHIPPED = (".py", ".cu", ".cuh", ".j2", ".jinja", ".toml")
 LEAST_SETUPTOOLS = 77  # as `pyproject.toml` asks for
 TIMEOUT_SECONDS = 300
 WHERE = """
 import importlib, json
 names = "core.config kernels model.exl2 quant.rounding.hessian tasks.stages flows.cli".split()
-names += ["inference", "calibration_data"]
+names += ["inference", "compat", "calibration_data"]
 modules = [importlib.import_module(f"exl2flow.{name}") for name in names]
 print(json.dumps([module.__file__ for module in modules]))
 """
@@ -102,7 +104,7 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
         f"exl2flow/{path.relative_to(ROOT)}"
         for folder in CODE
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".cu", ".cuh", ".j2", ".jinja", ".toml") or path.name == "py.typed"
+        if path.suffix in SHIPPED or path.name == "py.typed"
     }
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
     data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}

@@ -76,7 +76,7 @@ def test_two_hundred_turns_in_a_context_of_512(folder: Path) -> None:
     model = load_model(folder, device="cpu", max_tokens=512)
     generator = Generator(model, tokens=512, slots=1)
     session = Session(
-        generator, RAW, system=SYSTEM, settings=HOT, seed=5, max_answer_tokens=6, reserve=100
+        generator, RAW, system=SYSTEM, settings=HOT, seed=5, max_answer_tokens=4, reserve=250
     )
     head = model.tokenizer.encode(f"{SYSTEM}\n", add_bos=True)
     prompts: list[list[int]] = []
@@ -89,12 +89,12 @@ def test_two_hundred_turns_in_a_context_of_512(folder: Path) -> None:
     generator.stream = recorded  # type: ignore[method-assign]
     words = random.Random(7)
     for number in range(200):
-        list(session.reply(" ".join(words.choices(["fox", "dog", "Ada", "42"], k=number % 30))))
+        list(session.reply(" ".join(words.choices(["fox", "dog", "Ada", "42"], k=number % 15))))
 
     assert len(session.turns) == len(prompts) == 200
     assert all(prompt[: len(head)] == head for prompt in prompts)
-    assert all(len(prompt) <= 412 for prompt in prompts)
-    assert max(map(len, prompts)) > 330  # no more was dropped than must
+    assert all(len(prompt) <= 262 for prompt in prompts)
+    assert max(map(len, prompts)) > 200  # no more was dropped than must
     gone = [turn.dropped for turn in session.turns]
     assert gone == sorted(gone, reverse=True)
     assert gone.count(False) > 5
@@ -225,13 +225,34 @@ def test_filters_hold_over_more(generator: Generator) -> None:
     assert text == word
 
 
-def test_a_stop_string_within_a_token_leaves_the_text_before_it() -> None:
-    stopping = own("{{ messages[-1].content }}", stop_strings=("#",))
-    session = Session(scripted("a"), stopping)
-    assert "#" in session._reader.stops
+def test_a_stop_string_within_a_token_leaves_the_text_before_it(generator: Generator) -> None:
+    tokenizer = generator.model.tokenizer
+    token, piece = next((i, p) for i, p in enumerate(tokenizer.pieces) if len(p.strip()) == 3)
+    stopping = own("{{ messages[-1].content }}", stop_strings=(piece.strip()[1:],))
+    bias = SamplingSettings.greedy(token_bias=((token, 1e4),))
+    session = Session(generator, stopping, settings=bias)
+
+    text = text_of(session.reply("a"))
+
+    turn = session.turns[-1]
+    assert turn.current.ended
+    assert text == turn.answer == piece.strip()[0]
+    assert tokenizer.decode(turn.ids).strip() == text
 
 
-# -- turns
+def test_what_a_message_displaced_comes_back_when_it_is_taken_back() -> None:
+    fake = scripted("Fine.", context=256)
+    session = Session(fake, RAW, system=SYSTEM, reserve=60)
+    list(session.reply("first"))
+    told = notes(session.reply("word " * 400))
+    assert session.turns[0].dropped
+
+    session.undo()
+    list(session.reply("second"))
+
+    assert "no longer read" in told
+    assert [turn.dropped for turn in session.turns] == [False, False]
+    assert "first" in fake.tokenizer.decode(fake.prompts[-1])
 
 
 def test_retry_keeps_the_earlier_answer_and_back_brings_it_back(generator: Generator) -> None:
