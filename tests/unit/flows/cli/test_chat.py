@@ -12,6 +12,8 @@ from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, read_profile
 
+DOCS = Path(__file__).parents[4] / "docs"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -184,6 +186,27 @@ def test_no_option_stands_twice() -> None:
     flags = [row.flag for _, rows in CHAT for row in rows]
 
     assert len(flags) == len(set(flags))
+
+
+def test_every_option_stands_in_the_reference() -> None:
+    page = (DOCS / "reference" / "cli.md").read_text()
+
+    assert [
+        row.flag
+        for _, rows in CHAT
+        for row in rows
+        if f"{row.flag[2:]} " not in page.replace("`", " ")
+    ] == []
+
+
+def test_the_profile_of_the_tutorial_is_one(home: Path, tmp_path: Path) -> None:
+    page = (DOCS / "tutorials" / "chat.md").read_text()
+    path = profiles(home, page.partition("```toml\n")[2].partition("```")[0])
+
+    config = build_chat(read_profile(path, "pirate"), tmp_path)
+
+    assert (config.chat.system, config.chat.max_answer) == ("You are a pirate.", 300)
+    assert config.sampling.temperature == 1.1
 
 
 def test_every_format_is_listed_with_an_example() -> None:
