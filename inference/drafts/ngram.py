@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Wanted, check
 
 WIDTH = array("q").itemsize
+SHORTEST = 2  # tokens that must have occurred; one alone is a bad guide
 REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
 
 
@@ -15,8 +16,8 @@ REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
 class NgramDraft:
     """Guesses that a text goes on as it did after the latest occurrence of its last tokens.
 
-    tokens: at most so many are guessed at once; longest: so many tokens, or else fewer, must have
-    occurred before. Raises `ConfigError` for a number out of range.
+    tokens: at most so many are guessed at once; longest: so many tokens, or else fewer, down to
+    two, must have occurred before. Raises `ConfigError` for a number out of range.
     """
 
     tokens: int = 4
@@ -24,7 +25,7 @@ class NgramDraft:
 
     def __post_init__(self) -> None:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
-        check("longest", self.longest, 1, REREAD)
+        check("longest", self.longest, SHORTEST, REREAD)
 
     def start(self, *_: object) -> "NgramGuesses":
         return NgramGuesses(self.longest)
@@ -58,7 +59,7 @@ class NgramGuesses:
 
     def _earlier(self, text: bytearray) -> int | None:
         """Return the place behind the latest occurrence of the text's last tokens."""
-        for count in range(min(self._longest, len(text) // WIDTH - 1), 0, -1):
+        for count in range(min(self._longest, len(text) // WIDTH - 1), SHORTEST - 1, -1):
             size = count * WIDTH
             end, last = len(text) - WIDTH, bytes(text[-size:])
             while (place := text.rfind(last, 0, end)) >= 0:

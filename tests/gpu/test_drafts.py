@@ -60,7 +60,7 @@ def ids_of(events: list[Event]) -> list[int]:
 
 
 def drafts(model: LoadedModel) -> list[Drafter]:
-    return [NgramDraft(), NgramDraft(tokens=7, longest=1), Draft(model=model, tokens=3, least=0.0)]
+    return [NgramDraft(), NgramDraft(tokens=7, longest=2), Draft(model=model, tokens=3, least=0.0)]
 
 
 @pytest.mark.parametrize("which", range(3))

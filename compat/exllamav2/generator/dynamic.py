@@ -38,7 +38,7 @@ class ExLlamaV2DynamicGenerator:
             if draft_cache is None or use_ngram_draft:
                 raise ConfigError("`draft_model` needs a `draft_cache`, and no `use_ngram_draft`")
         elif use_ngram_draft:
-            draft = NgramDraft(tokens=num_draft_tokens, longest=max_ngram)
+            draft = NgramDraft(tokens=num_draft_tokens, longest=max(max_ngram, 2))
         rows = max_batch_size or config.max_input_len // max_q_size
         self.queue = Queue(
             cache, tokenizer, slots=min(rows, self.max_pages), exact=True, draft=draft,

@@ -72,7 +72,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         draft: Any = None
         if self.speculative_ngram:
             most = self.speculative_ngram_max
-            draft = NgramDraft(tokens=self.num_speculative_tokens, longest=most)
+            draft = NgramDraft(tokens=self.num_speculative_tokens, longest=max(most, 2))
         elif self.draft_model is not None:
             least, model = self.speculative_prob_threshold, self.draft_model.native
             draft = Draft(model=model, tokens=self.num_speculative_tokens, least=least)

@@ -161,7 +161,7 @@ def test_texts_that_were_sent_back_do_not_depend_on_guesses(
     assert [*map(seen, found)] == [*map(seen, known)]
 
 
-@pytest.mark.parametrize("draft", [NgramDraft(), NgramDraft(tokens=7, longest=1)])
+@pytest.mark.parametrize("draft", [NgramDraft(), NgramDraft(tokens=7, longest=2)])
 def test_texts_do_not_depend_on_ngrams(
     draft: NgramDraft, model: LoadedModel, expected: list[list[Event]]
 ) -> None:
@@ -241,10 +241,11 @@ def test_ngrams_go_on_as_they_did() -> None:
     assert after([1, 2, 9, 7, 2, 8, 6, 1, 2]) == [9, 7, 2, 8]  # the longest, not the latest
     assert after([1, 2, 9, 1, 2, 8, 6, 1, 2], 2) == [8, 6]  # of equally long ones the latest
     assert after([7, 1, 2, 1, 2]) == [1, 2, 1, 2]  # it may overlap itself
-    assert after([5, 5], 3) == [5, 5, 5]
+    assert after([5, 5, 5], 3) == [5, 5, 5]
+    assert after([5, 6, 5]) == []  # one token is a bad guide
     assert after([1, 2, 3]) == []
     assert after([1]) == []
-    assert after([2**8, 2**9, 1]) == []  # bytes that look like ids are none
+    assert after([2**8, 2**9, 2**10, 1, 2]) == []  # bytes that look like ids are none
     assert after([1, 2, 1], 0) == []
 
 
@@ -281,7 +282,7 @@ def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:
         Generator(model, tokens=512, draft=Draft(model=other))
     with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
         NgramDraft(tokens=8)
-    with pytest.raises(ConfigError, match="`longest` of a draft is 0"):
-        NgramDraft(longest=0)
+    with pytest.raises(ConfigError, match="`longest` of a draft is 1"):
+        NgramDraft(longest=1)
     with pytest.raises(ConfigError, match="`least` of a draft is"):
         Draft(model=model, least=1.5)
