@@ -167,8 +167,9 @@ class Session:
     def _turn(self, number: int) -> Turn:
         self.stop()
         if not -len(self.turns) <= number < len(self.turns):
-            last = f"the last one is {len(self.turns) - 1}" if self.turns else "there is none yet"
-            raise ConfigError(f"there is no turn {number}; {last}")
+            if not self.turns:
+                raise ConfigError("there is no turn yet; send a message first")
+            raise ConfigError(f"there is no turn {number}; the last one is {len(self.turns) - 1}")
         return self.turns[number]
 
     @property
