@@ -54,7 +54,7 @@ def test_what_cannot_be_done_leaves_the_conversation(
 def test_without_a_turn_there_is_nothing_to_do(name: str) -> None:
     session = Session(scripted("Fine."), RAW)
 
-    with pytest.raises(ConfigError, match="no turn -1; there is none yet"):
+    with pytest.raises(ConfigError, match="there is no turn yet"):
         getattr(session, name)()
 
 
