@@ -7,9 +7,7 @@ import torch
 from exl2flow.inference.filters import Allowed, Combined
 from exl2flow.inference.generate.bans import allowed_by
 from exl2flow.inference.generate.job import FREE, Job, Mask
-from exl2flow.inference.sampling.bits import words_of
-
-WORD = 32
+from exl2flow.inference.sampling.bits import WORD, words_of
 
 
 class Place(NamedTuple):
