@@ -11,6 +11,15 @@ from rich.console import Console
 from exl2flow.flows.cli.terminal.input import Leave
 
 
+def rows_of(screen: pyte.HistoryScreen) -> list[str]:
+    """Return all rows, scrolled-off ones first, without blanks at their ends or at the end."""
+    above = ["".join(row[x].data for x in range(screen.columns)) for row in screen.history.top]
+    rows = [row.rstrip() for row in (*above, *screen.display)]
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows
+
+
 class Screen:
     """A `pyte` screen with its scrollback, and a console that writes to it."""
 
@@ -33,13 +42,7 @@ class Screen:
         self.console.size = (width, height)
 
     def rows(self) -> list[str]:
-        """Return all rows, scrolled-off ones first, without blanks at their ends or at the end."""
-        width = self.screen.columns
-        above = ["".join(row[x].data for x in range(width)) for row in self.screen.history.top]
-        rows = [row.rstrip() for row in (*above, *self.screen.display)]
-        while rows and not rows[-1]:
-            rows.pop()
-        return rows
+        return rows_of(self.screen)
 
 
 class _Into(io.StringIO):
@@ -116,12 +119,7 @@ class Program:
         return -self.child.signalstatus if self.child.signalstatus else self.child.exitstatus
 
     def rows(self) -> list[str]:
-        width = self.screen.columns
-        above = ["".join(row[x].data for x in range(width)) for row in self.screen.history.top]
-        rows = [row.rstrip() for row in (*above, *self.screen.display)]
-        while rows and not rows[-1]:
-            rows.pop()
-        return rows
+        return rows_of(self.screen)
 
     def resize(self, width: int, height: int) -> None:
         self.screen.resize(height, width)

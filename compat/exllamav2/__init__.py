@@ -3,14 +3,30 @@
 import sys
 from importlib import import_module
 
-from exl2flow.compat.exllamav2.cache import *  # noqa: F403
-from exl2flow.compat.exllamav2.model import *  # noqa: F403
-from exl2flow.compat.exllamav2.tensors import *  # noqa: F403
-from exl2flow.compat.exllamav2.tokenizer import *  # noqa: F403
+from exl2flow.compat.exllamav2.cache import (
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
+)
+from exl2flow.compat.exllamav2.model import (
+    ExLlamaV2,
+    ExLlamaV2Config,
+    ExLlamaV2Lora,
+    ExLlamaV2VisionTower,
+)
+from exl2flow.compat.exllamav2.tensors import SeqTensor, Timer
+from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding, ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
 
 __version__ = "0.3.2"
-__all__ = [name for name in dir() if name.startswith(("ExLlamaV2", "SeqTensor", "Timer"))]
+__all__ = [
+    "ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Cache_8bit", "ExLlamaV2Cache_Q4", "ExLlamaV2Cache_Q6",
+    "ExLlamaV2Cache_Q8", "ExLlamaV2Cache_TP", "ExLlamaV2Config", "ExLlamaV2Lora",
+    "ExLlamaV2MMEmbedding", "ExLlamaV2Tokenizer", "ExLlamaV2VisionTower", "SeqTensor", "Timer",
+]  # fmt: skip
 
 
 def install() -> None:

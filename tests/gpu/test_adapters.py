@@ -12,7 +12,6 @@ from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.inference import Adapter, Generator, LoadedModel, Request, load_model
-from exl2flow.kernels import recording
 from exl2flow.kernels.recording import Recording
 
 pytestmark = pytest.mark.gpu
@@ -48,20 +47,6 @@ def model(folder: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def adapters(folders: list[Path], model: LoadedModel) -> list[Adapter]:
     return [Adapter.load(each, model) for each in folders]
-
-
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """Return all recordings made from now on."""
-    made: list[Recording] = []
-
-    class Listed(Recording):
-        def __init__(self, *arguments, **options) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr(recording, "Recording", Listed)
-    return made
 
 
 def prompts_of(model: LoadedModel, count: int) -> list[list[int]]:

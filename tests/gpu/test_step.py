@@ -13,7 +13,6 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
-from exl2flow.kernels import recording
 from exl2flow.kernels.recording import Recording
 
 pytestmark = pytest.mark.gpu
@@ -38,20 +37,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config = small_config(source, folder / "out", bpw=4.0)
     run_until(config, "compile")
     return load_model(config.out, device=DEVICE)
-
-
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """Return all recordings made from now on."""
-    made: list[Recording] = []
-
-    class Listed(Recording):
-        def __init__(self, *arguments, **options) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr(recording, "Recording", Listed)
-    return made
 
 
 def prompts_of(model: LoadedModel, count: int) -> list[list[int]]:

@@ -1,12 +1,27 @@
 """exllamav2's generators, over one `Generator` per cache."""
 
-from exl2flow.compat.exllamav2.generator.base import *  # noqa: F403
-from exl2flow.compat.exllamav2.generator.dynamic import *  # noqa: F403
-from exl2flow.compat.exllamav2.generator.dynamic_async import *  # noqa: F403
-from exl2flow.compat.exllamav2.generator.filters import *  # noqa: F403
-from exl2flow.compat.exllamav2.generator.job import *  # noqa: F403
-from exl2flow.compat.exllamav2.generator.sampler import *  # noqa: F403
-from exl2flow.compat.exllamav2.generator.streaming import *  # noqa: F403
-from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding  # noqa: F401
+from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
+from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicGenerator
+from exl2flow.compat.exllamav2.generator.dynamic_async import (
+    ExLlamaV2DynamicGeneratorAsync,
+    ExLlamaV2DynamicJobAsync,
+)
+from exl2flow.compat.exllamav2.generator.filters import (
+    ExLlamaV2Filter,
+    ExLlamaV2PrefixFilter,
+    ExLlamaV2SelectFilter,
+)
+from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob
+from exl2flow.compat.exllamav2.generator.sampler import (
+    ExLlamaV2PostSamplingResult,
+    ExLlamaV2Sampler,
+)
+from exl2flow.compat.exllamav2.generator.streaming import ExLlamaV2StreamingGenerator
+from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 
-__all__ = [name for name in dir() if name.startswith("ExLlamaV2")]
+__all__ = [
+    "ExLlamaV2BaseGenerator", "ExLlamaV2DynamicGenerator", "ExLlamaV2DynamicGeneratorAsync",
+    "ExLlamaV2DynamicJob", "ExLlamaV2DynamicJobAsync", "ExLlamaV2Filter", "ExLlamaV2MMEmbedding",
+    "ExLlamaV2PostSamplingResult", "ExLlamaV2PrefixFilter", "ExLlamaV2Sampler",
+    "ExLlamaV2SelectFilter", "ExLlamaV2StreamingGenerator",
+]  # fmt: skip

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB_SIZE, make_tiny
+from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
-from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings
 from exl2flow.inference.drafts import Draft, NgramDraft
 from exl2flow.inference.generate.prompt import encoded
 from exl2flow.kernels import PAGE_TOKENS
@@ -18,16 +18,6 @@ from exl2flow.kernels import PAGE_TOKENS
 WIDTH = 64
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return load_model(folder, device="cpu", max_tokens=1024)
 
 
 def rows_of(count: int, *, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tiny import VOCAB_SIZE, make_tiny
+from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
@@ -32,16 +32,6 @@ RICH = SamplingSettings(
     temperature=1.5, top_k=40, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.1,
     dry_multiplier=0.8, xtc_probability=0.3, typical=0.95,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return load_model(folder, device="cpu", max_tokens=1024)
 
 
 def prompts(count: int, *, least: int = 2, most: int = 40, seed: int = 0) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB_SIZE, make_tiny
+from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from exl2flow.inference import (
@@ -15,7 +15,6 @@ from exl2flow.inference import (
     LoadedModel,
     Request,
     SamplingSettings,
-    load_model,
 )
 
 GREEDY = SamplingSettings.greedy()
@@ -24,16 +23,6 @@ PROMPTS = [
     tuple(random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(4 + 9 * seed))
     for seed in range(4)
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return load_model(folder, device="cpu", max_tokens=1024)
 
 
 def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,18 @@
+"""The tiny model that most tests of the generator use; a file may have a `model` of its own."""
+
+from pathlib import Path
+
+import pytest
+from tiny import make_tiny
+
+from exl2flow.inference import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load_model(folder, device="cpu", max_tokens=1024)
