@@ -83,9 +83,10 @@ def _launched(
         if product.adds and hidden is not None:
             filled(entries[0], residual=hidden)
         if product.adds or product is products[-1]:
-            found = [x.new_empty(len(x), matrix.columns) for matrix in matrices]
+            dtype = torch.float32 if product.exact else x.dtype
+            found = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
             for entry, result in zip(entries, found, strict=False):
-                filled(entry, y=result)
+                filled(entry, **{"exact" if product.exact else "y": result})
             used += found
         if product.adds:
             hidden = found[0]
@@ -101,8 +102,9 @@ def _launched(
     return found, found[0] if hidden is None else hidden
 
 
-def _decoded_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    return x @ decode_packed(matrix)
+def _decoded_product(x: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    decoded = decode_packed(matrix)
+    return x @ decoded if dtype == x.dtype else torch.mm(x, decoded, out_dtype=dtype)
 
 
 _PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionary()

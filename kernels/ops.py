@@ -248,8 +248,8 @@ class Ops(CacheOps, SamplerOps, Protocol):
             hidden: fp16 (rows, columns), results are added to it; None: zeros.
 
         Returns:
-            The results of the last product, fp16 (rows, columns) each, and the last hidden
-            state, or the results once more if there is none.
+            The results of the last product, (rows, columns) each, fp32 if it is `exact`, else
+            fp16; and the last hidden state, or the results once more if there is none.
         """
         ...
 

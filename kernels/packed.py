@@ -78,6 +78,7 @@ class Product:
     norm: fp16 (k,), weights that normalize x first, with `eps`; or None.
     activation: of `ACTIVATIONS`; the result is then activation(x Q₀) · (x Q₁).
     adds: add the result, of one matrix, to the hidden state; the sum is the next hidden state.
+    exact: give results in fp32 as they are summed; only without activation and `adds`, at the end.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -85,6 +86,7 @@ class Product:
     eps: float = 0.0
     activation: str | None = None
     adds: bool = False
+    exact: bool = False
 
     @property
     def order(self) -> torch.Tensor:
@@ -217,7 +219,7 @@ def multiply(
     *,
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
     gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
-    product: Callable[[torch.Tensor, PackedMatrix], torch.Tensor],
+    product: Callable[[torch.Tensor, PackedMatrix, torch.dtype], torch.Tensor],
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Implement `Ops.multiply` with a device's norm, gate and product."""
     found: list[torch.Tensor] = []
@@ -226,7 +228,8 @@ def multiply(
             x = found[0]
         if p.norm is not None:
             x = rms_norm(x, p.norm, p.eps)
-        found = [product(x, matrix) for matrix in p.matrices]
+        dtype = torch.float32 if p.exact else torch.float16
+        found = [product(x, matrix, dtype) for matrix in p.matrices]
         found = [
             y if m.bias is None else y + m.bias for y, m in zip(found, p.matrices, strict=True)
         ]
@@ -238,9 +241,9 @@ def multiply(
     return found, found[0] if hidden is None else hidden
 
 
-def exact_product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """Return x Q, fp16 (r, columns), summed in fp32."""
-    return (x.float() @ decode_packed(matrix).float()).half()
+def exact_product(x: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return x Q (r, columns), summed in fp32."""
+    return (x.float() @ decode_packed(matrix).float()).to(dtype)
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ MATRIX = np.dtype(
     [
         (name, np.uint64)
         for name in (
-            *("codes", "scales", "shares", "bias", "residual", "y", "copy"),
+            *("codes", "scales", "shares", "bias", "residual", "y", "exact", "copy"),
             *("partial", "arrived"),
         )
     ]

@@ -1,7 +1,7 @@
 """The torch implementation of sampling: the reference for choose.cu.
 
-Logits → ranked candidates → steps that drop or reweigh them → one draw per row. A step takes
-weights fp64 (n, c), which need not sum to 1, and sets those of dropped candidates to 0.
+Logits → ranked candidates → steps that drop or reweigh them → a race. A step takes weights
+fp64 (n, c), which need not sum to 1, and sets those of dropped candidates to 0.
 """
 
 import math
@@ -15,6 +15,8 @@ from exl2flow.kernels.torch_logits import Numbers, adjusted, contains
 LEAST = 1e-300  # dropped tokens weigh less
 NEAR = 5e-8  # nats that the entropy is taken less, so that of equal distances likelier tokens win
 LOW = 2**32 - 1
+GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
+FRACTION = 53  # bits of a draw
 
 
 def sample(
@@ -31,8 +33,8 @@ def sample(
         weights = weigh(ordered, numbers, steps.rest)
         if steps.rest:
             ids, weights = reshape(ids, weights, state, numbers, steps.sorts)
-            draws = draws ** numbers["skew"][:, 0]
-        sampled = draw(ids, weights, draws, steps.top)
+        entered = bent(weights, numbers["skew"]) if steps.rest else weights
+        sampled = chosen(ids, weights, race(ids, entered, draws), steps.top)
         if steps.rest:
             learn(state, numbers, sampled)
     return finish(sampled, state, finite(logits, best, state, steps.cfg), steps)
@@ -107,12 +109,41 @@ def reshape(
     return ids, weights
 
 
-def draw(ids: torch.Tensor, weights: torch.Tensor, draws: torch.Tensor, top: int) -> Sampled:
-    """Return the first ids at which the running share of weights (n, c) exceeds draws (n,)."""
-    sums = weights.cumsum(-1).masked_fill_(weights <= 0, 0)  # impossible ids are never reached
-    total = sums.amax(-1, keepdim=True)
-    limit = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = (sums > limit).view(torch.uint8).argmax(-1, keepdim=True)  # the first
+def bent(weights: torch.Tensor, skew: torch.Tensor) -> torch.Tensor:
+    """Return weights (n, c) whose running shares F become F^(1 / skew)."""
+    sums = weights.cumsum(-1)
+    shares = (sums / sums[:, -1:]) ** (1 / skew)
+    moved = torch.diff(shares, dim=-1, prepend=torch.zeros_like(shares[:, :1])).clamp_min_(LEAST)
+    return torch.where((weights > 0) & (skew != 1), moved, weights)
+
+
+def race(ids: torch.Tensor, weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return the place (n, 1) of the id that arrives first at a speed of its weight (n, c).
+
+    The ways are exponential, so an id wins with its share of the weights. Each follows from the
+    row's draw and the id alone: small changes of weights rarely change the winner.
+    """
+    times = -uniform(draws, ids).log() / weights
+    return times.masked_fill_(weights <= 0, math.inf).argmin(-1, keepdim=True)
+
+
+def uniform(draws: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return numbers in (0, 1), fp64 (n, c), of draws (n,) and ids (n, c): SplitMix64."""
+    x = (draws * 2.0**FRACTION).long()[:, None] + (ids + 1) * GOLDEN
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    x = x ^ _shifted(x, 31)
+    return (_shifted(x, 64 - FRACTION + 1).double() + 0.5) * 2.0 ** (1 - FRACTION)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right, as if without a sign."""
+    return x.bitwise_right_shift(bits) & ((1 << 64 - bits) - 1)
+
+
+def chosen(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, top: int) -> Sampled:
+    """Return the ids at a place (n, 1) of candidates (n, c) with their shares."""
+    total = weights.sum(-1, keepdim=True)
     shares = weights[:, :top] / total if top else None
     return Sampled(
         ids=ids.gather(1, place)[:, 0],

@@ -58,7 +58,7 @@ class Head:
     def __init__(self, *, final_norm: RmsNorm, linear: Linear) -> None:
         self.final_norm = final_norm
         self.linear = linear
-        self._product = product_of([linear], norm=final_norm)
+        self._product = product_of([linear], norm=final_norm, exact=True)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the projection reads, (b, t, hidden)."""
@@ -70,7 +70,7 @@ class Head:
             return self.linear(self.normed(hidden)).float()
         flat = hidden.reshape(-1, hidden.shape[-1])
         [logits], _ = get_ops(hidden.device).multiply(flat, [self._product])
-        return logits.view(*hidden.shape[:-1], -1).float()
+        return logits.view(*hidden.shape[:-1], -1)
 
 
 class Decoder:

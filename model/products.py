@@ -13,6 +13,7 @@ def product_of(
     norm: RmsNorm | None = None,
     activation: str | None = None,
     adds: bool = False,
+    exact: bool = False,
 ) -> Product | None:
     """Return linears of the same input as one `Product`; None unless they share a row order."""
     matrices = tuple(linear.matrix for linear in linears if isinstance(linear, PackedLinear))
@@ -24,4 +25,5 @@ def product_of(
         eps=0.0 if norm is None else norm.eps,
         activation=activation,
         adds=adds,
+        exact=exact,
     )

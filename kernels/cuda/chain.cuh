@@ -2,6 +2,34 @@
 // same places in all of them but `running`.
 #include "row.cuh"
 
+// A number in (0, 1) of a draw and an id: SplitMix64.
+__device__ __forceinline__ double uniform(double draw, int id) {
+    Key x = (Key)(draw * 0x1p53) + ((Key)id + 1) * 0x9E3779B97F4A7C15ull;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    x ^= x >> 31;
+    return ((double)(x >> 12) + 0.5) * 0x1p-52;
+}
+
+// The place that arrives first of `n`: each at a speed of its weight, on an exponential way that
+// follows from the draw and its id.
+template <class Weight, class Id>
+__device__ int first_of(Row& r, int n, double draw, Weight weight, Id id) {
+    double best = -INFINITE, found[3] = {0, 0, 0};
+    int place = n;
+    for (int i = r.begin + threadIdx.x; i < r.last(n); i += blockDim.x) {
+        const double speed = weight(i);
+        const double time = speed > 0 ? log(uniform(draw, id(i))) / speed : -INFINITE;
+        if (time > best) best = time, place = i;
+    }
+    found[2] = over_cta<true>(best);
+    tell(r, found);
+    const double least = found[2];
+    found[2] = over_cta<true>(best == least ? -(double)place : -(double)n);
+    tell(r, found);
+    return min(-(int)found[2], n - 1);
+}
+
 // Keep a prefix: temperature, smoothing, top-k, top-p, top-a, min-p, tail-free sampling.
 __device__ int keep_prefix(Row& r, Sums& sums) {
     const double best = r.logits[0], factor = r.of[SMOOTHING_FACTOR], heat = r.of[TEMPERATURE];

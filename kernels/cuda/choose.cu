@@ -51,12 +51,12 @@ __device__ void choose(const Sampler& s, Row& r, integer row) {
         sums = running(r, r.spare, found, [&](int i) { return weights[i]; });
         if (!ids) found = leading(found, [&](int i) { return weights[i] > 0; });
     }
-    const double draw = r.of[SKEW] == 1 ? s.draws[row] : pow(s.draws[row], r.of[SKEW]);
-    const double total = sums.upto(found);
-    const double below = __longlong_as_double(__double_as_longlong(total) - 1);
-    const double limit = fmin(draw * total, below);
-    const auto is_before = [&](int i) { return sums.upto(i + 1) <= limit; };
-    const int place = min(leading(found, is_before), found - 1);
+    const double total = sums.upto(found), bend = 1 / r.of[SKEW];
+    const int place = first_of(r, found, s.draws[row], [&](int i) {
+        if (bend == 1) return weights[i];
+        const double moved = pow(sums.upto(i + 1) / total, bend) - pow(sums.upto(i) / total, bend);
+        return weights[i] > 0 ? fmax(moved, LEAST) : 0.0;
+    }, [&](int i) { return ids ? ids[i] : r.id(i); });
     for (int i = threadIdx.x; r.rank == 0 && i < s.top; i += blockDim.x) {
         s.top_ids[last + i] = ids && i < kept ? ids[i] : r.id(i);
         s.top_probabilities[last + i] = i < found ? weights[i] / total : 0.0;

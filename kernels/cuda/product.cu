@@ -24,6 +24,7 @@ struct Matrix {
     const half_bits* bias;      // (columns), or null
     const half_bits* residual;  // (rows, columns) to add to the product, or null
     half_bits* y;               // (rows, columns), or null
+    float* exact;               // y before it is rounded, or null
     half_bits* copy;            // y again, columns as `to` says; or null
     float* partial;             // [tile][part][row][32 columns]
     int* arrived;               // [CTA of a part], zero before and after
@@ -176,6 +177,7 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         }
         if (!is_there) continue;
         if (m.bias) value += from_half(m.bias[column]);
+        if (m.exact) m.exact[at + column] = value;
         half_bits y = to_half(value);
         if (together == 2) {
             if (gating.bias) gate += from_half(gating.bias[column]);

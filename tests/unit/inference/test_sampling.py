@@ -120,15 +120,51 @@ def test_equal_logits_are_ordered_by_id() -> None:
     assert sample_rows(signs, few, torch.zeros(1), kind).top_ids.tolist() == [list(range(64))]
 
 
-def test_draw_walks_through_the_cumulated_probabilities() -> None:
-    logits = torch.tensor([0.2, 0.5, 0.3]).log()
+def way(draw: float, token: int) -> float:
+    """Return how far a token has to go, by SplitMix64 in whole numbers."""
+    x = (int(draw * 2**53) + (token + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return -math.log(((x ^ x >> 31) // 2**12 + 0.5) / 2**52)
 
-    tokens = [sample(logits, PLAIN, draw) for draw in (0.0, 0.49, 0.51, 0.79, 0.81, LAST_DRAW)]
 
-    assert tokens == [1, 1, 2, 2, 0, 0]
+def test_the_token_is_drawn_that_arrives_first() -> None:
+    shares, rng = [0.2, 0.5, 0.3], random.Random(0)
+    for draw in (0.0, LAST_DRAW, *(rng.random() for _ in range(100))):
+        times = [way(draw, token) / share for token, share in enumerate(shares)]
+
+        found = sample(torch.tensor(shares).log(), PLAIN, draw)
+
+        assert found == times.index(min(times))
 
 
-@pytest.mark.parametrize("settings", [PLAIN, replace(EVERY, skew=0.0)], ids=("plain", "every"))
+def test_little_noise_changes_few_tokens() -> None:
+    """At most about as many as the two distributions must differ by."""
+    generator, rows = torch.Generator().manual_seed(2), 4000
+    logits = torch.randn(rows, 300, generator=generator)
+    noisy = logits + 1e-3 * torch.randn(rows, 300, generator=generator)
+    draws = torch.rand(rows, generator=generator, dtype=torch.float64)
+    settings = [replace(PLAIN, top_k=50)]
+
+    first, second = (
+        sample_rows(x, slots_of(settings * rows, 300), draws, Kind.of(settings)).ids
+        for x in (logits, noisy)
+    )
+
+    assert 0 < (first != second).sum() < 10
+
+
+def skewed(expected: dict[int, float], skew: float) -> dict[int, float]:
+    """Return probabilities in order, whose running sums are raised to a power."""
+    sums = np.cumsum([0.0, *expected.values()]) ** math.exp(skew)
+    return dict(zip(expected, np.diff(sums), strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [PLAIN, replace(EVERY, skew=0.0), replace(PLAIN, skew=0.7), replace(EVERY, skew=-0.7)],
+    ids=("plain", "every", "skewed", "all"),
+)
 @torch.inference_mode()
 def test_tokens_are_drawn_as_often_as_they_are_likely(settings: SamplingSettings) -> None:
     """The statistic of 1e5 draws stays below the 99.9 % point of chi-square."""
@@ -146,7 +182,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(settings: SamplingSettings
         slots.counts.fill_(3)  # back to the prompts
         slots.history[:, 3:] = 8
 
-    expected = reference(logits, settings, [1, 2, 1])
+    expected = skewed(reference(logits, settings, [1, 2, 1]), settings.skew)
     assert counts[[i for i in range(8) if i not in expected]].sum() == 0
     statistic = sum((float(counts[i]) - count * p) ** 2 / (count * p) for i, p in expected.items())
     assert statistic < 24.32  # 7 degrees of freedom at most
@@ -342,8 +378,8 @@ def test_any_temperature_leaves_impossible_tokens_out() -> None:
     logits = torch.tensor([-math.inf, 1.0, 2.0])
     settings = replace(PLAIN, temperature=1e308)
 
-    assert sample(logits, settings, 0.0) == 2
-    assert sample(logits, settings, LAST_DRAW) == 1
+    draws = (0.0, *(n / 20 for n in range(1, 20)), LAST_DRAW)
+    assert {sample(logits, settings, draw) for draw in draws} == {1, 2}
 
 
 @pytest.mark.parametrize(
