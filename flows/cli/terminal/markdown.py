@@ -20,7 +20,7 @@ from rich.text import Text
 from exl2flow.flows.cli.console import printable
 
 DRAWS_PER_SECOND = 30
-DRAWING_SHARE = 0.03  # of the time at most: long blocks are drawn less often
+DRAWING_SHARE = 0.02  # of the time at most: long blocks are drawn less often
 UNDECIDED = re.compile(r"[\s`~#*+=|>:.()\d_-]*")  # may still become a fence, a heading or an item
 CLOSED = ("heading_open", "hr")
 CLOSED_BY_BLANK = ("paragraph_open", "table_open", "blockquote_open")
