@@ -113,7 +113,8 @@ def measure(model: LoadedModel, rows: int, context: int, form: str) -> list[floa
 def replayed(steps: Steps, kind: Kind, draws: list[float]) -> None:
     """Run a step of all slots, which then stand where they stood."""
     steps.forward(len(draws))
-    steps.sample(len(draws), kind, draws)
+    steps.places.prepare([draws])
+    steps.sample(len(draws), kind)
     steps.lengths -= 1
     steps.sampler.counts -= 1
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from exl2flow.inference.drafts.guesses import MOST_DRAFTED
 
-WORTH = 0.3  # a guess should be right with this probability, as all before it
+WORTH = 0.25
 MEMORY = 0.9  # of what was seen, per pass
 
 

@@ -94,20 +94,27 @@ class Decoding:
         kind, arrivals = self._kind(parts), list[Arrival]()
         count = max(len(part.places) for part in parts)
         with restored(self._steps.sampler.active) if count > 1 else nullcontext():
+            self._prepare(parts, slots, count)
             for place in range(count):
                 there = [part for part in parts if place < len(part.places)]
-                if place:
-                    drafted = {slot: p.draft[place - 1] for p in there for slot in p.slots}
-                    self._steps.follow(slots, place - 1, drafted)
-                draws = [0.0] * slots
                 for part in there:
                     self._show(part, part.places[place])
-                    draws[part.slot] = part.job.draw(place)
-                sampled = self._steps.sample(slots, kind, draws)
+                sampled = self._steps.sample(slots, kind, behind=place > 0)
                 requests = ((part.slot, part.job.request) for part in there)
                 rows = [slot for slot, request in requests if request.logits or request.hooks]
                 arrivals.append(Arrival(sampled, self._steps.logits, rows))
         return _Launched(parts, arrivals)
+
+    def _prepare(self, parts: list[Part], slots: int, places: int) -> None:
+        """Tell the device the draws of all places, and what was drafted."""
+        draws = [[0.0] * slots for _ in range(places)]
+        drafted = [[-1] * slots for _ in range(places - 1)]
+        for part in parts:
+            for place in range(len(part.places)):
+                draws[place][part.slot] = part.job.draw(place)
+                for slot in part.slots if place else ():
+                    drafted[place - 1][slot] = part.draft[place - 1]
+        self._steps.places.prepare(draws, drafted)
 
     def _plan(self, part: Part) -> bool:
         """Find what each place may take; False: the job has ended."""

@@ -19,6 +19,7 @@ from exl2flow.inference.adapters import AdapterSlots, Used
 from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
 from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.drafts import Drafter, Slots
+from exl2flow.inference.generate.places import Places
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
 from exl2flow.kernels import FEW_ROWS, on_device
@@ -34,7 +35,7 @@ class Steps:
 
     tables: int32 (slots, pages); lengths: int32 (slots,), tokens whose keys and values are stored;
     ids: int64 (slots, 1 + drafts), the token after those, and drafts behind it; logits: fp32
-    (slots, v), of the last step, and behind (drafts, slots, v), of the tokens drafted.
+    (slots, v), of what was sampled last.
     Idle slots write to the cache's spare page. drafts: the most per slot; guesses: what makes them.
     """
 
@@ -55,9 +56,7 @@ class Steps:
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.ids = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
-        self.logits, *_ = every = torch.full((1 + drafts, slots, width), -torch.inf, device=device)
-        self._behind = every[1:]
-        self.draws = torch.zeros(slots, dtype=torch.float64, device=device)
+        self.places = Places(slots, width, drafts, device)
         self._tokenizer = model.tokenizer
         known = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         self.sampler = SamplerSlots(
@@ -65,11 +64,17 @@ class Steps:
         )
         self._angles = step_table(model.spec.rope, max_tokens + drafts, device)
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
-        self.recordings = Recordings(partial(_idle, self.sampler.active), records=records)
+        idle = partial(_idle, self.sampler.active, self.places.place)
+        self.recordings = Recordings(idle, records=records)
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         state = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, state)
         self.check_stream()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The logits fp32 (slots, v) of what was sampled last."""
+        return self.places.logits
 
     @property
     def ahead(self) -> bool:
@@ -180,19 +185,13 @@ class Steps:
         key = rows, count, self._adapters.mark
         self.recordings.replay(key, partial(self._forward, rows, count))
 
-    def follow(self, slots: int, place: int, drafted: Mapping[int, int]) -> None:
-        """Let only those slots sample on that sampled what was drafted for them at a place."""
-        rows, active = self._rows(slots), self.sampler.active
-        expected = torch.tensor([drafted.get(slot, -1) for slot in range(rows)])
-        active[:rows] *= self.ids[:rows, 0] == on_device(expected, active.device)
-        self.logits[:rows] = self._behind[place, :rows]
+    def sample(self, slots: int, kind: Kind, *, behind: bool = False) -> Sampled:
+        """Sample a token for each of the first slots; the next call overwrites the result.
 
-    def sample(self, slots: int, kind: Kind, draws: Sequence[float]) -> Sampled:
-        """Sample a token for each of the first slots; the next call overwrites the result."""
-        rows = self._rows(slots)
-        there = on_device(torch.tensor(draws, dtype=torch.float64), self.cache.device)
-        self.draws[:slots] = there
-        return self.recordings.replay((rows, kind), partial(self._sample, rows, kind))
+        behind: at the next place, for those slots that sampled what was drafted.
+        """
+        key = self._rows(slots), kind, behind
+        return self.recordings.replay(key, partial(self._sample, *key))
 
     def room(self, slots: int) -> int:
         """Return how many drafts per slot are worth it: more rows leave the kernels for few."""
@@ -206,7 +205,9 @@ class Steps:
                 key = rows, count, self._adapters.mark
                 self.recordings.make(key, partial(self._forward, rows, count))
             for kind in kinds:
-                self.recordings.make((rows, kind), partial(self._sample, rows, kind))
+                for behind in {False, self.drafts > 0}:
+                    sampling = rows, kind, behind
+                    self.recordings.make(sampling, partial(self._sample, *sampling))
 
     def _rows(self, slots: int) -> int:
         return min(bucket(slots), len(self.ids))
@@ -215,15 +216,16 @@ class Steps:
         view = StepView(self.cache, self.tables[:rows], self.lengths[:rows], count=count)
         angles = self._angles.at(view.positions)
         decoder = self._adapters.for_slots(rows)
-        logits = decoder.forward(self.ids[:rows, :count], view, angles)
-        width = logits.shape[-1]  # a head may lack some rows
-        self.logits[:rows, :width] = logits[:, 0]
-        if count > 1:
-            self._behind[: count - 1, :rows, :width] = logits[:, 1:].transpose(0, 1)
+        self.places.put(decoder.forward(self.ids[:rows, :count], view, angles))
 
-    def _sample(self, rows: int, kind: Kind) -> Sampled:
-        sampled = sample(self.logits[:rows], self.sampler, self.draws[:rows], kind)
+    def _sample(self, rows: int, kind: Kind, behind: bool) -> Sampled:
         active, ids = self.sampler.active[:rows], self.ids[:rows, 0]
+        if behind:
+            self.places.go_on(ids, active)
+        else:
+            self.places.begin()
+        draws = self.places.draws(rows)
+        sampled = sample(self.logits[:rows], self.sampler, draws, kind)
         self.lengths[:rows] += active
         ids.copy_(torch.where(active > 0, sampled.ids.clamp(min=0), ids))
         return sampled
@@ -240,8 +242,8 @@ def restored(x: torch.Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _idle(active: torch.Tensor) -> Iterator[None]:
+def _idle(active: torch.Tensor, place: torch.Tensor) -> Iterator[None]:
     """Let no slot advance in the block; what it writes to the cache is written again later."""
-    with restored(active):
+    with restored(active), restored(place):
         active.zero_()
         yield

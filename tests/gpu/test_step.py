@@ -12,7 +12,7 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.sampling import Kind, SamplerSlots, sample
+from exl2flow.inference.sampling import Kind, SamplerSlots, completed, sample
 from exl2flow.kernels.recording import Recording
 
 pytestmark = pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_recorded_samples_are_those_of_the_chain(model: LoadedModel, kind: str, 
         device="cpu",
     )
     for slot, ids in enumerate(prompts):
-        cpu.enter(slot, at._completed(launched.settings[slot]), ids)
+        cpu.enter(slot, completed(launched.settings[slot], model.tokenizer), ids)
     chosen = Kind.of(launched.settings.values())
 
     for draws in torch.rand(20, rows, dtype=torch.float64):

@@ -296,7 +296,7 @@ def test_recorded_steps_follow_the_slots_adapters(
 
     every.append(request(9, max_new_tokens=60))
     assert found == {each.tag: alone(model, each) for each in every}
-    marks = {key[2] for key in generator._steps.recordings._made if len(key) == 3}
+    marks = {key[2] for key in generator._steps.recordings._made if isinstance(key[2], str)}
     assert marks == {"plain", "adapted"}
 
 

@@ -77,11 +77,20 @@ def run(generator: Generator, wanted: Sequence[Request]) -> list[list[Event]]:
     return found
 
 
+class Share(float):
+    """A probability, but for rounding."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+    __hash__ = float.__hash__
+
+
 def seen(events: list[Event]) -> tuple[object, ...]:
     """Return what the events of a request say, but how it was cut into pieces."""
     fields = ("ids", "top_ids", "suppressed_ids")
     joined = [tuple(x for e in events for x in getattr(e, name)) for name in fields]
-    shares = [round(p, 4) for e in events for p in e.probabilities]
+    shares = [Share(p) for e in events for p in e.probabilities]
     logits = [int(torch.as_tensor(x).argmax()) for e in events for x in e.logits]
     end = events[-1]
     held = None if end.held is None else (end.held.text, end.held.ids)

@@ -150,7 +150,7 @@ def test_a_sequence_moves_to_another_slot(model: LoadedModel, settings: Sampling
 
 @torch.inference_mode()
 def test_a_pair_stays_a_pair_where_it_moves(model: LoadedModel) -> None:
-    prompts, guided = prompts_of(model), SamplingSettings(temperature=1.5, cfg_scale=1.5)
+    prompts, guided = prompts_of(model), SamplingSettings(temperature=1.5, cfg_scale=4.0)
     plain, moved = Slots(model, slots=4), Slots(model, slots=4)
     for slots in (plain, moved):
         slots.enter(2, prompts[0], guided)
