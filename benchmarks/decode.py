@@ -20,7 +20,8 @@ from layers import SHAPES, linear_shapes, norms, write_config
 
 from exl2flow.core.files import write_tensors
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.cache.paged import PagedCache, Segment, StepView, cache_format, pages_of
+from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.cache.views import Segment, StepView
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind
 from exl2flow.model import QuantizedMatrix, QuantParams, step_table

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
+from exl2flow.inference.cache.paged import PagedCache, pages_of
+from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import KvCache, ModelSpec, RopeTable, step_table
 

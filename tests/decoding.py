@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from exl2flow.inference.adapters import Adapter
-from exl2flow.inference.cache.paged import PagedCache, Segment, pages_of
+from exl2flow.inference.cache.paged import PagedCache, pages_of
+from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, Sampled, SamplingSettings

@@ -19,7 +19,8 @@ from exl2flow.core.errors import InferenceError
 from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.memory import limit_memory
 from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.inference.cache.paged import PagedCache, StepView, cache_format, pages_of
+from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.inference.cache.views import StepView
 from exl2flow.inference.load import LoadedModel, load_model
 from exl2flow.model import Composition, Tokenizer, resolve, step_table
 from exl2flow.model.footprint import exact_format

@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.cache.paged import PagedCache, Segment
+from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.cache.pages import Copy
+from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
 from exl2flow.kernels.recording import Recordings

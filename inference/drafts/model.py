@@ -13,8 +13,9 @@ from operator import ne
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.cache.paged import PromptView, Segment, StepView, reserve
+from exl2flow.inference.cache.paged import reserve
 from exl2flow.inference.cache.pages import Copy
+from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Slots, Wanted, check
 from exl2flow.inference.load import LoadedModel
 from exl2flow.kernels import PAGE_TOKENS, on_device

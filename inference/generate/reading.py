@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
-from exl2flow.inference.cache.paged import Segment
+from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job, Sequence
 from exl2flow.inference.generate.schedule import Schedule

@@ -16,8 +16,9 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.adapters import AdapterSlots, Used
-from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment, StepView, pages_of
+from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.pages import Copy
+from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.generate.places import Places
 from exl2flow.inference.load import LoadedModel

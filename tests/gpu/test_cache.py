@@ -8,7 +8,8 @@ import pytest
 import torch
 from caches import GPU_FORMATS
 
-from exl2flow.inference.cache.paged import PagedCache, PromptView, Segment
+from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.cache.views import PromptView, Segment
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,

@@ -12,15 +12,9 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import LoadedModel, load_model
-from exl2flow.inference.cache.paged import (
-    PagedCache,
-    PromptView,
-    Segment,
-    StepView,
-    cache_format,
-    pages_of,
-)
+from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.cache.pages import Copy
+from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, slots_of
 from exl2flow.kernels.torch_cache import attend_step, read_cache
 from exl2flow.kernels.torch_ops import TorchOps
@@ -262,7 +256,7 @@ def test_a_step_of_several_tokens_is_as_many_steps(
 def test_short_ends_share_steps_and_are_read_as_one_by_one_and_as_whole_prompts(
     model: LoadedModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = (3, 8, 3, 1, 8, 9, 9)  # the last but one is too long for a step, the last is a prompt
+    ends = (3, 8, 3, 1, 70, 9, 9)  # 9 take two steps, 70 are too many; the last is a prompt
     prompts = [random_ids(model, count) for count in (30, 261, 300, 41, 259, 50, 9)]
     begins = [len(ids) - end for ids, end in zip(prompts, ends, strict=True)]
     pools, steps = [Pool(model, name) for _ in range(3)], []
@@ -280,7 +274,7 @@ def test_short_ends_share_steps_and_are_read_as_one_by_one_and_as_whole_prompts(
         patch.setattr(TorchOps, "attend_step", staticmethod(seen))
         found = pools[0].read(together)
 
-    assert steps == [(1, 1), (2, 3), (2, 8)] * model.spec.num_layers
+    assert steps == [(1, 1), (2, 3), (2, 8), (1, 1)] * model.spec.num_layers
     single = [pools[1].read([part])[0] for part in alone]
     whole = [pools[2].read([(pools[2].pages(len(ids)), 0, ids)])[0] for ids in prompts]
     whole = [logits[begin:] for logits, begin in zip(whole, begins, strict=True)]
@@ -328,14 +322,14 @@ def test_a_prompt_reads_only_what_its_own_pass_lacks(
         return read_cache(store, slots)
 
     monkeypatch.setattr(TorchOps, "read_cache", staticmethod(seen))
-    pool, ids, longer = Pool(model, name), random_ids(model, 3), random_ids(model, 9)
+    pool, ids, longer = Pool(model, name), random_ids(model, 3), random_ids(model, 65)
 
     pool.read([([0], 0, ids), ([1], 0, ids)])
     assert read == first * model.spec.num_layers
     read.clear()
     pool.read([([1], 3, longer)])
 
-    assert read == [list(range(256, 256 + 12))] * model.spec.num_layers
+    assert read == [list(range(256, 256 + 68))] * model.spec.num_layers
 
 
 def test_a_smaller_format_takes_less_memory(model: LoadedModel) -> None:
