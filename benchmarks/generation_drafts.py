@@ -13,7 +13,8 @@ from generation_jobs import GREEDY
 from exl2flow.inference import Event, Generator, LoadedModel, NgramDraft, Request
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.drafts import Drafter, Wanted
-from exl2flow.inference.generate.steps import Steps, restored
+from exl2flow.inference.generate.places import restored
+from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind
 
 PROMPTS = (
@@ -77,7 +78,8 @@ def spoken(
 ) -> tuple[list[int], float, Event]:
     """Return the ids of a greedy text, tokens per second without the prompt, and the last event."""
     generator = Generator(model, cache=form, tokens=1024, slots=1, draft=draft)
-    for count in (20, tokens):  # the first time, steps are recorded
+    generator.warmup()
+    for count in (20, tokens):  # the first time, kernels are compiled
         request = Request(prompt, settings=GREEDY, stops=(), max_new_tokens=count)
         events = [*generator.stream(request)]
     counts = events[-1].statistics

@@ -18,6 +18,7 @@ from exl2flow.kernels.cuda_timing import ColdTimer
 from exl2flow.kernels.ops import FEW_ROWS
 from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 from exl2flow.kernels.product import WARPS, Plan, filled, most_rows, plan_of
+from exl2flow.kernels.recording import bucket
 from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
 
 _TABLES: WeakKeyDictionary[PackedMatrix, torch.Tensor] = WeakKeyDictionary()
@@ -56,7 +57,7 @@ def multiply(
         ]
         results = [torch.cat(same) for same in zip(*(part[0] for part in parts), strict=True)]
         return results, torch.cat([part[1] for part in parts])
-    plan = _plan(tuple(products), len(x))
+    plan = _plan(tuple(products), bucket(len(x)))
     if plan is not None:
         return _launched(plan, x, products, hidden)
     found: list[torch.Tensor] = []
@@ -71,7 +72,7 @@ def multiply(
 def _launched(
     plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    argument, x = plan.argument.copy(), x.contiguous()
+    argument, x = filled(plan.argument.copy(), rows=len(x)), x.contiguous()
     if not argument["stages"][0]["place"]:
         x = reordered(x, products[0].order)
     found: list[torch.Tensor] = []
@@ -111,7 +112,7 @@ _PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionar
 
 
 def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
-    """Return how to divide products; computed once."""
+    """Return how to divide products for at most so many rows; computed once."""
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:

@@ -15,6 +15,7 @@ from exl2flow.core.background import own_stream
 
 T = TypeVar("T")
 P = ParamSpec("P")
+MOST_BUFFERED = 64 << 10  # bytes
 log = logging.getLogger(__name__)
 
 
@@ -109,10 +110,13 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small CPU tensor on a device, without waiting for the device.
+    """Return a CPU tensor on a device, without waiting for the device.
 
-    CUDA copies pageable memory into a buffer of its own before it returns.
+    CUDA copies a little pageable memory into a buffer of its own before it returns; for more it
+    waits until the device has done all that was launched before.
     """
+    if device.type == "cuda" and tensor.nbytes > MOST_BUFFERED:
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 

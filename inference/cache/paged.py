@@ -8,13 +8,11 @@ reads and writes through a view (`views.py`): `StepView` for a few new tokens pe
 import torch
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
-from exl2flow.inference.cache.pages import Copy
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,
     CacheFormat,
     LayerStore,
-    on_device,
 )
 from exl2flow.model import ModelSpec
 
@@ -48,13 +46,11 @@ class PagedCache:
         """Bytes that keys and values occupy."""
         return sum(store.nbytes for store in self.stores)
 
-    def copy(self, copy: Copy | None) -> None:
-        """Copy a page, all rows of it."""
-        if copy is not None:
-            pages = on_device(torch.tensor([[copy.source], [copy.target]]), self.device)
-            for store in self.stores:
-                store.keys.copy_pages(*pages)
-                store.values.copy_pages(*pages)
+    def copy(self, pages: torch.Tensor) -> None:
+        """Copy pages, all rows of them: int64 (2, n), sources and targets."""
+        for store in self.stores:
+            store.keys.copy_pages(*pages)
+            store.values.copy_pages(*pages)
 
 
 def cache_format(name: str, device: torch.device) -> CacheFormat:

@@ -7,7 +7,6 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import PagedCache
-from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
@@ -44,8 +43,8 @@ class Guesses(Protocol):
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Follow a pass over prompts, int64 (1, t)."""
 
-    def copy(self, copy: Copy | None) -> None:
-        """Follow the copy of a page."""
+    def copy(self, pages: torch.Tensor) -> None:
+        """Follow the copy of pages, int64 (2, n): sources and targets."""
 
     def guess(self, wanted: Mapping[int, Wanted]) -> Mapping[int, Sequence[int]]:
         """Return what may follow the texts, by slot."""

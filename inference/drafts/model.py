@@ -14,7 +14,6 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import reserve
-from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Slots, Wanted, check
 from exl2flow.inference.load import LoadedModel
@@ -69,8 +68,8 @@ class ModelGuesses:
         view = PromptView(self.cache, segments)
         self.decoder.hidden(tokens, view, self._angles.along(view.positions))
 
-    def copy(self, copy: Copy | None) -> None:
-        self.cache.copy(copy)
+    def copy(self, pages: torch.Tensor) -> None:
+        self.cache.copy(pages)
 
     def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
         """Return the likeliest tokens.

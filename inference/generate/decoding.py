@@ -14,8 +14,9 @@ from exl2flow.inference.generate.arrival import Arrival
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.part import Part, Place
+from exl2flow.inference.generate.places import restored
 from exl2flow.inference.generate.schedule import Schedule
-from exl2flow.inference.generate.steps import Steps, restored
+from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind
 
 CANDIDATES = 64  # that a hook sees

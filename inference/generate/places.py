@@ -1,6 +1,7 @@
 """Where a step samples: behind the last token of each slot, and behind each drafted one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -52,3 +53,20 @@ class Places:
     def draws(self, rows: int) -> torch.Tensor:
         """Return the draws fp64 (rows,) of this place."""
         return self._draws[:, :rows][self.place][0]
+
+    @contextmanager
+    def idle(self, active: torch.Tensor) -> Iterator[None]:
+        """Let no slot advance in the block; what it writes to the cache is written again later."""
+        with restored(active), restored(self.place):
+            active.zero_()
+            yield
+
+
+@contextmanager
+def restored(x: torch.Tensor) -> Iterator[None]:
+    """Undo what the block does to a tensor."""
+    kept = x.clone()
+    try:
+        yield
+    finally:
+        x.copy_(kept)

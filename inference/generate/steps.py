@@ -6,8 +6,7 @@ host may replay the next step before it has read the ids of the last one. With d
 several tokens per slot, and sampling is replayed for each place while what it chose was drafted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -21,9 +20,10 @@ from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.generate.places import Places
+from exl2flow.inference.generate.tails import Tails
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
-from exl2flow.kernels import FEW_ROWS, on_device
+from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
 from exl2flow.kernels.recording import Recordings, bucket
 from exl2flow.model import Decoder, check_ids, step_table
 
@@ -63,10 +63,13 @@ class Steps:
         self.sampler = SamplerSlots(
             slots=slots, max_tokens=max_tokens, vocab_size=known, width=width, device=device
         )
-        self._angles = step_table(model.spec.rope, max_tokens + drafts, device)
+        most = max_tokens + max(drafts, STEP_TOKENS)
+        self._angles = step_table(model.spec.rope, most, device)
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
-        idle = partial(_idle, self.sampler.active, self.places.place)
+        idle = partial(self.places.idle, self.sampler.active)
         self.recordings = Recordings(idle, records=records)
+        self._tails = Tails(model.decoder, cache, self._angles, self.recordings)
+        self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         state = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, state)
@@ -157,19 +160,25 @@ class Steps:
 
         rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in order; adapters: of each segment.
         """
-        view = PromptView(self.cache, segments)
         tokens = on_device(torch.tensor([ids]), self.cache.device)
-        given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
-        decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
-        decoder.hidden(tokens, view, self._angles.along(view.positions), given)
+        if not rows and not any(adapters) and self._tails.takes(segments):
+            self._tails.read(ids, segments)
+        else:
+            view = PromptView(self.cache, segments)
+            given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
+            decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
+            decoder.hidden(tokens, view, self._angles.along(view.positions), given)
         if self.guesses is not None:
             self.guesses.read(tokens, segments)
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""
-        self.cache.copy(copy)
+        if copy is None:
+            return
+        self._copied[:] = on_device(torch.tensor([[copy.source], [copy.target]]), self.cache.device)
+        self.recordings.replay(("copy",), partial(self.cache.copy, self._copied))
         if self.guesses is not None:
-            self.guesses.copy(copy)
+            self.guesses.copy(self._copied)
 
     def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
         """Compute the logits of the next token for each of the first slots, and behind drafts.
@@ -201,8 +210,9 @@ class Steps:
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record what steps of any number of slots need for the kinds."""
+        self._tails.warm_up()
         for rows in sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)}):
-            for count in {1, self.ids.shape[1]}:
+            for count in sorted({min(count, 1 + self.drafts) for count in COUNTS}):
                 key = rows, count, self._adapters.mark
                 self.recordings.make(key, partial(self._forward, rows, count))
             for kind in kinds:
@@ -230,21 +240,3 @@ class Steps:
         self.lengths[:rows] += active
         ids.copy_(torch.where(active > 0, sampled.ids.clamp(min=0), ids))
         return sampled
-
-
-@contextmanager
-def restored(x: torch.Tensor) -> Iterator[None]:
-    """Undo what the block does to a tensor."""
-    kept = x.clone()
-    try:
-        yield
-    finally:
-        x.copy_(kept)
-
-
-@contextmanager
-def _idle(active: torch.Tensor, place: torch.Tensor) -> Iterator[None]:
-    """Let no slot advance in the block; what it writes to the cache is written again later."""
-    with restored(active), restored(place):
-        active.zero_()
-        yield

@@ -13,7 +13,6 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import LoadedModel, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, LayerStore, slots_of
 from exl2flow.kernels.torch_cache import attend_step, read_cache
@@ -305,7 +304,7 @@ def test_copied_pages_serve_another_sequence(model: LoadedModel, name: str) -> N
     expected = pool.step([(pages, 290, [9])])
 
     for source, target in zip(pages, other, strict=True):
-        pool.cache.copy(Copy(source, target, tokens=PAGE_TOKENS))
+        pool.cache.copy(torch.tensor([[source], [target]]))
 
     assert torch.equal(pool.step([(other, 290, [9])]), expected)
 

@@ -7,7 +7,7 @@ import torch
 from decoding import GREEDY, HOT, Again, Slots, prompts_of, text_alone
 from tiny import make_tiny
 
-from exl2flow.inference import LoadedModel, SamplingSettings, load_model
+from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.sampling import Kind
 from exl2flow.kernels import recording
 from exl2flow.kernels.recording import ROWS, bucket
@@ -101,14 +101,44 @@ def test_what_is_warmed_up_is_not_recorded_again(
 
     slots.steps.warm_up([Kind.of([GREEDY]), Kind.of([HOT])])
 
-    assert len(recordings) == 4 * 3  # 1, 2, 4 and 5 rows: two kinds and the forward pass
+    # 1, 2, 4 and 5 rows: two kinds and the forward pass; ends of 1, 2 and 4 prompts
+    assert len(recordings) == 4 * 3 + 3
     for slot, ids in enumerate(prompts[1:], 1):
         slots.run()
         slots.enter(slot, ids, HOT)
     slots.run()
-    assert len(recordings) == 12
+    assert len(recordings) == 15
     alone = text_alone(model, prompts[0], GREEDY, 5)
     assert slots.sampled[0] == alone.sampled[0]
+
+
+@pytest.mark.parametrize("lengths", [(3,), (8, 20), (1, 64, 9), (30, 2, 17, 5)])
+def test_ends_of_prompts_are_read_in_recorded_passes(
+    model: LoadedModel, recordings: list[Again], lengths: tuple[int, ...]
+) -> None:
+    """Each text fills the context."""
+    source, context = torch.Generator().manual_seed(0), 512
+    prompts = [
+        torch.randint(2, model.spec.vocab_size, (context - 20,), generator=source).tolist()
+        for _ in lengths
+    ]
+    recorded = Generator(model, tokens=4096, slots=4)
+    recorded._steps.recordings.records = True
+    for ids, length in zip(prompts, lengths, strict=True):
+        [*recorded.stream(Request(ids[:-length], stops=(), max_new_tokens=1))]
+
+    def texts(generator: Generator) -> dict[object, list[int]]:
+        found = dict[object, list[int]]()
+        wanted = [
+            Request(ids, settings=GREEDY, stops=(), max_new_tokens=20, tag=i)
+            for i, ids in enumerate(prompts)
+        ]
+        for event in generator.stream(*wanted):
+            found.setdefault(event.tag, []).extend(event.ids)
+        return found
+
+    assert texts(recorded) == texts(Generator(model, tokens=4096, slots=4))
+    assert ("tails", bucket(len(lengths))) in recorded._steps.recordings._made
 
 
 def test_what_cannot_be_recorded_is_launched_and_tried_once(
