@@ -248,7 +248,9 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
                 sys.stdout.write(printable(piece.text))
                 sys.stdout.flush()
     at_work.keep()
-    counts = session.statistics
+    counts, turn = session.statistics, session.turns[-1].current
+    if not turn.ended:
+        say("`--max-answer` allows more", style="yellow")
     if as_json:
         emit_json(
             {
@@ -257,8 +259,8 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
                 "message": message,
                 "thinking": thinking,
                 "answer": answer,
-                "tokens": session.turns[-1].ids,
-                "seed": session.turns[-1].current.seed,
+                "tokens": turn.ids,
+                "seed": turn.seed,
                 "statistics": asdict(counts),
             }
         )

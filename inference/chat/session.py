@@ -144,7 +144,7 @@ class Session:
         """Exchange the last answer for the one before it, in turns."""
         turn = self._turn(-1)
         if not turn.alternatives:
-            raise ConfigError("the last message has one answer only; `retry` makes another one")
+            raise ConfigError("the last message has one answer only; ask for another one first")
         turn.alternatives.insert(0, turn.current)
         turn.current = turn.alternatives.pop()
 
@@ -246,7 +246,7 @@ class Session:
                 request = self._request(context.ids, turn.current)
                 end = yield from run.stream(request, opened=context.opened)
             if end == "limit":
-                yield Piece(f"the answer stops at {run.made} tokens; `more` goes on", "note")
+                yield Piece(f"the answer stops at {run.made} tokens", "note")
 
     @contextmanager
     def _or_as_before(self, turn: Turn) -> Iterator[None]:

@@ -82,6 +82,8 @@ class Chat:
             self.screen.show(pieces)
         finally:
             self.keep()
+        if self.session.turns and not self.session.turns[-1].current.ended:
+            self.screen.say("`/more` goes on, `/retry` answers anew", NOTE)
         if self.stats:
             self.screen.say(summary(self.session.statistics), DIM)
         self.screen.say("")

@@ -65,7 +65,7 @@ class Screen:
             finally:
                 self._change("")
         if stop.is_set():
-            self.say("stopped; `/more` goes on, `/retry` answers anew", NOTE)
+            self.say("stopped", NOTE)
 
     def _piece(self, piece: "Piece") -> None:
         if piece.kind != self._kind:
