@@ -49,9 +49,7 @@ def test_ctrl_c_closes_the_answer_and_keeps_its_text(chat: Chat, terminal: Termi
     assert "stopped" in terminal.rows()
 
 
-def test_an_answer_at_the_cap_says_how_the_terminal_goes_on(
-    chat: Chat, terminal: Terminal
-) -> None:
+def test_an_answer_at_the_cap_says_how_the_terminal_goes_on(chat: Chat, terminal: Terminal) -> None:
     chat.take("Hello")
     rows = terminal.rows()
 
