@@ -108,6 +108,7 @@ def answered(chat: Chat, tokens: int, text: str = "") -> float:
     begun = time.perf_counter()
     if text:
         chat.answer(spoken(session, session.reply(MESSAGE), text))
+        chat.keep()
     else:
         chat.take(MESSAGE)
     whole = time.perf_counter() - begun
@@ -153,7 +154,7 @@ def turns(chat: Chat, context: int, runs: int) -> None:
     words = [word for word in MARKDOWN.split() if word.isalpha()]
     session.clear()
     session.asked, session.max_answer_tokens = 0, 8
-    while session.count() < context - TURN:
+    while len(session.context_ids()) < context - TURN:
         said = " ".join(source.choices(words, k=TURN))
         question, answer = (tokenizer.encode(said)[: TURN // 2] for _ in range(2))
         text = tokenizer.decode(answer)

@@ -189,10 +189,6 @@ class Session:
         turns = [] if self.amnesia else self.turns
         return self._context([*turns, Turn(_checked(text))], self._room).ids
 
-    def count(self, text: str = "") -> int:
-        """Return how many tokens that is."""
-        return len(self.context_ids(text))
-
     def _context(self, turns: Sequence[Turn], room: int) -> Context:
         return self._reader.fit(self.system, turns, room=room, keep_thinking=self.keep_thinking)
 
