@@ -7,7 +7,7 @@ nothing. Its docstring is its help.
 import dataclasses
 import inspect
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -33,7 +33,7 @@ class Command:
 
     run: Run
     arguments: str
-    words: Callable[[], Iterable[str]] | None
+    words: Callable[[], list[str]] | None
 
     @property
     def help(self) -> str:
@@ -45,7 +45,7 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(
-    arguments: str = "", words: Callable[[], Iterable[str]] | None = tuple
+    arguments: str = "", words: Callable[[], list[str]] | None = list
 ) -> Callable[[Run], Run]:
     """Put a function into the table, under its own name."""
 
@@ -82,7 +82,7 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
     return table[name]
 
 
-@command("[NAME]", lambda: COMMANDS)
+@command("[NAME]", lambda: [*COMMANDS])
 def help(chat: Chat, argument: str) -> Result:
     """Show all commands, or what one of them does."""
     if argument:
@@ -156,10 +156,10 @@ def system(chat: Chat, argument: str) -> Result:
     return chat.session.system or "no system prompt"
 
 
-def _formats() -> Iterable[str]:
+def _formats() -> list[str]:
     from exl2flow.inference.chat import all_formats
 
-    return all_formats()
+    return [*all_formats()]
 
 
 @command("[NAME|FILE]", _formats)
@@ -187,7 +187,7 @@ SETTINGS = SAMPLER | {
 }  # fmt: skip
 
 
-@command("[NAME VALUE]", lambda: SETTINGS)
+@command("[NAME VALUE]", lambda: [*SETTINGS])
 def set_(chat: Chat, argument: str) -> Result:
     """Show all settings, or change one.
 
