@@ -200,6 +200,7 @@ def _begin(
         session = Session(generator(), format, settings=config.sampling, **options)
     else:
         session = Session.load(before, generator(), format if chat.format else None, **options)
+        why = why if chat.format else f"format `{session.format.name}`, as before"
         changed: dict[str, Any] = {k: v for k, v in given.items() if k in SETTINGS}
         session.settings = config.sampling if chat.greedy else replace(session.settings, **changed)
     screen = Screen(OUT)

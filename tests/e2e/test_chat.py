@@ -99,11 +99,11 @@ def test_every_command_in_the_terminal(start: Start, tmp_path: Path) -> None:
     chat.wait("User: /edit")
     chat.type(" 1", ENTER)
     chat.wait("User: Hello", count=2)
-    enter(" again", stopped, 4)
-
-    assert users(tmp_path) == ["Hello again"]
+    chat.enter(" again")
     chat.enter("/quit")
+
     assert chat.leave() == 0
+    assert users(tmp_path) == ["Hello again"]
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_it_then_leaves(start: Start, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from exl2flow.flows.cli.terminal.loop import Chat, Result
 from exl2flow.flows.cli.terminal.screen import counted, summary
 
 OFF = "off"
+WORDS = {"True": "on", "False": OFF, "None": OFF}
 Run = Callable[[Chat, str], Result]
 Found = TypeVar("Found")
 
@@ -191,21 +192,26 @@ SETTINGS = SAMPLER | {
 def set_(chat: Chat, argument: str) -> Result:
     """Show all settings, or change one.
 
-    As in `/set temperature 0.7`, or `/set cfg_scale off`. Besides the settings of the sampler:
-    `max_answer`, `amnesia`, `keep_thinking`, `thinking` (show, fold, hide), `plain` and `stats`.
+    As in `/set temperature 0.7`, or `/set mirostat on`. Besides settings of the sampler:
+    `max_answer`, `amnesia`, `keep_thinking`, `plain` and `stats` (on or off), and
+    `thinking` (show, fold or hide).
     """
     name, _, text = argument.replace("=", " ").partition(" ")
     name, text = name.replace("-", "_"), text.strip()
     if not name:
-        return "\n".join(f"{each} {attrgetter(path)(chat)}" for each, path in SETTINGS.items())
-    path = _named(name, SETTINGS, "setting")
-    owner, _, attribute = path.rpartition(".")
+        return "\n".join(_setting(chat, each) for each in SETTINGS)
+    owner, _, attribute = _named(name, SETTINGS, "setting").rpartition(".")
     if text and name in SAMPLER:
         changed = {name: _parsed(name, text)}
         chat.session.settings = dataclasses.replace(chat.session.settings, **changed)
     elif text:
         setattr(attrgetter(owner)(chat), attribute, _parsed(name, text))
-    return f"{name} {attrgetter(path)(chat)}"
+    return _setting(chat, name)
+
+
+def _setting(chat: Chat, name: str) -> str:
+    value = str(attrgetter(SETTINGS[name])(chat))
+    return f"{name} {WORDS.get(value, value)}"
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -220,7 +226,7 @@ def _parsed(name: str, text: str) -> Any:
     try:
         return TypeAdapter(Annotated[info.annotation, info]).validate_python(text)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"]
+        problem = error.errors()[0]["msg"] if info.annotation is not bool else "give on or off"
         raise ConfigError(f"`{name}` is {text}: {problem[:1].lower()}{problem[1:]}") from None
 
 
