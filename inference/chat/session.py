@@ -22,8 +22,10 @@ from exl2flow.kernels import PAGE_TOKENS
 
 ROWS = 8  # of the embedding, in the fingerprint of a model
 # in a file, under the names of the attributes, which are arguments as well
-KEPT = ("settings", "seed", "max_answer_tokens", "reserve", "bans", "names", "started")
-KEPT += ("amnesia", "keep_thinking")
+KEPT = (
+    *("settings", "seed", "max_answer_tokens", "reserve", "bans"),
+    *("amnesia", "keep_thinking", "names", "started"),
+)
 
 
 class Session:

@@ -223,8 +223,9 @@ def _parsed(name: str, text: str) -> Any:
     info = next(row.field_info() for _, rows in CHAT for row in rows if row.field == name)
     if info.default is None and text == OFF:
         return None
+    kind: Any = Annotated[info.annotation, info]
     try:
-        return TypeAdapter(Annotated[info.annotation, info]).validate_python(text)
+        return TypeAdapter(kind).validate_python(text)
     except ValidationError as error:
         problem = error.errors()[0]["msg"] if info.annotation is not bool else "give on or off"
         raise ConfigError(f"`{name}` is {text}: {problem[:1].lower()}{problem[1:]}") from None
@@ -303,9 +304,9 @@ def save(chat: Chat, argument: str) -> Result:
 @command("FILE", None)
 def load(chat: Chat, argument: str) -> Result:
     """Go on with a saved conversation in place of this one."""
-    now = chat.session
-    kept = {"adapters": now.adapters, "filters": now.filters}  # which are no part of a file
-    chat.adopt(type(now).load(_path(argument), now.generator, **kept))
+    now = chat.session  # adapters and filters are no part of a file
+    options: dict[str, Any] = {"adapters": now.adapters, "filters": now.filters}
+    chat.adopt(type(now).load(_path(argument), now.generator, **options))
     return None
 
 
