@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import tokenizers
 import torch
@@ -100,7 +100,7 @@ def spoken(session: Session, pieces: Iterator[Piece], text: str) -> Iterator[Pie
 
 
 def answered(chat: Chat, tokens: int, text: str = "") -> float:
-    """Return the seconds between the first token of an answer and the end of its last line."""
+    """Return the tokens per second from the first one of an answer to the end of its last line."""
     session = chat.session
     session.clear()
     session.max_answer_tokens, session.asked = tokens, 0
@@ -108,11 +108,13 @@ def answered(chat: Chat, tokens: int, text: str = "") -> float:
     begun = time.perf_counter()
     if text:
         chat.answer(spoken(session, session.reply(MESSAGE), text))
+        chat.keep()
     else:
         chat.take(MESSAGE)
     whole = time.perf_counter() - begun
-    assert len(session.turns[-1].ids) == tokens
-    return whole - session.statistics.first_token_seconds
+    made = len(session.turns[-1].ids)  # less the beginning of a character at the end
+    assert made > tokens - 4
+    return (made - 1) / (whole - session.statistics.first_token_seconds)
 
 
 def generated(generator: Generator, ids: list[int], tokens: int) -> tuple[float, list[float]]:
@@ -135,11 +137,11 @@ def decoding(chat: Chat, tokens: int, runs: int) -> None:
     for name, text in texts.items():
         long = text * (-(-CHARACTERS * tokens // len(text)) if text else 0)
         pairs = [
-            (answered(chat, tokens, long), sum(generated(session.generator, ids, tokens)[1]))
+            (answered(chat, tokens, long), 1 / mean(generated(session.generator, ids, tokens)[1]))
             for _ in range(runs + 1)
         ][1:]
-        shown, alone = ((tokens - 1) / median(times) for times in zip(*pairs, strict=True))
-        ratio = median(alone / shown for shown, alone in pairs)
+        shown, alone = (median(rates) for rates in zip(*pairs, strict=True))
+        ratio = median(shown / alone for shown, alone in pairs)
         print(
             f"| {name} | {shown:.1f} tokens/s in a chat | {alone:.1f} generated | {ratio:.3f} |",
             flush=True,
@@ -153,7 +155,7 @@ def turns(chat: Chat, context: int, runs: int) -> None:
     words = [word for word in MARKDOWN.split() if word.isalpha()]
     session.clear()
     session.asked, session.max_answer_tokens = 0, 8
-    while session.count() < context - TURN:
+    while len(session.context_ids()) < context - TURN:
         said = " ".join(source.choices(words, k=TURN))
         question, answer = (tokenizer.encode(said)[: TURN // 2] for _ in range(2))
         text = tokenizer.decode(answer)

@@ -207,7 +207,7 @@ def save(
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+    generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True}
     files = {
         "config.json": config,
         "tokenizer_config.json": tokenizer_config,

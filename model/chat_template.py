@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from threading import Lock
@@ -112,7 +112,7 @@ class ChatTemplate:
         request = {
             "now": (now or datetime.now()).isoformat(),
             "variables": {
-                "messages": [asdict(message) for message in messages],
+                "messages": [{"role": each.role, "content": each.content} for each in messages],
                 "add_generation_prompt": add_generation_prompt,
                 "tools": None,
                 "documents": None,

@@ -45,6 +45,22 @@ class Screen:
         return rows_of(self.screen)
 
 
+class Reflowing(Screen):
+    """A terminal that wraps its rows anew when it becomes narrower, as most with windows do."""
+
+    def resize(self, width: int, height: int) -> None:
+        buffer = [self.screen.buffer[y] for y in range(self.screen.cursor.y + 1)]
+        rows = [
+            "".join(row[x].data for x in range(max(row, default=-1) + 1))
+            for row in (*self.screen.history.top, *buffer)
+        ]
+        super().resize(width, height)
+        self.screen.reset()
+        self.screen.set_mode(pyte.modes.LNM)
+        wrapped = [row[i : i + width] for row in rows for i in range(0, max(1, len(row)), width)]
+        self._stream.feed("\n".join(wrapped))
+
+
 class _Into(io.StringIO):
     def __init__(self, screen: Screen) -> None:
         super().__init__()

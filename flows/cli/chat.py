@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -199,18 +198,17 @@ def _begin(
         options["names"] = (chat.user_name, chat.bot_name)
     if before is None:
         session = Session(generator(), format, settings=config.sampling, **options)
-        if file is not None and file.is_file():
-            with suppress(OSError):
-                file.replace(file.with_suffix(".previous.json"))
     else:
         session = Session.load(before, generator(), format if chat.format else None, **options)
+        why = why if chat.format else f"format `{session.format.name}`, as before"
         changed: dict[str, Any] = {k: v for k, v in given.items() if k in SETTINGS}
         session.settings = config.sampling if chat.greedy else replace(session.settings, **changed)
     screen = Screen(OUT)
-    screen.thinking, screen.plain = chat.thinking, chat.plain or OUT.is_dumb_terminal
+    screen.thinking, screen.stats = chat.thinking, chat.stats
+    screen.plain = chat.plain or OUT.is_dumb_terminal
     return Chat(
         session=session, screen=screen, model=model, file=file, restart=generator, why=why,
-        stats=chat.stats, obey=obey,
+        obey=obey, is_kept=before is not None,
     )  # fmt: skip
 
 
@@ -248,7 +246,9 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
                 sys.stdout.write(printable(piece.text))
                 sys.stdout.flush()
     at_work.keep()
-    counts = session.statistics
+    counts, turn = session.statistics, session.turns[-1].current
+    if not turn.ended:
+        say("`--max-answer` allows more", style="yellow")
     if as_json:
         emit_json(
             {
@@ -257,14 +257,14 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
                 "message": message,
                 "thinking": thinking,
                 "answer": answer,
-                "tokens": session.turns[-1].ids,
-                "seed": session.turns[-1].current.seed,
+                "tokens": turn.ids,
+                "seed": turn.seed,
                 "statistics": asdict(counts),
             }
         )
         return
     sys.stdout.write("\n" * (not answer.endswith("\n")))
-    if at_work.stats:
+    if at_work.screen.stats:
         say(summary(counts), style="dim")
 
 

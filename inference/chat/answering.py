@@ -55,14 +55,9 @@ class Answering:
     """Adds what requests generate to an answer; `made`: the tokens so far."""
 
     def __init__(
-        self,
-        generator: Generator,
-        reader: Reader,
-        answer: Answer,
-        statistics: ChatStatistics,
-        *,
+        self, generator: Generator, reader: Reader, answer: Answer, statistics: ChatStatistics, *,
         most: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin, or go on with an answer; it gets `most` tokens."""
         self.made = 0
         self._generator, self._reader, self._answer, self._most = generator, reader, answer, most

@@ -21,10 +21,11 @@ from exl2flow.inference.generate import Generator
 from exl2flow.kernels import PAGE_TOKENS
 
 ROWS = 8  # of the embedding, in the fingerprint of a model
-KEPT = (  # of a file, as arguments of `Session`
-    "system", "settings", "seed", "max_answer_tokens", "reserve", "bans", "amnesia",
-    "keep_thinking", "names", "started",
-)  # fmt: skip
+# in a file, under the names of the attributes, which are arguments as well
+KEPT = (
+    *("settings", "seed", "max_answer_tokens", "reserve", "bans"),
+    *("amnesia", "keep_thinking", "names", "started"),
+)
 
 
 class Session:
@@ -36,23 +37,13 @@ class Session:
     """
 
     def __init__(
-        self,
-        generator: Generator,
-        fmt: PromptFormat,
-        *,
-        system: str | None = None,
-        settings: SamplingSettings | None = None,
-        seed: int | None = None,
-        max_answer_tokens: int = 1000,
-        reserve: int = 250,
-        adapters: Sequence[Adapter] = (),
-        bans: Sequence[str] = (),
-        filters: Sequence[Filter] = (),
-        amnesia: bool = False,
-        keep_thinking: bool = False,
-        names: tuple[str, str] = ("User", "Assistant"),
+        self, generator: Generator, fmt: PromptFormat, *, system: str | None = None,
+        settings: SamplingSettings | None = None, seed: int | None = None,
+        max_answer_tokens: int = 1000, reserve: int = 250, adapters: Sequence[Adapter] = (),
+        bans: Sequence[str] = (), filters: Sequence[Filter] = (), amnesia: bool = False,
+        keep_thinking: bool = False, names: tuple[str, str] = ("User", "Assistant"),
         started: datetime | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin a conversation.
 
         Args:
@@ -119,32 +110,30 @@ class Session:
             Exl2FlowError: the answer failed; without any text of it the conversation is as before.
         """
         self.stop()
-        turn = Turn(_checked(text))
-        return self._run(turn, [*self.turns, turn])
+        return self._run(Turn(_checked(text)), self.turns)
 
     def edit(self, number: int, text: str) -> Iterator[Piece]:
         """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
         self._turn(number)
-        turn = Turn(_checked(text))
-        return self._run(turn, [*self.turns[: number % len(self.turns)], turn])
+        return self._run(Turn(_checked(text)), self.turns[: number % len(self.turns)])
 
     def retry(self) -> Iterator[Piece]:
         """Answer the last message again, with a new seed; `back` brings the earlier answer back."""
         old = self._turn(-1)
         turn = Turn(old.user, alternatives=[*old.alternatives, old.current], cut=old.cut)
-        return self._run(turn, [*self.turns[:-1], turn])
+        return self._run(turn, self.turns[:-1])
 
     def more(self) -> Iterator[Piece]:
         """Go on with the last answer, where it was stopped or closed."""
-        if self._turn(-1).current.ended:
+        if (turn := self._turn(-1)).current.ended:
             raise ConfigError("the last answer is complete; there is no more of it")
-        return self._run(self.turns[-1], self.turns, goes_on=True)
+        return self._run(turn, self.turns[:-1], goes_on=True)
 
     def back(self) -> None:
         """Exchange the last answer for the one before it, in turns."""
         turn = self._turn(-1)
         if not turn.alternatives:
-            raise ConfigError("the last message has one answer only; `retry` makes another one")
+            raise ConfigError("the last message has one answer only; ask for another one first")
         turn.alternatives.insert(0, turn.current)
         turn.current = turn.alternatives.pop()
 
@@ -189,10 +178,6 @@ class Session:
         turns = [] if self.amnesia else self.turns
         return self._context([*turns, Turn(_checked(text))], self._room).ids
 
-    def count(self, text: str = "") -> int:
-        """Return how many tokens that is."""
-        return len(self.context_ids(text))
-
     def _context(self, turns: Sequence[Turn], room: int) -> Context:
         return self._reader.fit(self.system, turns, room=room, keep_thinking=self.keep_thinking)
 
@@ -210,22 +195,18 @@ class Session:
         for each in self.turns:
             each.dropped = id(each) not in kept
         if gone and not self.amnesia:
-            oldest = (
-                "message and its answer are" if gone == 1 else f"{gone} messages and answers are"
-            )
-            notes.append(Piece(f"the context is full: the oldest {oldest} no longer read", "note"))
+            oldest = "message and its answer" if gone == 1 else f"{gone} messages and their answers"
+            text = f"the context is full: the oldest {oldest} are no longer read"
+            notes.append(Piece(text, "note"))
         if context.cut > turn.cut:
-            turn.cut = context.cut
-            text = (
-                f"the message is too long: the first {context.cut} of its {len(turn.user)} "
-                "characters are not read"
-            )
+            turn.cut, of = context.cut, len(turn.user)
+            text = f"the message is too long: its first {turn.cut} of {of} characters are not read"
             notes.append(Piece(text, "note"))
         return context, notes
 
-    def _run(self, turn: Turn, turns: list[Turn], *, goes_on: bool = False) -> Iterator[Piece]:
+    def _run(self, turn: Turn, before: list[Turn], *, goes_on: bool = False) -> Iterator[Piece]:
         """Return the pieces of an answer; the conversation changes when the first one is wanted."""
-        self._running = self._pieces(turn, turns, goes_on=goes_on)
+        self._running = self._pieces(turn, [*before, turn], goes_on=goes_on)
         return self._running
 
     def _pieces(self, turn: Turn, turns: list[Turn], *, goes_on: bool) -> Generated[Piece]:
@@ -246,7 +227,7 @@ class Session:
                 request = self._request(context.ids, turn.current)
                 end = yield from run.stream(request, opened=context.opened)
             if end == "limit":
-                yield Piece(f"the answer stops at {run.made} tokens; `more` goes on", "note")
+                yield Piece(f"the answer stops at {run.made} tokens", "note")
 
     @contextmanager
     def _or_as_before(self, turn: Turn) -> Iterator[None]:
@@ -290,16 +271,13 @@ class Session:
         Raises:
             WriteFailed: the disk is full or permissions forbid it.
         """
-        held = {"adapters": self.adapters, "filters": self.filters}
         source = self.generator.model.spec.source_dir.resolve()
         conversation = Conversation(
             model=source.name, fingerprint=self._fingerprint, format=self.format,
-            system=self._system, started=self.started, seed=self.seed, asked=self.asked,
-            settings=self.settings, bans=tuple(self.bans), reserve=self.reserve,
-            max_answer_tokens=self.max_answer_tokens, amnesia=self.amnesia,
-            keep_thinking=self.keep_thinking, names=self.names,
-            left_out=tuple(name for name, values in held.items() if values),
+            system=self._system, asked=self.asked,
+            left_out=tuple(name for name in ("adapters", "filters") if getattr(self, name)),
             messages=tuple(messages_of(self.system, self.turns)),
+            **{name: getattr(self, name) for name in KEPT},
         )  # fmt: skip
         conversation.write(Path(path))
 
@@ -330,7 +308,7 @@ class Session:
             )
         if not found.has_ids_below(model.spec.vocab_size):
             raise ConfigError(f"`{path}` has answers with ids that the model does not have")
-        values = {name: getattr(found, name) for name in KEPT}
+        values = {name: getattr(found, name) for name in ("system", *KEPT)}
         session = cls(generator, fmt or found.format, **{**values, **options})
         session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns
         lost = [name for name in found.left_out if not options.get(name)]

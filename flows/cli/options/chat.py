@@ -105,7 +105,10 @@ def build_chat(values: Values, model: Path) -> ChatConfig:
 
 
 def of_model(model: Path) -> dict[str, Any]:
-    """Return the settings that a model's `generation_config.json` recommends, those in range."""
+    """Return the settings that a model's `generation_config.json` recommends, those in range.
+
+    `do_sample: false` is temperature 0.
+    """
     try:
         config = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -123,7 +126,7 @@ def of_model(model: Path) -> dict[str, Any]:
         except ConfigError:
             continue
         found[name] = value
-    return found
+    return {**found, "temperature": 0.0} if config.get("do_sample") is False else found
 
 
 def read_profile(path: Path, name: str) -> dict[str, Any]:

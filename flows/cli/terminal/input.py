@@ -1,10 +1,17 @@
 """What the user types: history, several lines, completion."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    NestedCompleter,
+    PathCompleter,
+    WordCompleter,
+)
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -16,7 +23,7 @@ from prompt_toolkit.output import Output
 QUOTES = '"""'  # around a message of several lines
 FILES = PathCompleter(expanduser=True)
 # command → the words that may follow; None: files
-Words = Mapping[str, Callable[[], Iterable[str]] | None]
+Words = Mapping[str, Callable[[], list[str]] | None]
 
 
 class Leave(Exception):
@@ -109,22 +116,15 @@ class _Words(Completer):
     """Completes commands, their words, and files."""
 
     def __init__(self, words: Words) -> None:
-        self._words = words
+        self._behind_slash = NestedCompleter(
+            {name: FILES if row is None else WordCompleter(row, WORD=True)
+             for name, row in words.items()}
+        )  # fmt: skip
 
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """See prompt_toolkit."""
         slash, text = document.text_before_cursor[:1], document.text_before_cursor[1:]
-        name, space, argument = text.partition(" ")
-        if slash != "/":
-            return
-        if space and self._words.get(name, ...) is None:
-            yield from FILES.get_completions(Document(argument), event)
-            return
-        words = (self._words.get(name) or list)() if space else self._words
-        begun = argument if space else name
-        for word in words:
-            if word.startswith(begun):
-                yield Completion(word, start_position=-len(begun))
+        return self._behind_slash.get_completions(Document(text), event) if slash == "/" else ()
 
 
 class _Kept(FileHistory):

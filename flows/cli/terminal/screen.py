@@ -25,13 +25,14 @@ DIM, NAME, NOTE, ERROR = "dim", "bold blue", "yellow", "red"
 class Screen:
     """The terminal of a chat.
 
-    thinking: `show`, `fold` or `hide`; plain: without Markdown; name: put before answers, if any.
+    thinking: `show`, `fold` or `hide`; plain: without Markdown; stats: put behind answers; name:
+    put before them, if any.
     """
 
     def __init__(self, console: Console) -> None:
         """Print to a console."""
         self.console = console
-        self.thinking, self.plain, self.name = "show", False, ""
+        self.thinking, self.plain, self.stats, self.name = "show", False, False, ""
         self._kind = ""  # of the pieces that are being shown
         self._markdown: MarkdownStream | None = None
         self._is_line_open, self._thought_since = False, 0.0
@@ -65,7 +66,7 @@ class Screen:
             finally:
                 self._change("")
         if stop.is_set():
-            self.say("stopped; `/more` goes on, `/retry` answers anew", NOTE)
+            self.say("stopped", NOTE)
 
     def _piece(self, piece: "Piece") -> None:
         if piece.kind != self._kind:
@@ -95,6 +96,11 @@ class Screen:
             self._thought_since = time.monotonic()
             if self.thinking == "fold":
                 self.say("thinking …", DIM)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def summary(counts: "ChatStatistics") -> str:

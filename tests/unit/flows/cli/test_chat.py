@@ -61,6 +61,13 @@ def test_the_same_seed_gives_the_same_answer(folder: Path) -> None:
     assert first["seed"] == 1
 
 
+def test_a_pipe_says_which_option_allows_a_longer_answer(folder: Path) -> None:
+    done = run(folder, "--max-answer", 2)
+
+    assert "the answer stops at" in done.stderr
+    assert "--max-answer" in done.stderr
+
+
 def test_resume_goes_on_where_the_last_call_ended(folder: Path, home: Path) -> None:
     file = home / "talk.json"
     run(folder, "--conversation", file, "--seed", 1)
@@ -173,6 +180,17 @@ def test_defaults_come_from_the_model_then_from_the_chat(tmp_path: Path) -> None
     assert (sampling.top_k, sampling.repetition_penalty) == (50, 1.01)
     assert build_chat({"temperature": 1.0}, tmp_path).sampling.temperature == 1.0
     assert build_chat({"greedy": True}, tmp_path).sampling.top_k == 1
+
+
+def test_a_model_that_does_not_sample_is_greedy_unless_a_temperature_is_given(
+    tmp_path: Path,
+) -> None:
+    config = {"temperature": 0.3, "top_k": 20, "do_sample": False}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+
+    assert of_model(tmp_path) == {"temperature": 0.0, "top_k": 20}
+    assert build_chat({}, tmp_path).sampling.temperature == 0
+    assert build_chat({"temperature": 1.0}, tmp_path).sampling.temperature == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"temperature": "hot"}'])

@@ -37,6 +37,35 @@ def test_messages_are_answered_and_the_conversation_is_kept(chat: Chat, say: Say
     assert [m["role"] for m in kept["messages"]] == ["system", "user", "assistant"]
 
 
+def test_only_a_turn_puts_the_last_conversation_aside(chat: Chat, say: Say) -> None:
+    chat.file.write_text("old")
+
+    say("/help")
+    before = chat.file.read_text()
+    say("Hello")
+
+    assert before == "old"
+    assert chat.file.with_suffix(".previous.json").read_text() == "old"
+    assert "Hello" in chat.file.read_text()
+
+
+def test_what_a_command_changes_is_kept(chat: Chat, say: Say) -> None:
+    say("Hello")
+    say("/system Speak Latin.")
+    say("/set temperature 0.5")
+
+    kept = json.loads(chat.file.read_text())
+    assert (kept["system"], kept["settings"]["temperature"]) == ("Speak Latin.", 0.5)
+
+
+def test_a_message_edited_to_nothing_stays(chat: Chat, say: Say) -> None:
+    say("One")
+    chat.typed = Script(" ")  # type: ignore[assignment]
+
+    assert "error: nothing was edited" in say("/edit")
+    assert [turn.user for turn in chat.session.turns] == ["One"]
+
+
 def test_retry_and_back_exchange_answers(chat: Chat, say: Say) -> None:
     say("Hello")
     first = chat.session.turns[0].ids
@@ -109,7 +138,7 @@ def test_system_and_format_change_what_the_model_reads(chat: Chat, say: Say) -> 
         ("amnesia on", lambda c: c.session.amnesia, True),
         ("thinking fold", lambda c: c.screen.thinking, "fold"),
         ("plain yes", lambda c: c.screen.plain, True),
-        ("stats on", lambda c: c.stats, True),
+        ("stats on", lambda c: c.screen.stats, True),
     ],
 )
 def test_set_changes_a_setting(
@@ -118,7 +147,7 @@ def test_set_changes_a_setting(
     shown = say(f"/set {line}")
 
     assert read(chat) == value
-    assert str(value) in shown
+    assert ("on" if value is True else str(value)) in shown
 
 
 def test_settings_are_listed(say: Say) -> None:
@@ -126,6 +155,7 @@ def test_settings_are_listed(say: Say) -> None:
 
     assert "temperature 1.0" in shown
     assert "max_answer 6" in shown
+    assert "cfg_scale off" in shown
 
 
 def test_bans_and_schemas_hold_for_the_next_answers(chat: Chat, say: Say, tmp_path: Path) -> None:
@@ -154,8 +184,8 @@ def test_adapters_are_loaded_and_put_away(chat: Chat, say: Say, tmp_path: Path) 
 def test_statistics_and_tokens_are_counted(chat: Chat, say: Say) -> None:
     say("Hello")
 
-    assert "answer 6 tokens" in say("/stats")
-    assert f"{chat.session.count('more')} of" in say("/tokens more")
+    assert f"answer {len(chat.session.turns[0].ids)} tokens" in say("/stats")
+    assert f"{len(chat.session.context_ids('more'))} of" in say("/tokens more")
 
 
 def test_statistics_may_follow_each_answer(say: Say) -> None:
@@ -201,15 +231,15 @@ def test_quit_ends_the_chat(chat: Chat) -> None:
         ("/edit x", "there is no turn x"),
         ("/edit 9", "there is no turn 9"),
         ("/format chatlm", "chatml"),
-        ("/set temperature hot", "`temperature` is hot; it must be a number"),
+        ("/set temperature hot", "`temperature` is hot: input should be a valid number"),
         ("/set temperature -1", "`temperature` is -1.0; it must be 0 or more"),
         ("/set temprature 1", "no setting `temprature`; near are `temperature`"),
         ("/set max_answer 0", "`max_answer` is 0"),
-        ("/set thinking loud", "show, fold or hide"),
-        ("/set mirostat maybe", "on or off"),
+        ("/set thinking loud", "'show', 'fold' or 'hide'"),
+        ("/set mirostat maybe", "`mirostat` is maybe: give on or off"),
         ("/lora nowhere", "nowhere"),
         ("/lora 'open", "No closing quotation"),
-        ("/json", "give the file"),
+        ("/json", "give a file"),
         ("/json none.json", "cannot read `none.json`"),
         ("/save", "give a file"),
         ("/save /proc/none/x.json", "cannot write"),

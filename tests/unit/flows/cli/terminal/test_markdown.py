@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from screens import Screen
+from screens import Reflowing, Screen
 
-from exl2flow.flows.cli.terminal.markdown import MarkdownStream
+from exl2flow.flows.cli.terminal.markdown import DRAWING_SHARE, MarkdownStream
 
 CONTROL = re.compile(r"\x1b\[(\?7[lh]|\d+A|J|[\d;]*m)|\r|\n")
 
@@ -80,7 +80,7 @@ def test_a_block_that_takes_long_to_draw_is_drawn_less_often() -> None:
     for _ in range(1000):
         markdown.feed("word ")
 
-    assert screen.written.count("\x1b[?7l") <= 1000 * 0.02 * 0.03 / 0.02 + 1
+    assert screen.written.count("\x1b[?7l") <= 1000 * 0.02 * DRAWING_SHARE / 0.02 + 1
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,51 @@ def test_resizing_loses_no_text_and_touches_nothing_above() -> None:
     assert {"more0", "more3", "below"} <= set(text.split())
     assert screen.rows()[0] == "above"
     assert screen.rows()[-1] == "below"
+
+
+WORDS = " ".join(f"word{i}" for i in range(40))
+LIST = "\n".join(f"- item {i}, which has several words in it" for i in range(6))
+DRAWN = 8  # rows at most, of each of these on 60 columns
+OPEN = (WORDS, LIST, f"```\n{LIST}")
+
+
+def narrowed(kind: type[Screen], text: str, width: int) -> tuple[list[str], list[str]]:
+    """Return the rows of an answer that comes while its terminal is narrowed, and those asked."""
+    screens = kind(60, 40), kind(60, 40)
+    for screen in screens:
+        screen.feed("above\n")
+    markdown, clock = drawing(screens[0])
+    markdown.feed(f"finished\n\n{text}")
+    for screen in screens:
+        screen.resize(width, 40)
+    clock.now += 1
+    markdown.feed(" end")
+    markdown.finish()
+    stream(screens[1], f"finished\n\n{text} end")
+    for screen in screens:
+        screen.feed("below\n")
+    return screens[0].rows(), screens[1].rows()
+
+
+@pytest.mark.parametrize("width", [59, 45, 20])
+@pytest.mark.parametrize("text", OPEN)
+def test_a_terminal_that_is_narrowed_shows_the_open_block_once(text: str, width: int) -> None:
+    shown, expected = narrowed(Screen, text, width)
+
+    assert shown == expected
+
+
+@pytest.mark.parametrize("width", [59, 45, 20])
+@pytest.mark.parametrize("text", OPEN)
+def test_a_terminal_that_wraps_rows_anew_keeps_no_more_than_the_rows_it_adds(
+    text: str, width: int
+) -> None:
+    shown, expected = narrowed(Reflowing, text, width)
+    rests = len(shown) - len(expected)
+
+    assert shown[:2] == expected[:2] == ["above", "finished"]
+    assert shown[2 + rests :] == expected[2:]
+    assert 0 <= rests <= DRAWN * (-(-60 // width) - 1)
 
 
 @pytest.mark.parametrize("text", ["漢字" * 40, "👩‍💻" * 40, "❤️🇩🇪" * 30, "e\u0301" * 90])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from screens import Screen as Terminal
 
+from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.inference.chat import Piece
 
@@ -46,7 +47,16 @@ def test_ctrl_c_closes_the_answer_and_keeps_its_text(chat: Chat, terminal: Termi
 
     assert is_closed
     assert "some text" in terminal.rows()
-    assert "stopped; `/more` goes on" in "\n".join(terminal.rows())
+    assert "stopped" in terminal.rows()
+
+
+def test_an_answer_at_the_cap_says_how_the_terminal_goes_on(chat: Chat, terminal: Terminal) -> None:
+    chat.session.settings, chat.session.max_answer_tokens = SamplingSettings.greedy(), 2
+
+    chat.take("Hello")
+    rows = terminal.rows()
+
+    assert rows[-2:] == ["the answer stops at 2 tokens", "`/more` goes on, `/retry` answers anew"]
 
 
 @pytest.mark.parametrize(
