@@ -6,7 +6,7 @@ while the next one runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Generator as Generated
 from contextlib import closing
 from functools import partial
@@ -15,12 +15,12 @@ from typing import Any, cast, overload
 
 import torch
 
-from exl2flow.core.errors import ConfigError, InferenceError
+from exl2flow.core.errors import ConfigError, ContextOverflow, InferenceError
 from exl2flow.core.memory import available_memory, free_memory
-from exl2flow.core.request import Request, Text
-from exl2flow.inference.adapters import adapters_of
+from exl2flow.core.request import Adapter, Request, Text
+from exl2flow.inference.adapters import Used, adapters_of
 from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
-from exl2flow.inference.cache.pages import PageTable
+from exl2flow.inference.cache.pages import Pages, PageTable
 from exl2flow.inference.drafts import Draft, Drafter
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decoding import Decoding
@@ -33,7 +33,7 @@ from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import ModelSpec
+from exl2flow.model import ModelSpec, check_ids
 from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes, exact_format
 
 Prompt = Text | tuple[Text, Text]
@@ -112,19 +112,59 @@ class Generator:
             request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
         )
         adapters = adapters_of(request.adapters, self.model)
-        salt = b"".join(sorted(adapter.digest for adapter in adapters))
         job = Job(
             request, prompt, tokenizer, max_new_tokens=most, adapters=adapters,
-            begin=partial(self._schedule.table.begin, salt), constraint=constraint or None,
+            begin=partial(self._begin, adapters), constraint=constraint or None,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
         )  # fmt: skip
         self._schedule.add(job)
         return job
 
+    @torch.inference_mode()
+    def hidden(
+        self, *texts: Sequence[int], last: int = 1, adapters: Sequence[Adapter] = ()
+    ) -> list[torch.Tensor]:
+        """Return the last hidden states (last, hidden) of texts, which the decoder's head takes.
+
+        For programs with a loop of their own: texts stay in the cache, so each call computes only
+        what is new in them. It has nothing to do with jobs; those may run before and after it.
+
+        Args:
+            texts: token ids.
+            last: tokens at the end of each text.
+            adapters: as of `Request`.
+
+        Raises:
+            ConfigError, SourceModelError: an adapter or an id does not belong to the model.
+            ContextOverflow, CacheFull: a text is too long, or jobs use the pages that it needs.
+        """
+        self._steps.check_stream()
+        used = adapters_of(adapters, self.model)
+        for ids in texts:
+            check_ids(ids, self.model.spec)
+            if not 0 < len(ids) <= self.context:
+                raise ContextOverflow(
+                    f"a text has {len(ids)} tokens; give from 1 to {self.context} of them"
+                )
+        begun = {self._begin(used): tuple(ids) for ids in texts}
+        try:
+            return self._reading.hidden(begun, last=last, adapters=used)
+        finally:
+            for held in begun:
+                self.table.release(held)
+
+    def _begin(self, adapters: Used) -> Pages:
+        return self.table.begin(b"".join(sorted(adapter.digest for adapter in adapters)))
+
+    @property
+    def table(self) -> PageTable:
+        """What is in the cache, for reading only."""
+        return self._schedule.table
+
     @property
     def free_pages(self) -> int:
         """Pages that no job uses."""
-        return self._schedule.table.free
+        return self.table.free
 
     @property
     def is_idle(self) -> bool:

@@ -1,8 +1,12 @@
 """Prompts of several jobs, read together in passes."""
 
+from itertools import chain
+
 import torch
 
-from exl2flow.core.errors import OutOfDeviceMemory
+from exl2flow.core.errors import CacheFull, OutOfDeviceMemory
+from exl2flow.inference.adapters import Used
+from exl2flow.inference.cache.pages import Pages
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job, Sequence
@@ -26,6 +30,32 @@ class Reading:
         except torch.OutOfMemoryError as error:
             for part in parts:
                 self._read_alone(part, error)
+
+    def hidden(
+        self, texts: dict[Pages, tuple[int, ...]], *, last: int, adapters: Used
+    ) -> list[torch.Tensor]:
+        """Return the last hidden states of texts that no job has; the caller releases their pages."""
+        table, found = self._schedule.table, {held: list[torch.Tensor]() for held in texts}
+        for held, ids in texts.items():
+            self._steps.copy(table.match(held, ids[: max(len(ids) - last, 0) + 1]))
+            if not table.reserve(held, len(ids)):
+                raise CacheFull(
+                    f"no pages are free for a text of {len(ids)} tokens; end jobs, or give the "
+                    "generator more `tokens`"
+                )
+        while unread := [held for held, ids in texts.items() if held.filled < len(ids)]:
+            most = max(self._chunk // len(unread), 1)
+            new = [texts[held][held.filled : held.filled + most] for held in unread]
+            segments = [
+                Segment(pages=tuple(held.pages), begin=held.filled, end=held.filled + len(ids))
+                for held, ids in zip(unread, new, strict=True)
+            ]
+            used = [adapters] * len(new)
+            states = self._steps.read([*chain(*new)], segments, adapters=used)
+            for held, ids, rows in zip(unread, new, states.split([*map(len, new)]), strict=True):
+                table.fill(held, ids)
+                found[held] = [torch.cat([*found[held], rows])[-last:]]
+        return [rows for [rows] in found.values()]
 
     def _read(self, parts: list[Part]) -> None:
         ids, segments, rows = list[int](), list[Segment](), list[torch.Tensor]()

@@ -152,8 +152,10 @@ class Steps:
         segments: Sequence[Segment],
         rows: Sequence[torch.Tensor] = (),
         adapters: Sequence[Used] = (),
-    ) -> None:
+    ) -> torch.Tensor:
         """Store keys and values of the segments' tokens, given one segment after another.
+
+        Returns their hidden states (t, hidden).
 
         rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in order; adapters: of each segment.
         """
@@ -161,9 +163,10 @@ class Steps:
         tokens = on_device(torch.tensor([ids]), self.cache.device)
         given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
         decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
-        decoder.hidden(tokens, view, self._angles.along(view.positions), given)
+        hidden = decoder.hidden(tokens, view, self._angles.along(view.positions), given)
         if self.guesses is not None:
             self.guesses.read(tokens, segments)
+        return hidden[0]
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""
