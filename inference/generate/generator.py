@@ -130,7 +130,7 @@ class Generator:
         what is new in them. It has nothing to do with jobs; those may run before and after it.
 
         Args:
-            texts: token ids.
+            texts: token ids; a text without tokens has no states.
             last: tokens at the end of each text.
             adapters: as of `Request`.
 
@@ -142,9 +142,9 @@ class Generator:
         used = adapters_of(adapters, self.model)
         for ids in texts:
             check_ids(ids, self.model.spec)
-            if not 0 < len(ids) <= self.context:
+            if len(ids) > self.context:
                 raise ContextOverflow(
-                    f"a text has {len(ids)} tokens; give from 1 to {self.context} of them"
+                    f"{len(ids)} tokens exceed the model's {self.context} positions; give fewer"
                 )
         begun = {self._begin(used): tuple(ids) for ids in texts}
         try:

@@ -34,8 +34,8 @@ class Reading:
     def hidden(
         self, texts: dict[Pages, tuple[int, ...]], *, last: int, adapters: Used
     ) -> list[torch.Tensor]:
-        """Return the last hidden states of texts that no job has; the caller releases their pages."""
-        table, found = self._schedule.table, {held: list[torch.Tensor]() for held in texts}
+        """Return the last hidden states of texts without jobs; the caller releases their pages."""
+        table, found = self._schedule.table, {held: self._steps.no_states for held in texts}
         for held, ids in texts.items():
             self._steps.copy(table.match(held, ids[: max(len(ids) - last, 0) + 1]))
             if not table.reserve(held, len(ids)):
@@ -52,10 +52,12 @@ class Reading:
             ]
             used = [adapters] * len(new)
             states = self._steps.read([*chain(*new)], segments, adapters=used)
-            for held, ids, rows in zip(unread, new, states.split([*map(len, new)]), strict=True):
+            for held, ids, rows in zip(
+                unread, new, states.split_with_sizes([*map(len, new)]), strict=True
+            ):
                 table.fill(held, ids)
-                found[held] = [torch.cat([*found[held], rows])[-last:]]
-        return [rows for [rows] in found.values()]
+                found[held] = torch.cat([found[held], rows])[-last:]
+        return [*found.values()]
 
     def _read(self, parts: list[Part]) -> None:
         ids, segments, rows = list[int](), list[Segment](), list[torch.Tensor]()

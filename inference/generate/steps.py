@@ -70,6 +70,7 @@ class Steps:
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         state = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, state)
+        self.no_states = model.decoder.embedding.weight[:0]  # hidden states of no tokens
         self.check_stream()
 
     @property

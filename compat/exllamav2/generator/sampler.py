@@ -1,19 +1,21 @@
-"""`ExLlamaV2Sampler.Settings`: mutable settings with exllamav2's names and defaults."""
+"""`ExLlamaV2Sampler`: mutable settings with exllamav2's names and defaults, and one sample."""
 
 import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import fields
 from functools import lru_cache, partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.request import Filter, Hook, Sampled
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.filters import Allowed
+from exl2flow.inference.filters import Allowed, Combined, ForeignFilter
+from exl2flow.inference.sampling import choose
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.model import Tokenizer
 
@@ -24,8 +26,6 @@ SHARES = ("top_p", "min_p", "tfs", "typical")  # off outside of 0 to 1
 
 
 class ExLlamaV2Sampler:
-    """The place of `Settings`; our generators sample by themselves."""
-
     class Settings(SimpleNamespace):
         def __init__(
             self, temperature: float = 0.8, temperature_last: bool = False,
@@ -88,6 +88,43 @@ class ExLlamaV2Sampler:
                 [Mask(without)] if len(without) > FEW else [],
                 [partial(_call, hook) for hook in self.post_sampling_hooks],
             )
+
+    @staticmethod
+    def sample(
+        logits: torch.Tensor, settings: Settings, sequence_ids: torch.Tensor, random: float,
+        tokenizer: Any, prefix_token: torch.Tensor | None = None, return_top_tokens: int = 0,
+        blocked_tokens: Iterable[int] | None = None, filters: Iterable[Any] | None = None,
+        filter_prefer_eos: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Choose what follows ids (b, n); the caller feeds filters.
+
+        Returns:
+            tokens (b, 1), top tokens and their probabilities (b, 1, k), probabilities of the tokens
+            (b, 1), and whether a filter ends the text; of a pair (b = 2) that is guided, b = 1.
+        """
+        native, rows = tokenizer.native, logits.flatten(0, -2).float()
+        ours, masks, _ = settings.native(native)
+        masks += [ForeignFilter(one, is_fed=True) for one in filters or ()]
+        healed = None if prefix_token is None else native.healing(int(prefix_token))
+        allowed = Combined(masks, native, rows.shape[1], prefer_end=filter_prefer_eos).allowed(
+            healed, tuple(blocked_tokens or ())
+        )
+        words = words_of(native.eos_token_ids, rows.shape[1]) if allowed.must_end else allowed.words
+        more, count = Random(random), len(rows) if ours.cfg_scale is None else 1
+        draws, top = [random, *(more.random() for _ in rows[1:])], return_top_tokens
+        found, mu = choose(
+            rows, ours, sequence_ids.tolist(), draws, native, allowed=words,
+            mu=settings.mirostat_mu, top=max(top, 1),
+        )  # fmt: skip
+        if min(found.ids.tolist()) < 0:
+            raise InferenceError("`logits` are not finite; check the files of the model")
+        settings.mirostat_mu = mu if settings.mirostat else None
+        tensors = (found.ids, found.top_ids, found.top_probabilities, found.probabilities)
+        tokens, top_ids, top_probs, probs = (
+            x[:count, None].cpu() for x in tensors if x is not None
+        )
+        ends = tokens[0, 0].item() in allowed.ends
+        return tokens, top_ids[..., :top], top_probs[..., :top].float(), probs.float(), ends
 
 
 class Mask:

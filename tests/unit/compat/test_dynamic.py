@@ -294,7 +294,7 @@ def test_cancelled_jobs_give_no_results_and_free_their_pages(generator, tokenize
 
     assert jobs[0] not in results
     assert generator.iterate() == []
-    assert generator.queue.make().free_pages == generator.max_pages
+    assert generator.native.free_pages == generator.max_pages
 
 
 def test_an_abort_ends_all_and_returns_nothing(generator) -> None:

@@ -31,6 +31,7 @@ def test_states_are_those_of_a_pass_over_the_whole_text(model: LoadedModel, last
         for ids, found in zip(given, generator.hidden(*given, last=last), strict=True):
             torch.testing.assert_close(found, alone(model, ids, last), rtol=1e-4, atol=1e-4)
 
+    assert generator.hidden(())[0].shape == (0, 64)
     assert generator.free_pages == generator.pages
 
 
@@ -79,7 +80,6 @@ def test_adapters_change_states_and_share_no_pages(folder, model: LoadedModel, t
 def test_texts_without_room_or_of_other_ids_are_refused(model: LoadedModel) -> None:
     generator = Generator(model, tokens=512)
     for given, error in (
-        ([()], ContextOverflow),
         (texts(1025), ContextOverflow),
         (texts(300, 300), CacheFull),
         ([(5, 999)], SourceModelError),
