@@ -3,7 +3,10 @@
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, partialmethod
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -52,23 +55,6 @@ class ExLlamaV2Config(SimpleNamespace):
         """Do nothing: kernels are chosen by what the model needs."""
 
 
-def _yielding(load: Any) -> Any:
-    """Return a way to load that yields what `callback_gen` yields for each part, and then True."""
-
-    def load_gen(
-        self: Any, *args: Any, callback: Any = None, callback_gen: Any = None, **options: Any
-    ) -> Iterator[Any]:
-        parts = list[tuple[int, int]]()
-        load(self, *args, callback=lambda *part: parts.append(part), **options)
-        for part in parts:
-            if callback is not None:
-                callback(*part)
-            yield from callback_gen(*part) if callback_gen is not None else ()
-        yield True
-
-    return load_gen
-
-
 class ExLlamaV2:
     """A model, empty until it is loaded; `native` is ours."""
 
@@ -82,9 +68,7 @@ class ExLlamaV2:
             raise ConfigError("the model is not loaded; call `load()` or `load_autosplit(cache)`")
         return self._native
 
-    @property
-    def loaded(self) -> bool:
-        return self._native is not None
+    loaded = property(lambda self: self._native is not None)
 
     def load(
         self, gpu_split: Sequence[float] | None = None, lazy: bool = False, stats: bool = False,
@@ -118,7 +102,25 @@ class ExLlamaV2:
         log.warning("tensor parallelism is not implemented; the model runs on one device")
         self.load(gpu_split, callback=callback, progress=progress)
 
-    load_gen, load_autosplit_gen, load_tp_gen = map(_yielding, (load, load_autosplit, load_tp))
+    def _load_gen(
+        self, way: str, *args: Any, callback: Any = None, callback_gen: Any = None, **options: Any
+    ) -> Iterator[Any]:
+        """Load in a thread, and yield what `callback_gen` yields for each part; at last True."""
+        parts = SimpleQueue[tuple[int, int] | None]()
+        with ThreadPoolExecutor(1) as threads:
+            load = partial(getattr(self, way), callback=lambda *part: parts.put(part))
+            loading = threads.submit(load, *args, **options)
+            loading.add_done_callback(lambda _: parts.put(None))
+            for part in iter(parts.get, None):
+                if callback is not None:
+                    callback(*part)
+                yield from callback_gen(*part) if callback_gen is not None else ()
+            loading.result()
+        yield True
+
+    load_gen = partialmethod(_load_gen, "load")
+    load_autosplit_gen = partialmethod(_load_gen, "load_autosplit")
+    load_tp_gen = partialmethod(_load_gen, "load_tp")
 
     def unload(self) -> None:
         self._native = None

@@ -1,5 +1,6 @@
 """Jobs, which all generators are made of, and `ExLlamaV2DynamicGenerator`: many of them at once."""
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import FIRST_EMBEDDING, Request
 from exl2flow.inference import Draft, Event, Generator, Job, NgramDraft
-from exl2flow.inference.generate.event import Piece
+from exl2flow.inference.generate.event import Piece, Statistics
 from exl2flow.kernels import PAGE_TOKENS
 
 Settings = ExLlamaV2Sampler.Settings
@@ -43,13 +44,13 @@ class ExLlamaV2DynamicJob:
         self.prompts, self.embeddings = [_ids(each) for each in given], embeddings or ()
         self.gen_settings = Settings() if gen_settings is None else gen_settings
         self.max_new_tokens, self.identifier = max_new_tokens, identifier
-        self._filters = native_filters(filters)
         self._request = partial(
             Request, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed,
             stops=[*(stop_conditions or ())], decode_special=decode_special_tokens,
             top_tokens=return_top_tokens, logits=return_logits, probabilities=return_probs,
             prefer_end=filter_prefer_eos and bool(filters), heal=token_healing,
             banned_strings=banned_strings or (), max_skips=max_skips, tag=self,
+            filters=native_filters(filters),
         )  # fmt: skip
         self.native: Job | None = None
         self.serial_number: int | None = None
@@ -57,15 +58,20 @@ class ExLlamaV2DynamicJob:
 
     def request(self, tokenizer: Any, loras: Any) -> Request:
         """Return our request, in which the rows of all embeddings are numbered from 0."""
-        settings, masks, hooks = self.gen_settings.native(tokenizer)
+        settings, self._excluded = self.gen_settings.native(tokenizer)
         rows = (e.first_index + i for e in self.embeddings for i in range(len(e.embeddings)))
         moved = dict(zip(rows, count(FIRST_EMBEDDING), strict=False))
         prompts: Any = tuple(tuple(moved.get(i, i) for i in ids) for ids in self.prompts)
         return self._request(
-            prompts if len(prompts) > 1 else prompts[0], settings=settings, hooks=hooks,
-            filters=[*self._filters, *masks], adapters=adapters(loras),
+            prompts if len(prompts) > 1 else prompts[0], settings=settings,
+            hooks=self.gen_settings.hooks(), excluded=self._excluded, adapters=adapters(loras),
             embeddings=[each.embeddings for each in self.embeddings],
         )  # fmt: skip
+
+    def exclude(self, ids: Iterable[int]) -> None:
+        """Let the next samples take none of these ids, nor what the settings exclude."""
+        if self.native is not None:
+            self.native.output.excluded = self._excluded.union(ids)
 
     @property
     def rows(self) -> list[list[int]]:
@@ -108,13 +114,8 @@ class Jobs:
     def native(self) -> Generator:
         return self.cache.generator(**self._options)
 
-    @property
-    def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return [job for job in [*self.jobs] if not job.is_started]
-
-    @property
-    def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return [job for job in [*self.jobs] if job.is_started]
+    pending_jobs = property(lambda self: [job for job in [*self.jobs] if not job.is_started])
+    active_jobs = property(lambda self: [job for job in [*self.jobs] if job.is_started])
 
     def num_remaining_jobs(self) -> int:
         return len(self.jobs)
@@ -161,8 +162,8 @@ class Jobs:
 
     def results(self, event: Event) -> list[dict[str, Any]]:
         """Return an event as a dict, or nothing if its job was cancelled; raise its error."""
-        job, s = event.tag, event.statistics
-        if not isinstance(job, ExLlamaV2DynamicJob) or job not in self.jobs:
+        job: Any = event.tag
+        if job not in self.jobs:
             return []
         if event.reason is not None:
             del self.jobs[job]
@@ -171,34 +172,31 @@ class Jobs:
         if event.reason == "cancelled":
             return []
         job.is_started, job.full_completion = True, job.full_completion + event.text
-        found = {"job": job, "stage": STAGES[event.stage], "serial": job.serial_number}
-        found |= {"eos": False} | _shown(event)
-        if job.identifier is not None:
-            found["identifier"] = job.identifier
+        found = {
+            "job": job, "stage": STAGES[event.stage], "serial": job.serial_number, "eos": False,
+            "identifier": job.identifier, "suppressed_text": event.suppressed_text or None,
+            "suppressed_tokens": _tensor(event.suppressed_ids),
+        } | _shown(event)  # fmt: skip
         if event.stage == "prompt":
             found |= {"curr_progress": event.read, "max_progress": event.total}
-        if event.suppressed_ids:
-            found["suppressed_text"] = event.suppressed_text
-            found["suppressed_tokens"] = torch.tensor([event.suppressed_ids])
-        if event.reason is None or s is None:
-            return [found]
-        rows, stop = len(job.prompts), event.trigger
-        found |= {
+        found |= {} if event.statistics is None else self._end(job, event, event.statistics)
+        return [{key: value for key, value in found.items() if value is not None}]
+
+    def _end(self, job: ExLlamaV2DynamicJob, event: Event, s: Statistics) -> dict[str, Any]:
+        stop, rows, drafts = event.trigger, len(job.prompts), self._options.get("draft") is not None
+        token = stop if isinstance(stop, int) else None
+        decoded = None if token is None else self.tokenizer.native.decode([token], special=True)
+        return {
             "eos": True, "eos_reason": event.reason, "held": _shown(event.held or Piece()),
+            "eos_triggering_token_id": token, "eos_triggering_token_str": decoded,
+            "eos_triggering_string": stop if token is None else None,
             "full_completion": job.full_completion, "new_tokens": s.new_tokens,
             "prompt_tokens": len(job.prompts[0]), "time_enqueued": s.waiting_seconds,
             "time_prefill": s.prompt_seconds, "time_generate": s.text_seconds,
             "cached_pages": s.cached_pages // rows, "cached_tokens": s.cached_tokens // rows,
+            "accepted_draft_tokens": s.accepted_tokens if drafts else None,
+            "rejected_draft_tokens": s.drafted_tokens - s.accepted_tokens if drafts else None,
         }  # fmt: skip
-        if isinstance(stop, str):
-            found["eos_triggering_string"] = stop
-        elif stop is not None:
-            found["eos_triggering_token_id"] = stop
-            found["eos_triggering_token_str"] = self.tokenizer.native.decode([stop], special=True)
-        if self._options.get("draft") is not None:
-            found["accepted_draft_tokens"] = s.accepted_tokens
-            found["rejected_draft_tokens"] = s.drafted_tokens - s.accepted_tokens
-        return [found]
 
     def run(
         self, jobs: Sequence[ExLlamaV2DynamicJob], abort_event: threading.Event | None
@@ -219,18 +217,22 @@ class Jobs:
 
 def _shown(piece: Piece) -> dict[str, Any]:
     """Return what a piece has: its text, and tensors (1, n, …)."""
-    lists = {
-        "token_ids": piece.ids, "token_probs": tuple(p or 0.0 for p in piece.probabilities),
-        "top_k_tokens": piece.top_ids, "top_k_probs": piece.top_probabilities,
+    found = {
+        "text": piece.text or None, "token_ids": _tensor(piece.ids),
+        "token_probs": _tensor([p or 0.0 for p in piece.probabilities]),
+        "top_k_tokens": _tensor(piece.top_ids), "top_k_probs": _tensor(piece.top_probabilities),
+        "logits": _tensor([torch.as_tensor(x) for x in piece.logits]),
     }  # fmt: skip
-    found: dict[str, Any] = {name: torch.tensor([x]) for name, x in lists.items() if x}
-    if piece.logits:
-        found["logits"] = torch.stack([torch.as_tensor(x) for x in piece.logits])[None]
-    return found | ({"text": piece.text} if piece.text else {})
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    """Return a tensor (1, n, …) of n values, None of none."""
+    return torch.stack([torch.as_tensor(value) for value in values])[None] if values else None
 
 
 def native_draft(
-    model: ExLlamaV2 | None, ngram: int | None, *, tokens: int, least: float
+    model: ExLlamaV2 | None, ngram: int | None, tokens: int, least: float = 0.0
 ) -> Draft | NgramDraft | None:
     """Return our draft: by a model, by passages of up to `ngram` tokens, or none."""
     if ngram is not None:
@@ -261,7 +263,7 @@ class ExLlamaV2DynamicGenerator(Jobs):
         rows = max_batch_size or model.config.max_input_len // max_q_size
         super().__init__(
             cache, tokenizer, slots=min(rows, self.max_pages), context=max_seq_len,
-            chunk=max_chunk_size, draft=native_draft(draft_model, ngram, tokens=num_draft_tokens, least=0.0),
+            chunk=max_chunk_size, draft=native_draft(draft_model, ngram, num_draft_tokens),
         )  # fmt: skip
 
     @property
@@ -278,7 +280,8 @@ class ExLlamaV2DynamicGenerator(Jobs):
 
     def print_page_list(self, short: bool = True) -> None:
         for page in self.all_pages:
-            print(f"page {page.page_index}: {page.kv_position} tokens, {page.ref_count} users")
+            shown = f"page {page.page_index}: {page.kv_position} tokens, {page.ref_count} users\n"
+            sys.stdout.write(shown)
 
     def warmup(self) -> None:
         self.native.warmup()
@@ -307,12 +310,10 @@ class ExLlamaV2DynamicGenerator(Jobs):
         jobs, shown = list[ExLlamaV2DynamicJob](), list[str]()
         for text, settings, its_filters, its_embeddings in zip(prompts, given, *each, strict=True):
             parts = text if isinstance(text, tuple) else (text,)
-            encode = partial(
-                self.tokenizer.encode, add_bos=add_bos, embeddings=its_embeddings,
-                encode_special_tokens=encode_special_tokens,
-            )  # fmt: skip
+            more = add_bos, False, encode_special_tokens, False, its_embeddings
+            ids = [self.tokenizer.encode(part, *more) for part in parts]
             job = ExLlamaV2DynamicJob(
-                [*map(encode, parts)], max_new_tokens, min_new_tokens, gen_settings=settings,
+                ids, max_new_tokens, min_new_tokens, gen_settings=settings,
                 seed=None if seed is None else seed + len(jobs), stop_conditions=stop_conditions,
                 decode_special_tokens=decode_special_tokens, token_healing=token_healing,
                 filters=its_filters, filter_prefer_eos=filter_prefer_eos,
@@ -324,6 +325,6 @@ class ExLlamaV2DynamicGenerator(Jobs):
         if abort_event is not None and abort_event.is_set():
             return self.clear_queue()
         texts = [text + job.full_completion for text, job in zip(shown, jobs, strict=True)]
-        found: Any = (texts, [last.get(job) for job in jobs]) if return_last_results else (texts,)
+        found: Any = texts, [last.get(job) for job in jobs]
         found = found if several else tuple(column[0] for column in found)
         return found if return_last_results else found[0]

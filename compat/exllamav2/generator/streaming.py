@@ -8,7 +8,6 @@ import torch
 
 from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
 from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicJob, Settings, native_draft
-from exl2flow.compat.exllamav2.generator.sampler import Mask
 from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, ContextOverflow
@@ -34,7 +33,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.num_speculative_tokens = num_speculative_tokens
         eos = self.tokenizer.eos_token_id
         self.set_stop_conditions([] if eos is None else [eos])
-        self._results, self._mask, self._sums = deque[dict[str, Any]](), Mask(), [0, 0, 0]
+        self._results, self._sums = deque[dict[str, Any]](), [0, 0, 0]
 
     def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
         stops = list(stop_conditions)
@@ -55,18 +54,18 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         given = [ExLlamaV2MMEmbedding(None, x) for x in input_embeddings or ()]
         for each in given:
             each.first_index = FIRST_EMBEDDING
-        self._mask, self._results, self.abort_event = Mask(), deque(), abort_event
+        self._results, self.abort_event = deque(), abort_event
         job = ExLlamaV2DynamicJob(
             [torch.tensor([row]) for row in rows], None, gen_settings=gen_settings,
             stop_conditions=[*self.stop_tokens, *self.stop_strings], embeddings=given,
             decode_special_tokens=decode_special_tokens, return_top_tokens=return_top_tokens,
             return_logits=return_logits, return_probs=return_probabilities,
-            filters=[*(filters or ()), self._mask], banned_strings=banned_strings,
-            filter_prefer_eos=filter_prefer_eos and bool(filters), token_healing=token_healing,
+            filters=filters, filter_prefer_eos=filter_prefer_eos, banned_strings=banned_strings,
+            token_healing=token_healing,
         )  # fmt: skip
         ngram = self.speculative_ngram_max if self.speculative_ngram else None
         tokens, least = self.num_speculative_tokens, self.speculative_prob_threshold
-        draft = native_draft(self.draft_model, ngram, tokens=tokens, least=least)
+        draft = native_draft(self.draft_model, ngram, tokens, least)
         self._sums = self._counts()
         self._jobs, self._stream = [job], self._begin(len(rows), loras, draft)
         self._stream.add(job)
@@ -77,8 +76,9 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Return what another step adds, which may be no text yet."""
         if not self._jobs:
             raise ConfigError("no text is begun; call `begin_stream_ex` first")
-        [job], self._mask.ids = self._jobs, frozenset(ban_tokens or ())
+        [job] = self._jobs
         before = len(job.rows[0])
+        job.exclude(ban_tokens or ())
         while self._stream.jobs and not self._results and len(job.rows[0]) == before:
             if self.abort_event is not None and self.abort_event.is_set():
                 self._stream.cancel(job)
@@ -113,8 +113,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return [sum(column) for column in zip(self._sums, *columns, strict=True)]
 
     def reset_sd_stats(self) -> None:
-        self._sums = [0, 0, 0]
-        self._sums = [-count for count in self._counts()]
+        self._sums = [s - count for s, count in zip(self._sums, self._counts(), strict=True)]
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
         """Return accepted / all, accepted / drafted, and the counts: all, drafted, accepted."""

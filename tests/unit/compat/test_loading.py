@@ -62,6 +62,14 @@ def test_loading_step_by_step_tells_of_each_part(config) -> None:
     assert calls == [(done, len(parts)) for done in range(1, len(parts) + 1)] * 3
 
 
+def test_loading_step_by_step_tells_what_is_wrong(config) -> None:
+    model = ExLlamaV2(config)
+
+    with pytest.raises(ConfigError, match="one device"):
+        [*model.load_gen(gpu_split=[0, 20])]
+    assert not model.loaded
+
+
 @pytest.mark.parametrize("how", ["load", "lazy", "split", "autosplit", "tp"])
 def test_all_ways_to_load_run_on_one_device(config, tokenizer, how, caplog, capsys) -> None:
     model, calls = ExLlamaV2(config), []
