@@ -47,10 +47,10 @@ class ExLlamaV2Cache:
         native, config, held = self.model.native, self.model.config, self._generator
         chunk, context = chunk or config.max_input_len, context or config.max_seq_len
         options = (native, chunk, context, draft)
-        if held is None or held.failure is not None or self._options != options:
-            held = None
-        elif rows <= held.slots == (slots or held.slots):
-            return held
+        if held is not None and held.failure is None and self._options == options:
+            slots = slots or max(rows, held.slots)
+            if held.slots == slots:
+                return held
         del held  # so that its memory is free
         self.drop()
         self._generator = Generator(

@@ -13,7 +13,7 @@ import torch
 
 from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.generator.filters import native_filters
-from exl2flow.compat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2flow.compat.exllamav2.generator.sampler import ExLlamaV2Sampler, call_hook
 from exl2flow.compat.exllamav2.model import ExLlamaV2, adapters
 from exl2flow.compat.exllamav2.tensors import SeqTensor
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -64,8 +64,9 @@ class ExLlamaV2DynamicJob:
         prompts: Any = tuple(tuple(moved.get(i, i) for i in ids) for ids in self.prompts)
         return self._request(
             prompts if len(prompts) > 1 else prompts[0], settings=settings,
-            hooks=self.gen_settings.hooks(), excluded=self._excluded, adapters=adapters(loras),
+            hooks=[partial(call_hook, each) for each in self.gen_settings.post_sampling_hooks],
             embeddings=[each.embeddings for each in self.embeddings],
+            excluded=self._excluded, adapters=adapters(loras),
         )  # fmt: skip
 
     def exclude(self, ids: Iterable[int]) -> None:
@@ -282,6 +283,11 @@ class ExLlamaV2DynamicGenerator(Jobs):
         for page in self.all_pages:
             shown = f"page {page.page_index}: {page.kv_position} tokens, {page.ref_count} users\n"
             sys.stdout.write(shown)
+
+    def defrag_cache(self) -> None:
+        """Do nothing: pages are read in any order."""
+
+    validate_cache = defrag_cache
 
     def warmup(self) -> None:
         self.native.warmup()

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import fields
-from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Self
@@ -12,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.request import Hook, Sampled
+from exl2flow.core.request import Sampled
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.filters import Combined, ForeignFilter
 from exl2flow.inference.sampling import choose
@@ -82,10 +81,6 @@ class ExLlamaV2Sampler:
             settings = SamplingSettings(**{k: v for k, v in values.items() if k in OURS})
             return settings, frozenset(i for i, b in bias if b == -math.inf)
 
-        def hooks(self) -> list[Hook]:
-            """Return the hooks as ours."""
-            return [partial(_call, hook) for hook in self.post_sampling_hooks]
-
     @staticmethod
     def sample(
         logits: torch.Tensor, settings: Settings, sequence_ids: torch.Tensor, random: float,
@@ -93,11 +88,10 @@ class ExLlamaV2Sampler:
         blocked_tokens: Iterable[int] | None = None, filters: Iterable[Any] | None = None,
         filter_prefer_eos: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Choose what follows ids (b, n); the caller feeds filters.
+        """Return tokens (b, 1) that follow ids (b, n), and what is known of them.
 
-        Returns:
-            tokens (b, 1), top tokens and their probabilities (b, 1, k), probabilities of the tokens
-            (b, 1), and whether a filter ends the text; of a pair (b = 2) that is guided, b = 1.
+        The others are top tokens and their probabilities (b, 1, k), the tokens' own (b, 1), and
+        whether a filter ends the text. The caller feeds filters. A guided pair has one token.
         """
         native, rows = tokenizer.native, logits.flatten(0, -2).float()
         ours, excluded = settings.native(native)
@@ -127,7 +121,8 @@ class ExLlamaV2PostSamplingResult(SimpleNamespace):
     """What a hook sees: tensors (1, 1), of candidates (1, 1, n), and logits (1, 1, v)."""
 
 
-def _call(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
+def call_hook(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
+    """Show a hook of theirs what ours see."""
     result = ExLlamaV2PostSamplingResult(
         sampled_token=torch.tensor([[seen.sampled_token]]), feed_filters=True,
         sampled_prob=torch.tensor([[seen.sampled_prob]]),

@@ -1,6 +1,7 @@
 """The asynchronous pair, as programs for asyncio use it."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -71,13 +72,17 @@ def test_errors_and_closing_end_the_iteration(model, cache, tokenizer) -> None:
 
 
 def test_an_error_of_the_device_reaches_all_jobs(model, cache, tokenizer, monkeypatch) -> None:
+    all_wait = threading.Event()
+
     def fail() -> None:
+        all_wait.wait(10)
         raise RuntimeError("device lost")
 
     async def main() -> list[BaseException]:
         generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
         monkeypatch.setattr(generator.generator.native._decoding, "step", fail)
         jobs = [ExLlamaV2DynamicJobAsync(generator, tokenizer.encode(p), 8) for p in PROMPTS]
+        all_wait.set()
 
         async def read(job) -> None:
             async for _ in job:
