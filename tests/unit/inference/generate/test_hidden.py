@@ -7,7 +7,15 @@ import torch
 from adapters import make_adapter
 
 from exl2flow.core.errors import CacheFull, ContextOverflow, SourceModelError
-from exl2flow.inference import Adapter, Generator, LoadedModel, SamplingSettings
+from exl2flow.inference import (
+    Adapter,
+    Draft,
+    Generator,
+    LoadedModel,
+    NgramDraft,
+    Request,
+    SamplingSettings,
+)
 from exl2flow.inference.sampling import choose
 
 GREEDY = SamplingSettings.greedy()
@@ -49,6 +57,26 @@ def test_only_what_is_new_in_a_text_is_computed(model: LoadedModel, monkeypatch)
 
     assert counts == [20, 3]
     assert sum(page.ids == list(ids[256:]) for page in generator.table.pages) >= 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "draft", "ngram"])
+def test_jobs_and_states_leave_each_other_alone(model: LoadedModel, kind: str) -> None:
+    draft = {"plain": None, "draft": Draft(model=model), "ngram": NgramDraft()}[kind]
+    generator, [ids, other] = Generator(model, tokens=2048, draft=draft), texts(270, 300)
+    request = {"max_new_tokens": 30, "settings": GREEDY, "stops": ()}
+    expected = Generator(model, tokens=2048).generate([ids], **request)
+
+    [before] = generator.hidden(ids)
+    made = ""
+    for event in generator.stream(Request(ids, **request)):
+        made += event.text
+        [between] = generator.hidden(other, last=1)
+    [after] = generator.hidden(ids)
+
+    assert made == expected[0]
+    torch.testing.assert_close(between, alone(model, other, 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    assert generator.free_pages == generator.pages
 
 
 def test_a_loop_of_ones_own_gives_the_text_of_a_job(model: LoadedModel) -> None:
