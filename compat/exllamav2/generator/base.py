@@ -38,15 +38,11 @@ class ExLlamaV2BaseGenerator:
     @property
     def sequence_ids(self) -> torch.Tensor | None:
         """Ids (b, n) of the last prompts and their texts, padded."""
-        pad, prompts = (
-            self.tokenizer.pad_token_id,
-            [ids for job in self._jobs for ids in job.prompts],
-        )
-        if not prompts:
+        pairs = [p for job in self._jobs for p in zip(job.prompts, job.rows, strict=True)]
+        if not pairs:
             return None
-        longest = max(map(len, prompts))
-        rows = zip(prompts, (row for job in self._jobs for row in job.rows), strict=True)
-        padded = [torch.tensor([pad] * (longest - len(ids)) + row) for ids, row in rows]
+        pad, longest = self.tokenizer.pad_token_id, max(len(ids) for ids, _ in pairs)
+        padded = [torch.tensor([pad] * (longest - len(ids)) + row) for ids, row in pairs]
         ids = pad_sequence(padded, batch_first=True, padding_value=pad)
         return torch.where(ids < FIRST_EMBEDDING, ids, pad)
 
