@@ -95,6 +95,10 @@ class ExLlamaV2Cache:
         pairs = zip(self.texts, ids.tolist(), strict=False)
         return [[*text[:length], *new] for text, new in pairs]
 
+    def all_tensors(self) -> list[torch.Tensor]:
+        """Return keys and values as they are stored, of all layers, for reading only."""
+        return self.generator().stored
+
     def footprint(self) -> list[int]:
         """Return the bytes on each device."""
         native = self.model.native

@@ -1,7 +1,7 @@
 """`ExLlamaV2Tokenizer`: texts to tensors of ids and back."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
@@ -97,18 +97,22 @@ class ExLlamaV2Tokenizer:
         found = self.get_piece_to_id_dict().items()
         return {piece: list(self.native.healing(token)) for piece, token in found}
 
-    def get_char_trie(self, fold: Any = str) -> SimpleNamespace:
-        """Return a tree of all pieces by characters: `children`, and `leaf`, ids that end there."""
-        root = SimpleNamespace(children={}, leaf=[])
-        for token, piece in enumerate(self.native.pieces):
-            node = root
-            for character in fold(piece):
-                node = node.children.setdefault(character, SimpleNamespace(children={}, leaf=[]))
-            node.leaf += [token] if piece else []
-        return root
+    def get_char_trie(self) -> SimpleNamespace:
+        return _trie(self.native.pieces)
 
     def get_char_trie_ci(self) -> SimpleNamespace:
-        return self.get_char_trie(str.lower)
+        return _trie(map(str.lower, self.native.pieces))
+
+
+def _trie(pieces: Iterable[str]) -> SimpleNamespace:
+    """Return a tree of pieces by characters; a node's `leaf` has the ids whose pieces end there."""
+    root = SimpleNamespace(children={}, leaf=[])
+    for token, piece in enumerate(pieces):
+        node = root
+        for character in piece:
+            node = node.children.setdefault(character, SimpleNamespace(children={}, leaf=[]))
+        node.leaf += [token] if piece else []
+    return root
 
 
 class ExLlamaV2MMEmbedding:

@@ -162,6 +162,12 @@ class Generator:
         return self._schedule.table
 
     @property
+    def stored(self) -> list[torch.Tensor]:
+        """Keys and values of all layers, and their scales, (tokens, bytes or runs), read-only."""
+        rows = (x for store in self._steps.cache.stores for x in (store.keys, store.values))
+        return [x for row in rows for x in (row.data, row.scales) if x.numel()]
+
+    @property
     def free_pages(self) -> int:
         """Pages that no job uses."""
         return self.table.free

@@ -175,6 +175,7 @@ def test_caches_have_the_sizes_of_the_model(model) -> None:
     assert (cache.max_seq_len, cache.current_seq_len, cache.batch_size) == (1024, 0, 1)
     assert ExLlamaV2Cache_8bit(model).footprint()[0] == cache.footprint()[0] // 4  # of fp32
     assert cache.clone().footprint() == cache.footprint()
+    assert sum(x.nbytes for x in cache.all_tensors()) > cache.footprint()[0]  # a spare page
     cache.current_seq_len = 5
     cache.reset()
     assert cache.current_seq_len == 0
