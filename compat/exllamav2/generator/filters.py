@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import Filter
 from exl2flow.inference import filters
 from exl2flow.inference.sampling.bits import ids_of
@@ -20,6 +21,8 @@ class ExLlamaV2Filter:
         self.model, self.tokenizer, self.sequence_str = model, tokenizer, ""
 
     def begin(self, prefix_str: str = "") -> None:
+        if self.native is None:
+            raise ConfigError(f"the filter {self!r} lacks `begin`, `feed` or `next`; define them")
         width = self.model.native.spec.head.out_features
         self._text = self.native.start(self.tokenizer.native, width, prefix_str)
 

@@ -247,6 +247,11 @@ def test_prefix_and_select_filters_are_ours(generator, model, tokenizer) -> None
     assert second.lower() in ("red", "green")
 
 
+def test_a_filter_without_methods_is_refused_by_name(generator, model, tokenizer) -> None:
+    with pytest.raises(ConfigError, match="lacks `begin`, `feed` or `next`"):
+        generator.generate("A", 4, filters=[ExLlamaV2Filter(model, tokenizer)])
+
+
 def test_an_error_ends_its_job_only(generator, model, tokenizer) -> None:
     class Nothing(JsonFilter):
         def next(self) -> tuple[list[int], list[int]]:
