@@ -93,7 +93,7 @@ class ExLlamaV2Sampler:
         The others are top tokens and their probabilities (b, 1, k), the tokens' own (b, 1), and
         whether a filter ends the text. The caller feeds filters. A guided pair has one token.
         """
-        native, rows = tokenizer.native, logits.flatten(0, -2).float()
+        native, rows = tokenizer.native, logits.flatten(0, -2).float().contiguous()
         ours, excluded = settings.native(native)
         given = [ForeignFilter(one, is_fed=True) for one in filters or ()]
         healed = None if prefix_token is None else native.healing(int(prefix_token))
