@@ -1,6 +1,6 @@
 """What a caller wants generated; values that no model could use are refused on construction."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import index
 from typing import Any, Protocol, TypeGuard, cast
@@ -68,6 +68,7 @@ class Request:
     drawn: draws of the seed to pass over, because a text that this one continues has used them.
     stops: token ids and case-sensitive strings that end the text and are not shown; None: the
         model's EOS ids. A sequence replaces these, so list them if they should count.
+    excluded: token ids that are never sampled, any number of them.
     banned_strings: never shown, regardless of case; the text is cut back and continued differently.
     heal: sample the prompt's last token again among those that begin with its text.
     add_bos: put the model's BOS token, if it has one, before a prompt given as text.
@@ -100,6 +101,7 @@ class Request:
     seed: int | None = None
     drawn: int = 0
     stops: Sequence[int | str] | None = None
+    excluded: Collection[int] = ()
     banned_strings: Sequence[str] = ()
     heal: bool = False
     add_bos: bool = True
@@ -126,6 +128,7 @@ class Request:
         keep("prompt", _frozen(self.prompt))
         if self.stops is not None:
             keep("stops", tuple(_stop(stop) for stop in _several("stops", self.stops)))
+        keep("excluded", frozenset(_ids("excluded", self.excluded)))
         keep("banned_strings", tuple(_several("banned_strings", self.banned_strings)))
         keep("hooks", tuple(_several("hooks", self.hooks)))
         for ban in self.banned_strings:
@@ -239,6 +242,13 @@ def _several(name: str, values: object) -> tuple[object, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"`{name}` is {_shown(values)}; it must be a sequence, such as a tuple")
     return tuple(values)
+
+
+def _ids(name: str, values: object) -> list[int]:
+    try:
+        return [*map(index, _several(name, values))]  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"`{name}` is {_shown(values)}; it takes token ids") from error
 
 
 def _stop(stop: object) -> int | str:

@@ -31,6 +31,11 @@ SIGNATURES = {
         "model, batch_size=1, max_seq_len=-1, copy_from=None, lazy=False, "
         "num_key_value_heads=None, fixed_device=None",
     ),
+    "ExLlamaV2Cache.copy_states": (
+        "target, from_column, from_columns, to_column, to_columns, from_row, from_rows, to_row, "
+        "to_rows"
+    ),
+    "ExLlamaV2Cache.all_tensors": "",
     "ExLlamaV2Cache_TP": "model, base=ExLlamaV2Cache, batch_size=1, max_seq_len=-1",
     "ExLlamaV2Tokenizer": "config, lazy_init=True",
     "ExLlamaV2Tokenizer.encode": (
@@ -39,6 +44,8 @@ SIGNATURES = {
     ),
     "ExLlamaV2Tokenizer.decode": "ids, decode_special_tokens=False",
     "ExLlamaV2Tokenizer.get_id_to_piece_list": "include_special_tokens=False",
+    "ExLlamaV2Tokenizer.get_char_trie": "",
+    "ExLlamaV2Tokenizer.get_char_trie_ci": "",
     "ExLlamaV2Lora.from_directory": "model, directory, lora_scaling=1.0",
     "ExLlamaV2BaseGenerator": "model, cache, tokenizer",
     "ExLlamaV2BaseGenerator.generate_simple": (
@@ -68,6 +75,8 @@ SIGNATURES = {
     "ExLlamaV2DynamicGenerator.num_remaining_jobs": "",
     "ExLlamaV2DynamicGenerator.warmup": "",
     "ExLlamaV2DynamicGenerator.reset_page_table": "",
+    "ExLlamaV2DynamicGenerator.print_page_list": "short=True",
+    "ExLlamaV2DynamicGenerator.defrag_cache": "",
     "ExLlamaV2DynamicJob": (
         "input_ids, max_new_tokens, min_new_tokens=0, max_skips=4, gen_settings=None, seed=None, "
         "stop_conditions=None, decode_special_tokens=False, return_top_tokens=0, "
@@ -102,6 +111,10 @@ SIGNATURES = {
         "cfg_scale=None, post_sampling_hooks=(), dry_allowed_length=2, dry_base=1.75, "
         "dry_multiplier=0.0, dry_sequence_breakers=None, dry_range=0, dry_max_ngram=20, "
         "xtc_probability=0.0, xtc_threshold=0.1, xtc_ignore_tokens=None"
+    ),
+    "ExLlamaV2Sampler.sample": (
+        "logits, settings, sequence_ids, random, tokenizer, prefix_token=None, "
+        "return_top_tokens=0, blocked_tokens=None, filters=None, filter_prefer_eos=False"
     ),
     "ExLlamaV2Sampler.Settings.greedy": "**kwargs",
     "ExLlamaV2Sampler.Settings.disallow_tokens": "tokenizer, tokens",

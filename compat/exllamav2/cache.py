@@ -1,14 +1,16 @@
 """Caches: each owns one `Generator`, which all of exllamav2's generators on that cache use.
 
 It is made when it is first needed, and again when one of them needs other options. Its pages know
-which texts they hold, so that nobody needs to reset or to copy a cache.
+which texts they hold: nobody needs to reset or to copy a cache, and `texts` is all that one holds.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from exl2flow.core.errors import ConfigError
+import torch
+
+from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.inference import Generator
 from exl2flow.inference.cache.paged import pages_of
 from exl2flow.kernels import PAGE_TOKENS
@@ -16,7 +18,7 @@ from exl2flow.model.footprint import cache_bytes, exact_format
 
 
 class ExLlamaV2Cache:
-    """Keys and values in fp16; on a CPU in fp32."""
+    """Keys and values in fp16; on a CPU in fp32. texts: ids that `ExLlamaV2.forward` was given."""
 
     format: ClassVar[str | None] = None
 
@@ -30,25 +32,31 @@ class ExLlamaV2Cache:
             sizes = f"`max_seq_len` is {max_seq_len} and `batch_size` {batch_size}"
             raise ConfigError(f"{sizes}; give 1 or more")
         self.tokens = batch_size * pages_of(self.max_seq_len) * PAGE_TOKENS
+        self.texts = [list[int]() for _ in range(batch_size)]
+        if copy_from is not None:
+            self.current_seq_len, self.texts = copy_from.current_seq_len, [*copy_from.texts]
         self._generator: Generator | None = None
         self._options: Any = None
         self.end_stream: Callable[[], None] = lambda: None
 
     def generator(
-        self, *, slots: int, chunk: int, context: int, draft: Any = None, exact: bool = False
-    ) -> Generator:
-        """Return the cache's generator; `exact`: with as many slots, not at least."""
-        native, held = self.model.native, self._generator
-        chunk = max(chunk // PAGE_TOKENS, 1) * PAGE_TOKENS
+        self, *, rows: int = 1, slots: int | None = None, chunk: int | None = None,
+        context: int | None = None, draft: Any = None,
+    ) -> Generator:  # fmt: skip
+        """Return the cache's generator with these options: exactly `slots`, or at least `rows`."""
+        native, config, held = self.model.native, self.model.config, self._generator
+        chunk, context = chunk or config.max_input_len, context or config.max_seq_len
         options = (native, chunk, context, draft)
-        slots = slots if exact or held is None else max(slots, held.slots)
-        if held is not None and (self._options, held.slots) == (options, slots):
-            return held
+        if held is not None and held.failure is None and self._options == options:
+            slots = slots or max(rows, held.slots)
+            if held.slots == slots:
+                return held
         del held  # so that its memory is free
         self.drop()
         self._generator = Generator(
             replace(native, max_tokens=min(context, native.max_tokens)), cache=self.format,
-            tokens=self.tokens, slots=slots, chunk=chunk, draft=draft,
+            tokens=self.tokens, slots=slots or rows, draft=draft,
+            chunk=max(chunk // PAGE_TOKENS, 1) * PAGE_TOKENS,
         )  # fmt: skip
         self._options = options
         return self._generator
@@ -63,10 +71,33 @@ class ExLlamaV2Cache:
         self.current_seq_len = 0
 
     def clone(self) -> Self:
-        return type(self)(self.model, self.batch_size, self.max_seq_len)
+        return type(self)(self.model, self.batch_size, self.max_seq_len, self)
 
-    def copy_states(self, target: "ExLlamaV2Cache", *ranges: int) -> None:
-        """Do nothing: the target's generator reads what it lacks."""
+    def copy_states(
+        self, target: "ExLlamaV2Cache", from_column: int, from_columns: int, to_column: int,
+        to_columns: int, from_row: int, from_rows: int, to_row: int, to_rows: int,
+    ) -> None:  # fmt: skip
+        """Copy texts; the target reads what it lacks."""
+        for row in range(to_rows):
+            source, before = self.texts[from_row + row % from_rows], target.texts[to_row + row]
+            new = source[from_column : from_column + from_columns]
+            behind = before[to_column + to_columns :]
+            target.texts[to_row + row] = [*before[:to_column], *new, *behind]
+
+    def append(self, ids: torch.Tensor) -> list[list[int]]:
+        """Return the first `current_seq_len` ids of each row, and ids (b, t) behind them."""
+        (rows, count), length = ids.shape, self.current_seq_len
+        if rows > self.batch_size or length + count > self.max_seq_len:
+            room = f"{self.batch_size} rows of {self.max_seq_len} tokens"
+            raise ContextOverflow(f"the cache has {room}, not {rows} of {length + count}")
+        if min(map(len, self.texts[:rows])) < length:
+            raise ConfigError(f"`current_seq_len` is {length}, but the cache has read less")
+        pairs = zip(self.texts, ids.tolist(), strict=False)
+        return [[*text[:length], *new] for text, new in pairs]
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        """Return keys and values as they are stored, of all layers, for reading only."""
+        return self.generator().states.stored
 
     def footprint(self) -> list[int]:
         """Return the bytes on each device."""

@@ -2,16 +2,22 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, partialmethod
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+from torch.nn.functional import pad
 
+from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
+from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Adapter, LoadedModel, load_model
-from exl2flow.model import check_ids, resolve
+from exl2flow.model import resolve
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +68,7 @@ class ExLlamaV2:
             raise ConfigError("the model is not loaded; call `load()` or `load_autosplit(cache)`")
         return self._native
 
-    @property
-    def loaded(self) -> bool:
-        return self._native is not None
+    loaded = property(lambda self: self._native is not None)
 
     def load(
         self, gpu_split: Sequence[float] | None = None, lazy: bool = False, stats: bool = False,
@@ -98,25 +102,50 @@ class ExLlamaV2:
         log.warning("tensor parallelism is not implemented; the model runs on one device")
         self.load(gpu_split, callback=callback, progress=progress)
 
+    def _load_gen(
+        self, way: str, *args: Any, callback: Any = None, callback_gen: Any = None, **options: Any
+    ) -> Iterator[Any]:
+        """Load in a thread, and yield what `callback_gen` yields for each part; at last True."""
+        parts = SimpleQueue[tuple[int, int] | None]()
+        with ThreadPoolExecutor(1) as threads:
+            load = partial(getattr(self, way), callback=lambda *part: parts.put(part))
+            loading = threads.submit(load, *args, **options)
+            loading.add_done_callback(lambda _: parts.put(None))
+            for part in iter(parts.get, None):
+                if callback is not None:
+                    callback(*part)
+                yield from callback_gen(*part) if callback_gen is not None else ()
+            loading.result()
+        yield True
+
+    load_gen = partialmethod(_load_gen, "load")
+    load_autosplit_gen = partialmethod(_load_gen, "load_autosplit")
+    load_tp_gen = partialmethod(_load_gen, "load_tp")
+
     def unload(self) -> None:
         self._native = None
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: torch.Tensor, cache: Any = None, input_mask: Any = None,
+        self, input_ids: torch.Tensor, cache: Any = None, input_mask: torch.Tensor | None = None,
         preprocess_only: bool = False, last_id_only: bool = False, loras: Any = None,
-        return_last_state: bool = False, position_offsets: Any = None, abort_event: Any = None,
-        cpu_logits: bool = False,
+        return_last_state: bool = False, position_offsets: torch.Tensor | None = None,
+        abort_event: Any = None, cpu_logits: bool = False,
     ) -> Any:  # fmt: skip
-        """Return logits fp32 (b, t, v) of ids (b, t) without padding, from position 0 on."""
-        if any(each is not None for each in (cache, input_mask, position_offsets, loras)):
-            why = "`forward` takes no cache, mask, offsets or LoRAs; give whole rows"
-            raise ConfigError(f"{why}, or use a generator")
-        check_ids(input_ids, self.native.spec)
-        hidden = self.native.decoder.hidden(input_ids)
+        """Return logits fp32 (b, t, v) of ids (b, t) behind what the cache holds."""
+        decoder, (rows, count) = self.native.decoder, input_ids.shape
+        if not count or (abort_event is not None and abort_event.is_set()):
+            return None
+        cache = ExLlamaV2Cache(self, rows, count) if cache is None else cache
+        texts = cache.append(input_ids)
+        given, used = unpadded(texts, input_mask, position_offsets), adapters(loras)
+        last = count if return_last_state or not (last_id_only or preprocess_only) else 1
+        states = cache.generator(rows=rows).states.hidden(*given, last=last, adapters=used)
+        cache.texts[:rows], cache.current_seq_len = texts, len(texts[0])
         if preprocess_only:
             return None
-        logits = self.native.decoder.head(hidden[:, -1:] if last_id_only else hidden)
+        hidden = torch.stack([pad(x, (0, 0, last - len(x), 0)) for x in states])
+        logits = decoder.head(hidden[:, -1:] if last_id_only else hidden)
         logits = logits.cpu() if cpu_logits else logits
         return (logits, hidden) if return_last_state else logits
 

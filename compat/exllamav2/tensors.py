@@ -1,6 +1,7 @@
-"""Small tools: a timer, and a tensor that grows along one dimension."""
+"""Small tools: a timer, a tensor that grows along one dimension, and where padded rows begin."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -29,3 +30,13 @@ class SeqTensor:
 
     def torch(self) -> torch.Tensor:
         return self.tensor
+
+
+def unpadded(
+    rows: Sequence[list[int]], mask: torch.Tensor | None, offsets: torch.Tensor | None
+) -> list[list[int]]:
+    """Return rows without their padding, by offsets (b, 1), each minus the padding, or a mask."""
+    pads = [0] * len(rows) if mask is None else (mask < 0).sum(-1).tolist()
+    if offsets is not None:
+        pads = [-int(offset) for offset in offsets.flatten()]
+    return [row[pad:] for row, pad in zip(rows, pads, strict=True)]

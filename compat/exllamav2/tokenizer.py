@@ -1,7 +1,7 @@
 """`ExLlamaV2Tokenizer`: texts to tensors of ids and back."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.compat.exllamav2.model import ExLlamaV2Config
 from exl2flow.core.request import FIRST_EMBEDDING
 from exl2flow.model import Tokenizer
+
+NOTHING = "(?!)"  # a pattern that is nowhere
 
 
 class ExLlamaV2Tokenizer:
@@ -50,31 +53,25 @@ class ExLlamaV2Tokenizer:
         encode_special_tokens: bool = False, return_offsets: bool = False, embeddings: Any = None,
     ) -> Any:  # fmt: skip
         """Return ids (b, n), padded on the left; with offsets (b, 1), each minus the padding."""
-        names = "|".join(re.escape(each.text_alias) for each in embeddings or ())
-        aliased = {each.text_alias: each for each in embeddings or ()}
-        texts, rows = [text] if isinstance(text, str) else text, list[list[int]]()
-        for each in texts:
+        known = {e.text_alias: range(e.first_index, e.last_index) for e in embeddings or ()}
+        aliases, rows = "|".join(map(re.escape, known)) or NOTHING, list[torch.Tensor]()
+        for each in [text] if isinstance(text, str) else text:
             row = self.native.encode("", add_bos=add_bos)
-            for part in re.split(f"({names})", each) if aliased else [each]:
-                if part in aliased:
-                    row += range(aliased[part].first_index, aliased[part].last_index)
-                else:
-                    row += self.native.encode(part, special=encode_special_tokens)
-            rows.append(row + self.native.encode("", add_eos=add_eos))
-        longest = max(map(len, rows), default=0)
-        pads = [longest - len(row) for row in rows]
-        padded = [[self.pad_token_id] * pad + row for pad, row in zip(pads, rows, strict=True)]
-        ids = torch.tensor(padded, dtype=torch.long).view(len(rows), longest)
-        return (ids, -torch.tensor(pads)[:, None]) if return_offsets else ids
+            for part in re.split(f"({aliases})", each):
+                row += known.get(part) or self.native.encode(part, special=encode_special_tokens)
+            rows.append(
+                torch.tensor(row + self.native.encode("", add_eos=add_eos), dtype=torch.long)
+            )
+        ids = pad_sequence(rows, True, self.pad_token_id, "left")
+        offsets = torch.tensor([[len(row) - ids.shape[1]] for row in rows])
+        return (ids, offsets) if return_offsets else ids
 
     def decode(self, ids: torch.Tensor, decode_special_tokens: bool = False) -> Any:
         """Return the text of ids (n,), or a list of texts of ids (b, n)."""
         if ids.dim() > 1:
             return [self.decode(row, decode_special_tokens) for row in ids]
-        size = self.native.vocab_size
-        known = [i for i in ids.tolist() if 0 <= i < size]
-        if not decode_special_tokens:
-            known = [i for i in known if i not in (self.pad_token_id, self.eos_token_id)]
+        hidden = () if decode_special_tokens else (self.pad_token_id, self.eos_token_id)
+        known = [i for i in ids.tolist() if 0 <= i < self.native.vocab_size and i not in hidden]
         return self.native.decode(known, special=decode_special_tokens)
 
     def single_token(self, token_id: int) -> torch.Tensor:
@@ -89,13 +86,33 @@ class ExLlamaV2Tokenizer:
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
         """Return the text of each id; that of special ones on request."""
-        pieces = list(self.native.pieces)
-        for token, text in self.extended_id_to_piece.items() if include_special_tokens else ():
-            pieces[token] = text
-        return pieces
+        special = self.extended_id_to_piece if include_special_tokens else {}
+        return [special.get(i, piece) for i, piece in enumerate(self.native.pieces)]
 
     def get_piece_to_id_dict(self) -> dict[str, int]:
         return {piece: token for token, piece in enumerate(self.native.pieces) if piece}
+
+    def get_prefix_to_ids_dict(self) -> dict[str, list[int]]:
+        """Return by each piece the ids whose pieces begin with it."""
+        found = self.get_piece_to_id_dict().items()
+        return {piece: list(self.native.healing(token)) for piece, token in found}
+
+    def get_char_trie(self) -> SimpleNamespace:
+        return _trie(self.native.pieces)
+
+    def get_char_trie_ci(self) -> SimpleNamespace:
+        return _trie(map(str.lower, self.native.pieces))
+
+
+def _trie(pieces: Iterable[str]) -> SimpleNamespace:
+    """Return a tree of pieces by characters; a node's `leaf` has the ids whose pieces end there."""
+    root = SimpleNamespace(children={}, leaf=[])
+    for token, piece in enumerate(pieces):
+        node = root
+        for character in piece:
+            node = node.children.setdefault(character, SimpleNamespace(children={}, leaf=[]))
+        node.leaf += [token] if piece else []
+    return root
 
 
 class ExLlamaV2MMEmbedding:

@@ -29,12 +29,17 @@ class Pages:
 
 @dataclass(slots=True)
 class Page:
-    """Who uses a page, and what it holds."""
+    """Who uses a page, and what it holds; only a `PageTable` changes it."""
 
     users: int = 0
     before: bytes = b""  # key of the pages before it
     content: bytes = b""  # its ids; empty if it is not listed
     key: bytes | None = None  # if it is full and listed
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids whose keys and values it holds, as far as another text may use them."""
+        return [*memoryview(self.content).cast("q")]
 
 
 class Listing:

@@ -8,6 +8,7 @@ reads and writes through a view (`views.py`): `StepView` for a few new tokens pe
 import torch
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
+from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,
@@ -15,6 +16,9 @@ from exl2flow.kernels import (
     LayerStore,
 )
 from exl2flow.model import ModelSpec
+from exl2flow.model.footprint import cache_bytes
+
+SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
 
 class PagedCache:
@@ -40,6 +44,12 @@ class PagedCache:
             )
             for _ in range(spec.num_layers)
         ]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers, and their scales, (tokens, bytes or runs)."""
+        rows = (x for store in self.stores for x in (store.keys, store.values))
+        return [x for row in rows for x in (row.data, row.scales) if x.numel()]
 
     @property
     def nbytes(self) -> int:
@@ -79,3 +89,12 @@ def reserve(spec: ModelSpec, *, pages: int, form: CacheFormat, device: torch.dev
 def pages_of(tokens: int) -> int:
     """Return how many pages hold so many tokens."""
     return -(-tokens // PAGE_TOKENS)
+
+
+def fitting(context: int, specs: list[ModelSpec], name: str, device: torch.device) -> int:
+    """Return the tokens of one context, or as many as fit in the free memory."""
+    room = free_memory(device) if device.type == "cuda" else available_memory()
+    if room is None:
+        return context
+    page = sum(cache_bytes(spec, context=1, cache_format=name) for spec in specs)
+    return max(PAGE_TOKENS, min(context, int(SHARE * room) // page * PAGE_TOKENS))

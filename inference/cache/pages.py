@@ -35,13 +35,14 @@ class PageTable:
     """Hands out pages and finds those that hold the beginning of a sequence.
 
     Ids are always those of one sequence, which only grows between cuts. Misuse fails an assertion.
+    pages: what each holds, and for how many sequences.
     """
 
     def __init__(self, pages: int, *, page_tokens: int = PAGE_TOKENS) -> None:
         self.page_tokens = page_tokens
-        self._pages = [Page() for _ in range(pages)]
+        self.pages = [Page() for _ in range(pages)]
         self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
-        self._listed = Listing(self._pages, page_tokens)
+        self._listed = Listing(self.pages, page_tokens)
 
     @property
     def free(self) -> int:
@@ -82,7 +83,7 @@ class PageTable:
         """Return how many of the free pages `match` and `reserve` take for all ids."""
         index = self._boundary(held)
         while index is not None and (page := self._listed.known(held, index, ids)) is not None:
-            if not self._pages[page].users:
+            if not self.pages[page].users:
                 break  # nor has any page after it users
             index += 1
         return max(0, -(-len(ids) // self.page_tokens) - max(index or 0, len(held.pages)))
@@ -141,9 +142,9 @@ class PageTable:
         if not inside:
             return None
         last = held.pages[index]
-        if self._pages[last].users == 1:
+        if self.pages[last].users == 1:
             self._forget(self._listed.following(last))
-            self._listed.put(last, self._pages[last].content[: inside * ID_BYTES])
+            self._listed.put(last, self.pages[last].content[: inside * ID_BYTES])
             return None
         self._give_back(held, index)
         if self._free:
@@ -158,7 +159,7 @@ class PageTable:
         pages, their sources, and what was computed from either; who uses such a page keeps it.
         """
         assert not held.released, "the sequence has been released"
-        content = self._pages[held.pages[0]].content if held.pages and not keep else b""
+        content = self.pages[held.pages[0]].content if held.pages and not keep else b""
         if start := content[: LEAST_COPIED * ID_BYTES]:
             listed = self._listed.after[held.root]
             self._forget([page for content, page in listed if content.startswith(start)])
@@ -177,14 +178,14 @@ class PageTable:
 
     def _key_before(self, held: Pages, index: int) -> bytes | None:
         """Return the key of the pages before an index, None if they are not listed."""
-        return self._pages[held.pages[index - 1]].key if index else held.root
+        return self.pages[held.pages[index - 1]].key if index else held.root
 
     def _copy(self, held: Pages, source: int, tokens: int) -> Copy | None:
         """Add a page that begins like the source; None if it is the source, evicted."""
-        page = self._pages[source]
+        page = self.pages[source]
         before, content = page.before, page.content[: tokens * ID_BYTES]
         target = self._take()
-        self._pages[target].before = before
+        self.pages[target].before = before
         self._listed.put(target, content)
         held.pages.append(target)
         return Copy(source, target, tokens) if source != target else None
@@ -192,7 +193,7 @@ class PageTable:
     def _fill_page(self, held: Pages, index: int, new: bytes, *, is_fresh: bool) -> bool:
         """Add ids to a page, and return whether it was exchanged for an equal one."""
         own = held.pages[index]
-        page = self._pages[own]
+        page = self.pages[own]
         assert page.users == 1, f"page {own} is shared"
         before = self._key_before(held, index)
         if before is None or not (is_fresh or page.content):
@@ -215,11 +216,11 @@ class PageTable:
 
     def _use(self, index: int) -> int:
         self._free.pop(index, None)
-        self._pages[index].users += 1
+        self.pages[index].users += 1
         return index
 
     def _drop(self, index: int) -> None:
-        page = self._pages[index]
+        page = self.pages[index]
         page.users -= 1
         if not page.users:
             self._free[index] = None

@@ -9,7 +9,7 @@ import torch
 
 from exl2flow.core.errors import FilterDeadEnd
 from exl2flow.core.request import Filter
-from exl2flow.inference.sampling.bits import words_of
+from exl2flow.inference.sampling.bits import all_but, words_of
 from exl2flow.model import Tokenizer
 
 
@@ -60,7 +60,7 @@ class Combined:
         may_end = all(part.may_end for part in parts)
         must_end = any(part.must_end for part in parts) or (self._prefer_end and bool(masks))
         masks += [] if only is None else [words_of(only, self._width)]
-        masks += [~words_of(blocked, self._width)] if blocked else []
+        masks += [all_but(frozenset(blocked), self._width)] if blocked else []
         words = reduce(torch.bitwise_and, masks) if masks else None
         if words is not None and not (words & self._going_on).any():
             must_end = True

@@ -20,17 +20,20 @@ class ForeignFilter:
     """An object with `begin`, `feed` and `next`, or a function that makes one for each text.
 
     A healed token is not shown to it. After another text used it, or tokens were taken back, it
-    reads a text again from its start. `clone` is not called: it may return half a copy.
+    reads a text again, unless the caller feeds it (`is_fed`). `clone` may return half: not called.
     """
 
     source: Any
+    is_fed: bool = False
 
     def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_Text":
         is_made = hasattr(self.source, "begin") and not isinstance(self.source, type)
         inner = self.source if is_made else self.source()
         if not all(hasattr(inner, name) for name in ("begin", "feed", "next")):
             raise ConfigError(f"the filter {inner!r} lacks `begin`, `feed` or `next`")
-        return _Text(inner, tokenizer, width, skipped=1 if prefix else 0)
+        text = _Text(inner, tokenizer, width, skipped=1 if prefix else 0)
+        _READERS.update({id(inner): text} if self.is_fed else {})
+        return text
 
 
 class _Text:
@@ -50,9 +53,8 @@ class _Text:
         if self._masks:
             with suppress(RuntimeError):  # formatron pins memory, which needs a CUDA device
                 self._inner.prepare_logit_mask()
-                logits = self._inner.mask_logits(torch.zeros(self._width)).flatten()
-                ids = (logits[: self._known] > -torch.inf).nonzero().flatten().numpy()
-                return self._of(ids, ())
+                logits = self._inner.mask_logits(torch.zeros(self._width)).flatten()[: self._known]
+                return self._of((logits > -torch.inf).nonzero().flatten().numpy(), ())
         self._masks = False
         return self._of(*self._inner.next())
 

@@ -9,6 +9,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import Request
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.generator import Generator
+from exl2flow.inference.generate.job import Job
 
 
 class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
@@ -34,13 +35,13 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
-    async def stream(self, request: Request) -> AsyncIterator[Event]:
-        """Yield the events of a request; giving the iteration up ends the job.
+    def submit(self, request: Request, events: "asyncio.Queue[Event]") -> Job:
+        """Put a request in the queue; the running event loop finds its events in `events`.
 
         Raises:
-            Exl2FlowError: what `Generator.submit` refuses, or what ended the job.
+            Exl2FlowError: what `Generator.submit` refuses.
         """
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        loop = asyncio.get_running_loop()
 
         def deliver(event: Event) -> None:
             if not loop.is_closed():
@@ -51,6 +52,16 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
                 raise ConfigError("the generator is closed; make a new `AsyncGenerator`")
             job = self._generator.submit(request, deliver=deliver)
             self._wake.notify()
+        return job
+
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        """Yield the events of a request; giving the iteration up ends the job.
+
+        Raises:
+            Exl2FlowError: what `Generator.submit` refuses, or what ended the job.
+        """
+        events = asyncio.Queue[Event]()
+        job = self.submit(request, events)
         try:
             while True:
                 event = await events.get()

@@ -16,10 +16,9 @@ from typing import Any, cast, overload
 import torch
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.core.request import Request, Text
-from exl2flow.inference.adapters import adapters_of
-from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
+from exl2flow.inference.adapters import adapters_of, salt_of
+from exl2flow.inference.cache.paged import cache_format, fitting, pages_of, reserve
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.drafts import Draft, Drafter
 from exl2flow.inference.filters import Combined
@@ -29,21 +28,21 @@ from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.reading import Reading
 from exl2flow.inference.generate.schedule import Schedule
+from exl2flow.inference.generate.states import States
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import ModelSpec
-from exl2flow.model.footprint import PROMPT_TOKENS, cache_bytes, exact_format
+from exl2flow.model.footprint import PROMPT_TOKENS, exact_format
 
 Prompt = Text | tuple[Text, Text]
-SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
 
 class Generator:
     """Generates texts; not thread-safe but for `submit` and `Job.cancel`.
 
-    context: positions of one sequence; pages: of the whole cache; failure: what ended all jobs.
+    context: positions of one sequence; pages: of the whole cache; failure: what ended all jobs;
+    states: for programs with a loop of their own.
     """
 
     def __init__(
@@ -82,12 +81,15 @@ class Generator:
         name = cache or exact_format(device)
         form, specs = cache_format(name, device), [model.spec]
         specs += [draft.model.spec] if isinstance(draft, Draft) else []
-        self.pages = pages_of(tokens or _fitting(model.max_tokens, specs, name, device))
+        self.pages = pages_of(tokens or fitting(model.max_tokens, specs, name, device))
         pool = reserve(model.spec, pages=self.pages, form=form, device=device)
         most = min(self.context, self.pages * PAGE_TOKENS)
         self._steps = Steps(model, pool, slots=slots, max_tokens=most, draft=draft)
         self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)
         self._reading = Reading(self._steps, self._schedule, chunk=chunk)
+        self.states = States(
+            model, self._steps, self._schedule.table, context=self.context, chunk=chunk
+        )
         self._decoding = Decoding(self._steps, self._schedule)
         self._cancelled, self._events = deque[Job](), list[Event]()
         self.failure: Exception | None = None
@@ -112,10 +114,9 @@ class Generator:
             request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
         )
         adapters = adapters_of(request.adapters, self.model)
-        salt = b"".join(sorted(adapter.digest for adapter in adapters))
         job = Job(
             request, prompt, tokenizer, max_new_tokens=most, adapters=adapters,
-            begin=partial(self._schedule.table.begin, salt), constraint=constraint or None,
+            begin=partial(self._schedule.table.begin, salt_of(adapters)), constraint=constraint or None,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
         )  # fmt: skip
         self._schedule.add(job)
@@ -239,12 +240,3 @@ class Generator:
     def warmup(self) -> None:
         """Record the steps of all numbers of slots, for greedy and for default settings."""
         self._steps.warm_up([Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())])
-
-
-def _fitting(context: int, specs: list[ModelSpec], name: str, device: torch.device) -> int:
-    """Return the tokens of one context, or as many as fit in the free memory."""
-    room = free_memory(device) if device.type == "cuda" else available_memory()
-    if room is None:
-        return context
-    page = sum(cache_bytes(spec, context=1, cache_format=name) for spec in specs)
-    return max(PAGE_TOKENS, min(context, int(SHARE * room) // page * PAGE_TOKENS))

@@ -39,7 +39,8 @@ class Pending:
 class Output:
     """The generated part of one text; takes one token at a time.
 
-    ids: accepted tokens, including the healed one but not the stop token.
+    ids: accepted tokens, including the healed one but not the stop token. excluded: as of
+    `Request`; another set counts from the next sample on.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Output:
         """Start after the request's encoded prompt; `max_new_tokens` may be less than requested."""
         self.ids: list[int] = []
         self.reason: Reason | None = None
+        self.excluded = frozenset(request.excluded)
         self._request, self._healed, self._most = request, prompt.healed, max_new_tokens
         stops = tokenizer.eos_token_ids if request.stops is None else request.stops
         self._stop_ids = frozenset(stop for stop in stops if isinstance(stop, int))
@@ -90,7 +92,9 @@ class Output:
 
         `ahead` is the number of samples between now and then, `behind` what they take, if known.
         """
-        banned = firsts(self.cut(behind)) if self._cut and ahead == len(behind) else NONE
+        banned = self.excluded
+        if self._cut and ahead == len(behind):
+            banned |= firsts(self.cut(behind))
         if max(self.new_tokens + ahead, 0) >= self._request.min_new_tokens:
             return banned
         healed = {self._healed} if self.healing and not ahead else NONE

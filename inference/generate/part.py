@@ -7,7 +7,7 @@ import torch
 from exl2flow.inference.filters import Allowed, Combined
 from exl2flow.inference.generate.bans import allowed_by
 from exl2flow.inference.generate.job import FREE, Job, Mask
-from exl2flow.inference.sampling.bits import WORD, words_of
+from exl2flow.inference.sampling.bits import WORD, all_but, words_of
 
 
 class Place(NamedTuple):
@@ -39,7 +39,7 @@ class Place(NamedTuple):
             return self.allowed.words
         if only is not None:
             return words_of(set(only) - without, width)
-        return ~words_of(without, width) if without else None
+        return all_but(without, width) if without else None
 
 
 class Part:

@@ -73,6 +73,7 @@ class Steps:
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         state = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, state)
+        self.no_states = model.decoder.embedding.weight[:0]  # hidden states of no tokens
         self.check_stream()
 
     @property
@@ -155,21 +156,23 @@ class Steps:
         segments: Sequence[Segment],
         rows: Sequence[torch.Tensor] = (),
         adapters: Sequence[Used] = (),
-    ) -> None:
-        """Store keys and values of the segments' tokens, given one segment after another.
+    ) -> torch.Tensor:
+        """Store keys and values of the segments' tokens; return their hidden states (t, hidden).
 
-        rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in order; adapters: of each segment.
+        ids: of one segment after another; rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in
+        order; adapters: of each segment.
         """
         tokens = on_device(torch.tensor([ids]), self.cache.device)
         if not rows and not any(adapters) and self._tails.takes(segments):
-            self._tails.read(ids, segments)
+            hidden = self._tails.read(ids, segments)
         else:
             view = PromptView(self.cache, segments)
             given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
             decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
-            decoder.hidden(tokens, view, self._angles.along(view.positions), given)
+            hidden = decoder.hidden(tokens, view, self._angles.along(view.positions), given)[0]
         if self.guesses is not None:
             self.guesses.read(tokens, segments)
+        return hidden
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""

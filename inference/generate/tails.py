@@ -39,10 +39,11 @@ class Tails:
         are_short = all(s.begin and s.count <= most for s in segments)
         return self._recordings.records and len(segments) <= MOST and are_short
 
-    def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Store keys and values of the segments' tokens, given one segment after another."""
+    def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        """Store keys and values of the segments' tokens; return their states (t, hidden)."""
         rows, left = bucket(len(segments)), iter(ids)
         texts = [[*islice(left, s.count)] for s in segments]
+        found: list[list[torch.Tensor]] = [[] for _ in texts]
         idle = [()] * (rows - len(segments))
         self._put(self._tables, [*(s.pages for s in segments), *idle], self._cache.spare)
         for begin in range(0, max(map(len, texts)), STEP_TOKENS):
@@ -51,16 +52,19 @@ class Tails:
             self._put(self._ids, [text[at : at + STEP_TOKENS] for text, at in pairs], 0)
             begins = [s.begin + at for s, at in zip(segments, places, strict=True)]
             self._begins[: len(begins)] = on_device(torch.tensor(begins).int(), self._cache.device)
-            self._recordings.replay(("tails", rows), partial(self._pass, rows))
+            states = self._recordings.replay(("tails", rows), partial(self._pass, rows))
+            for text, of_text, x in zip(texts, found, states, strict=False):
+                of_text.append(x[: max(0, len(text) - begin)].clone())
+        return torch.cat([x for of_text in found for x in of_text])
 
     def warm_up(self) -> None:
         """Record the passes."""
         for rows in sorted({bucket(count) for count in range(1, MOST + 1)}):
             self._recordings.make(("tails", rows), partial(self._pass, rows))
 
-    def _pass(self, rows: int) -> None:
+    def _pass(self, rows: int) -> torch.Tensor:
         view = StepView(self._cache, self._tables[:rows], self._begins[:rows], count=STEP_TOKENS)
-        self._decoder.hidden(self._ids[:rows], view, self._angles.at(view.positions))
+        return self._decoder.hidden(self._ids[:rows], view, self._angles.at(view.positions))
 
     def _put(self, there: torch.Tensor, rows: Sequence[Sequence[int]], fill: int) -> None:
         width = there.shape[1]

@@ -2,7 +2,7 @@
 
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import breakers, completed, newline_ids
-from exl2flow.inference.sampling.chain import sample
+from exl2flow.inference.sampling.chain import choose, sample
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
 from exl2flow.kernels import NOT_FINITE, Sampled
@@ -14,6 +14,7 @@ __all__ = [
     "SamplerSlots",
     "SamplingSettings",
     "breakers",
+    "choose",
     "completed",
     "newline_ids",
     "sample",

@@ -22,6 +22,19 @@ def words_of(ids: Iterable[int], width: int) -> torch.Tensor:
     return torch.from_numpy(np.packbits(flags, bitorder="little").view("<i4"))
 
 
+@lru_cache(16)
+def all_but(ids: frozenset[int], width: int) -> torch.Tensor:
+    """Return the mask of all other ids, which is shared: do not write to it."""
+    return ~words_of(ids, width)
+
+
+def ids_of(words: torch.Tensor) -> list[int]:
+    """Return the ids of a mask, ascending."""
+    flags = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+    ids: list[int] = flags.nonzero()[0].tolist()
+    return ids
+
+
 @lru_cache(8)
 def breakers(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that no repetition contains by default.

@@ -72,3 +72,22 @@ def test_a_stream_gives_our_text_and_keeps_to_its_bans(model, tokenizer) -> None
     assert expected(model, None)[0].startswith(text)
     assert banned not in made
     assert torch.equal(generator.sequence_ids[:, : ids.shape[1]], ids)
+
+
+def test_a_loop_of_ones_own_has_the_logits_of_a_whole_pass(model, tokenizer) -> None:
+    cache, ids = ExLlamaV2Cache_Q6(model, max_seq_len=512), tokenizer.encode(PROMPTS[0] * 20)
+    exact = ExLlamaV2Cache(model, max_seq_len=512)
+    whole, cut = model.forward(ids), ids.shape[1] - 3
+
+    for each, atol in ((exact, 0.05), (cache, 0.5)):  # of fp16, and of rounded keys and values
+        model.forward(ids[:, :cut], each, preprocess_only=True)
+        rest = [model.forward(ids[:, i : i + 1], each) for i in range(cut, ids.shape[1])]
+        torch.testing.assert_close(torch.cat(rest, 1), whole[:, cut:], atol=atol, rtol=0.05)
+
+    settings = ExLlamaV2Sampler.Settings(token_repetition_penalty=1.1)
+    there, here = (
+        ExLlamaV2Sampler.sample(logits, settings, ids, 0.7, tokenizer, return_top_tokens=4)
+        for logits in (whole[:, -1:], whole[:, -1:].cpu())
+    )
+    assert torch.equal(there[0], here[0])
+    assert torch.equal(there[1], here[1])

@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
         faults = {f for at in range(held.filled) for f in self.row(held, at).faults}
         faults |= {fault} if fault is not None else set()
         for at in range(held.filled, end):
-            assert table._pages[held.pages[at // SIZE]].users == 1
+            assert table.pages[held.pages[at // SIZE]].users == 1
             self.rows[held.pages[at // SIZE]][at % SIZE] = Row(
                 seq.prefix(at + 1), frozenset(faults)
             )
@@ -120,12 +120,12 @@ class Machine(RuleBasedStateMachine):
     def is_forgotten(self, seq: Sequence) -> bool:
         held = seq.held
         used = held.pages[: -(-held.filled // SIZE)]
-        return any(not self.table._pages[page].content for page in used)
+        return any(not self.table.pages[page].content for page in used)
 
     def listed(self) -> dict[tuple[bytes | int, ...], int]:
         """Return what each listed page holds: salt and all ids up to its last one."""
         found = {}
-        for page, record in enumerate(self.table._pages):
+        for page, record in enumerate(self.table.pages):
             if record.content:
                 row = self.rows[page][len(record.content) // ID_BYTES - 1]
                 assert row is not None
@@ -270,14 +270,14 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.table.clear()
-        assert not any(self.table._pages[page].content for page in self.table._free)
+        assert not any(self.table.pages[page].content for page in self.table._free)
 
     # what always holds
 
     @invariant()
     def users_are_sequences(self) -> None:
         held = [page for seq in self.running for page in seq.held.pages]
-        for page, record in enumerate(self.table._pages):
+        for page, record in enumerate(self.table.pages):
             assert record.users == held.count(page)
         assert set(self.table._free) == set(range(COUNT)) - set(held)
         assert self.table.free == COUNT - len(set(held))
@@ -294,7 +294,7 @@ class Machine(RuleBasedStateMachine):
         chains = dict.fromkeys(SALTS, 0) | {
             key: len(self.prefix_of(page)) - 1 for key, page in table._listed.full.items()
         }
-        for page, record in enumerate(table._pages):
+        for page, record in enumerate(table.pages):
             assert (record.key is None) or table._listed.full[record.key] == page
             if not record.content:
                 assert record.key is None
@@ -314,23 +314,23 @@ class Machine(RuleBasedStateMachine):
         assert all(pages == sorted(pages) and pages for pages in table._listed.after.values())
 
     def prefix_of(self, page: int) -> tuple[bytes | int, ...]:
-        row = self.rows[page][len(self.table._pages[page].content) // ID_BYTES - 1]
+        row = self.rows[page][len(self.table.pages[page].content) // ID_BYTES - 1]
         assert row is not None
         return row.ids
 
     @invariant()
     def ends_are_evicted_before_beginnings(self) -> None:
         table, order = self.table, list(self.table._free)
-        with_content = [bool(table._pages[page].content) for page in order]
+        with_content = [bool(table.pages[page].content) for page in order]
         assert with_content == sorted(with_content)
-        for page, record in enumerate(table._pages):
+        for page, record in enumerate(table.pages):
             parent = table._listed.full.get(record.before) if record.content else None
             if parent is not None and parent in table._free:
                 assert order.index(page) < order.index(parent)
 
     @invariant()
     def faults_end_with_their_sequence(self) -> None:
-        for page, record in enumerate(self.table._pages):
+        for page, record in enumerate(self.table.pages):
             for row in self.rows[page][: len(record.content) // ID_BYTES]:
                 assert row is not None
                 assert not row.faults & self.ended_faults

@@ -25,4 +25,5 @@ def test_both_interfaces_give_the_same_texts() -> None:
 
     assert all(texts)
     assert texts == names["ours"](folder)
+    assert names["their_loop"](folder) == names["our_loop"](folder)
     assert names["ExLlamaV2Filter"] is ExLlamaV2Filter

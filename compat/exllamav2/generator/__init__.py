@@ -1,7 +1,10 @@
 """exllamav2's generators, over one `Generator` per cache."""
 
 from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
-from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicGenerator
+from exl2flow.compat.exllamav2.generator.dynamic import (
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2DynamicJob,
+)
 from exl2flow.compat.exllamav2.generator.dynamic_async import (
     ExLlamaV2DynamicGeneratorAsync,
     ExLlamaV2DynamicJobAsync,
@@ -11,7 +14,6 @@ from exl2flow.compat.exllamav2.generator.filters import (
     ExLlamaV2PrefixFilter,
     ExLlamaV2SelectFilter,
 )
-from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob
 from exl2flow.compat.exllamav2.generator.sampler import (
     ExLlamaV2PostSamplingResult,
     ExLlamaV2Sampler,

@@ -6,10 +6,11 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
+from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicJob, Jobs, Settings
 from exl2flow.compat.exllamav2.generator.filters import ExLlamaV2Filter as ExLlamaV2Filter
-from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Queue, Settings
 from exl2flow.compat.exllamav2.model import ExLlamaV2
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding, ExLlamaV2Tokenizer
 from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
@@ -37,25 +38,20 @@ class ExLlamaV2BaseGenerator:
     @property
     def sequence_ids(self) -> torch.Tensor | None:
         """Ids (b, n) of the last prompts and their texts, padded."""
-        pad = self.tokenizer.pad_token_id
-        every = [job.native for job in self._jobs if job.native is not None]
-        pairs = [(ids, job.output.ids) for job in every for ids in job.prompt.sequences]
-        sizes = [max(map(len, column)) for column in zip(*pairs, strict=True)]
-        rows = [
-            [pad] * (sizes[0] - len(ids)) + [*ids, *made] + [pad] * (sizes[1] - len(made))
-            for ids, made in pairs
-        ]
-        ids = torch.tensor(rows)
-        return torch.where(ids < FIRST_EMBEDDING, ids, pad) if rows else None
+        pairs = [p for job in self._jobs for p in zip(job.prompts, job.rows, strict=True)]
+        if not pairs:
+            return None
+        pad, longest = self.tokenizer.pad_token_id, max(len(ids) for ids, _ in pairs)
+        padded = [torch.tensor([pad] * (longest - len(ids)) + row) for ids, row in pairs]
+        ids = pad_sequence(padded, batch_first=True, padding_value=pad)
+        return torch.where(ids < FIRST_EMBEDDING, ids, pad)
 
-    def _queue(self, rows: int, loras: Any, draft: Any = None) -> Queue:
-        context, chunk = self.model.config.max_seq_len, self.model.config.max_input_len
-        options = {"slots": rows, "context": context, "chunk": chunk, "draft": draft}
-        queue = Queue(self.cache, self.tokenizer, **options)
-        self.cache.end_stream()  # of any generator: it would take all pages
-        self.cache.end_stream = lambda: queue.cancel(*queue.jobs)
-        queue.loras = loras
-        return queue
+    def _begin(self, rows: int, loras: Any, draft: Any = None) -> Jobs:
+        """End what was begun on the cache: it would take all pages."""
+        self.cache.end_stream()
+        jobs = Jobs(self.cache, self.tokenizer, loras, rows=rows, draft=draft)
+        self.cache.end_stream = jobs.clear_queue
+        return jobs
 
     def generate_simple(
         self, prompt: str | list[str], gen_settings: Settings, num_tokens: int,
@@ -78,7 +74,7 @@ class ExLlamaV2BaseGenerator:
             rows.append(ids[None, max(0, len(ids) - most) :])
         eos = self.tokenizer.native.eos_token_ids
         stops: Any = {None: (), -1: eos}.get(stop_token, (stop_token,))
-        is_pair, queue = gen_settings.cfg_scale is not None, self._queue(len(rows), loras)
+        is_pair = gen_settings.cfg_scale is not None
         self._jobs = [
             ExLlamaV2DynamicJob(
                 group, num_tokens, gen_settings=gen_settings, token_healing=token_healing,
@@ -88,14 +84,7 @@ class ExLlamaV2BaseGenerator:
             )
             for index, group in enumerate([rows] if is_pair else rows)
         ]  # fmt: skip
-        try:
-            for job in self._jobs:
-                queue.add(job)
-            while queue.jobs and not (abort_event is not None and abort_event.is_set()):
-                queue.iterate()
-        finally:
-            queue.cancel(*self._jobs)
-            queue.step()
+        self._begin(len(rows), loras).run(self._jobs, abort_event)
         done = [job.full_completion for job in self._jobs] * (len(rows) if is_pair else 1)
         is_early = abort_event is not None and abort_event.is_set() and not any(done)
         if not (completion_only or is_early):

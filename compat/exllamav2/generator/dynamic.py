@@ -1,20 +1,247 @@
-"""`ExLlamaV2DynamicGenerator`: many jobs at once, by the `Generator` of its cache."""
+"""Jobs, which all generators are made of, and `ExLlamaV2DynamicGenerator`: many of them at once."""
 
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
-from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Queue, Settings
-from exl2flow.compat.exllamav2.model import ExLlamaV2
+from exl2flow.compat.exllamav2.generator.filters import native_filters
+from exl2flow.compat.exllamav2.generator.sampler import ExLlamaV2Sampler, call_hook
+from exl2flow.compat.exllamav2.model import ExLlamaV2, adapters
+from exl2flow.compat.exllamav2.tensors import SeqTensor
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference import Draft, NgramDraft
+from exl2flow.core.request import FIRST_EMBEDDING, Request
+from exl2flow.inference import Draft, Event, Generator, Job, NgramDraft
+from exl2flow.inference.generate.event import Piece, Statistics
 from exl2flow.kernels import PAGE_TOKENS
 
+Settings = ExLlamaV2Sampler.Settings
+STAGES = {"started": "started", "prompt": "prefill", "text": "streaming"}
 
-class ExLlamaV2DynamicGenerator:
+
+class ExLlamaV2DynamicJob:
+    """A text to generate; `native` is our job, once it is in a queue."""
+
+    def __init__(
+        self, input_ids: Any, max_new_tokens: Any, min_new_tokens: int = 0,
+        max_skips: int | None = 4, gen_settings: Settings | None = None, seed: int | None = None,
+        stop_conditions: Iterable[int | str] | None = None, decode_special_tokens: bool = False,
+        return_top_tokens: int = 0, return_logits: bool = False, return_probs: bool = False,
+        filters: Iterable[Any] | None = None, filter_prefer_eos: bool = False,
+        token_healing: bool = False, identifier: object = None,
+        banned_strings: Sequence[str] | None = None, embeddings: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        given = [input_ids] if isinstance(input_ids, torch.Tensor) else input_ids
+        self.prompts, self.embeddings = [_ids(each) for each in given], embeddings or ()
+        self.gen_settings = Settings() if gen_settings is None else gen_settings
+        self.max_new_tokens, self.identifier = max_new_tokens, identifier
+        self._request = partial(
+            Request, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed,
+            stops=[*(stop_conditions or ())], decode_special=decode_special_tokens,
+            top_tokens=return_top_tokens, logits=return_logits, probabilities=return_probs,
+            prefer_end=filter_prefer_eos and bool(filters), heal=token_healing,
+            banned_strings=banned_strings or (), max_skips=max_skips, tag=self,
+            filters=native_filters(filters),
+        )  # fmt: skip
+        self.native: Job | None = None
+        self.serial_number: int | None = None
+        self.is_started, self.full_completion = False, ""
+
+    def request(self, tokenizer: Any, loras: Any) -> Request:
+        """Return our request, in which the rows of all embeddings are numbered from 0."""
+        settings, self._excluded = self.gen_settings.native(tokenizer)
+        rows = (e.first_index + i for e in self.embeddings for i in range(len(e.embeddings)))
+        moved = dict(zip(rows, count(FIRST_EMBEDDING), strict=False))
+        prompts: Any = tuple(tuple(moved.get(i, i) for i in ids) for ids in self.prompts)
+        return self._request(
+            prompts if len(prompts) > 1 else prompts[0], settings=settings,
+            hooks=[partial(call_hook, each) for each in self.gen_settings.post_sampling_hooks],
+            embeddings=[each.embeddings for each in self.embeddings],
+            excluded=self._excluded, adapters=adapters(loras),
+        )  # fmt: skip
+
+    def exclude(self, ids: Iterable[int]) -> None:
+        """Let the next samples take none of these ids, nor what the settings exclude."""
+        if self.native is not None:
+            self.native.output.excluded = self._excluded.union(ids)
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The prompts, each with the text behind it."""
+        if self.native is None:
+            return self.prompts
+        cut, made = self.native.prompt.healed is not None, self.native.output.ids
+        return [[*ids[: len(ids) - cut], *made] for ids in self.prompts]
+
+    @property
+    def sequences(self) -> list[SimpleNamespace]:
+        """The rows as objects with `input_ids`, a `SeqTensor`."""
+        found = [SimpleNamespace(input_ids=SeqTensor((1, 0), torch.long, 1)) for _ in self.prompts]
+        for each, ids in zip(found, self.rows, strict=True):
+            each.input_ids.append(torch.tensor([ids]))
+        return found
+
+
+def _ids(ids: Any) -> list[int]:
+    """Return the ids of a tensor (1, n) in main memory."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
+        raise ConfigError("`input_ids` must be tensors (1, n) with at least one id")
+    if ids.device.type != "cpu":
+        raise ConfigError(f"`input_ids` are on `{ids.device}`; give `input_ids.cpu()`")
+    return list(map(int, ids[0]))
+
+
+class Jobs:
+    """Jobs on the generator that a cache makes with some options, and their results."""
+
+    def __init__(
+        self, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer, loras: Any = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.cache, self.tokenizer, self.loras, self._options = cache, tokenizer, loras, options
+        self.jobs, self._serials = dict[ExLlamaV2DynamicJob, None](), count()  # in order
+        self._events = deque[Event]()
+
+    @property
+    def native(self) -> Generator:
+        return self.cache.generator(**self._options)
+
+    pending_jobs = property(lambda self: [job for job in [*self.jobs] if not job.is_started])
+    active_jobs = property(lambda self: [job for job in [*self.jobs] if job.is_started])
+
+    def num_remaining_jobs(self) -> int:
+        return len(self.jobs)
+
+    def set_loras(self, loras: Any) -> None:
+        if self.jobs:
+            raise ConfigError(f"{len(self.jobs)} jobs run or wait; let them end first")
+        self.loras = loras
+
+    def add(self, job: ExLlamaV2DynamicJob, submit: Callable[[Request], Job] | None = None) -> int:
+        """Put a job in the queue, by `submit` if its events are to go elsewhere."""
+        submit = submit or partial(self.native.submit, deliver=self._events.append)
+        job.native = submit(job.request(self.tokenizer.native, self.loras))
+        self.jobs[job], job.serial_number = None, next(self._serials)
+        return job.serial_number
+
+    def enqueue(self, job: Any) -> Any:
+        """Put a job or a list of jobs in the queue; return its serial number, or theirs."""
+        self.cache.end_stream()
+        return [*map(self.add, job)] if isinstance(job, list) else self.add(job)
+
+    def cancel(self, job: ExLlamaV2DynamicJob) -> None:
+        """End a job without another result; if it has ended, it stays as it is."""
+        if job in self.jobs and job.native is not None:
+            del self.jobs[job]
+            job.native.cancel()
+
+    def clear_queue(self) -> None:
+        for job in [*self.jobs]:
+            self.cancel(job)
+
+    def iterate(self) -> list[dict[str, Any]]:
+        """Do a part of the work, and return its results.
+
+        Raises:
+            Exl2FlowError: what ended a job; other calls return the results of the others.
+        """
+        if not self._events:
+            self.native.step()
+        found = list[dict[str, Any]]()
+        while self._events and not (found and self._events[0].error):
+            found += self.results(self._events.popleft())
+        return found
+
+    def results(self, event: Event) -> list[dict[str, Any]]:
+        """Return an event as a dict, or nothing if its job was cancelled; raise its error."""
+        job: Any = event.tag
+        if job not in self.jobs:
+            return []
+        if event.reason is not None:
+            del self.jobs[job]
+        if event.error is not None:
+            raise event.error
+        if event.reason == "cancelled":
+            return []
+        job.is_started, job.full_completion = True, job.full_completion + event.text
+        found = {
+            "job": job, "stage": STAGES[event.stage], "serial": job.serial_number, "eos": False,
+            "identifier": job.identifier, "suppressed_text": event.suppressed_text or None,
+            "suppressed_tokens": _tensor(event.suppressed_ids),
+        } | _shown(event)  # fmt: skip
+        if event.stage == "prompt":
+            found |= {"curr_progress": event.read, "max_progress": event.total}
+        found |= {} if event.statistics is None else self._end(job, event, event.statistics)
+        return [{key: value for key, value in found.items() if value is not None}]
+
+    def _end(self, job: ExLlamaV2DynamicJob, event: Event, s: Statistics) -> dict[str, Any]:
+        stop, rows, drafts = event.trigger, len(job.prompts), self._options.get("draft") is not None
+        token = stop if isinstance(stop, int) else None
+        decoded = None if token is None else self.tokenizer.native.decode([token], special=True)
+        return {
+            "eos": True, "eos_reason": event.reason, "held": _shown(event.held or Piece()),
+            "eos_triggering_token_id": token, "eos_triggering_token_str": decoded,
+            "eos_triggering_string": stop if token is None else None,
+            "full_completion": job.full_completion, "new_tokens": s.new_tokens,
+            "prompt_tokens": len(job.prompts[0]), "time_enqueued": s.waiting_seconds,
+            "time_prefill": s.prompt_seconds, "time_generate": s.text_seconds,
+            "cached_pages": s.cached_pages // rows, "cached_tokens": s.cached_tokens // rows,
+            "accepted_draft_tokens": s.accepted_tokens if drafts else None,
+            "rejected_draft_tokens": s.drafted_tokens - s.accepted_tokens if drafts else None,
+        }  # fmt: skip
+
+    def run(
+        self, jobs: Sequence[ExLlamaV2DynamicJob], abort_event: threading.Event | None
+    ) -> dict[ExLlamaV2DynamicJob, dict[str, Any]]:
+        """Run jobs to their end, or until an abort, and return the last result of each."""
+        last = dict[ExLlamaV2DynamicJob, dict[str, Any]]()
+        try:
+            self.enqueue([*jobs])
+            while any(job in self.jobs for job in jobs):
+                if abort_event is not None and abort_event.is_set():
+                    break
+                last |= {result["job"]: result for result in self.iterate()}
+        finally:
+            for job in jobs:
+                self.cancel(job)
+        return last
+
+
+def _shown(piece: Piece) -> dict[str, Any]:
+    """Return what a piece has: its text, and tensors (1, n, …)."""
+    found = {
+        "text": piece.text or None, "token_ids": _tensor(piece.ids),
+        "token_probs": _tensor([p or 0.0 for p in piece.probabilities]),
+        "top_k_tokens": _tensor(piece.top_ids), "top_k_probs": _tensor(piece.top_probabilities),
+        "logits": _tensor([torch.as_tensor(x) for x in piece.logits]),
+    }  # fmt: skip
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    """Return a tensor (1, n, …) of n values, None of none."""
+    return torch.stack([torch.as_tensor(value) for value in values])[None] if values else None
+
+
+def native_draft(
+    model: ExLlamaV2 | None, ngram: int | None, tokens: int, least: float = 0.0
+) -> Draft | NgramDraft | None:
+    """Return our draft: by a model, by passages of up to `ngram` tokens, or none."""
+    if ngram is not None:
+        return NgramDraft(tokens=tokens, longest=max(ngram, 2))
+    return None if model is None else Draft(model=model.native, tokens=tokens, least=least)
+
+
+class ExLlamaV2DynamicGenerator(Jobs):
     page_size = PAGE_TOKENS
 
     def __init__(
@@ -26,62 +253,48 @@ class ExLlamaV2DynamicGenerator:
         max_sampling_threads: int = 16, min_sampling_threads: int = 3, paged: bool = True,
         filter_background_eval: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
-        config = model.config
         if cache.batch_size != 1 or cache.max_seq_len % PAGE_TOKENS:
             sizes = f"{cache.batch_size} rows of {cache.max_seq_len} tokens"
             raise ConfigError(f"the cache has {sizes}; give it one, of a multiple of {PAGE_TOKENS}")
-        self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self.max_total_tokens, self.max_pages = cache.tokens, cache.tokens // PAGE_TOKENS
-        draft: Draft | NgramDraft | None = None
-        if draft_model is not None:
-            draft = Draft(model=draft_model.native, tokens=num_draft_tokens, least=0.0)
-            if draft_cache is None or use_ngram_draft:
-                raise ConfigError("`draft_model` needs a `draft_cache`, and no `use_ngram_draft`")
-        elif use_ngram_draft:
-            draft = NgramDraft(tokens=num_draft_tokens, longest=max(max_ngram, 2))
-        rows = max_batch_size or config.max_input_len // max_q_size
-        self.queue = Queue(
-            cache, tokenizer, slots=min(rows, self.max_pages), exact=True, draft=draft,
-            context=max_seq_len or config.max_seq_len, chunk=max_chunk_size or config.max_input_len,
+        if draft_model is not None and (draft_cache is None or use_ngram_draft):
+            raise ConfigError("`draft_model` needs a `draft_cache`, and no `use_ngram_draft`")
+        self.model, self.max_total_tokens = model, cache.tokens
+        self.max_pages = cache.tokens // PAGE_TOKENS
+        ngram = max_ngram if use_ngram_draft else None
+        rows = max_batch_size or model.config.max_input_len // max_q_size
+        super().__init__(
+            cache, tokenizer, slots=min(rows, self.max_pages), context=max_seq_len,
+            chunk=max_chunk_size, draft=native_draft(draft_model, ngram, num_draft_tokens),
         )  # fmt: skip
 
     @property
-    def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return [job for job in [*self.queue.jobs] if not job.is_started]
+    def all_pages(self) -> list[SimpleNamespace]:
+        """What each page of the cache holds."""
+        return [
+            SimpleNamespace(
+                page_index=index, ref_count=page.users, phash=page.key or index.to_bytes(16),
+                prev_hash=page.before or None, kv_position=len(page.ids),
+                sequence=torch.tensor([page.ids], dtype=torch.long),
+            )
+            for index, page in enumerate(self.native.states.table.pages)
+        ]  # fmt: skip
 
-    @property
-    def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return [job for job in [*self.queue.jobs] if job.is_started]
+    def print_page_list(self, short: bool = True) -> None:
+        for page in self.all_pages:
+            shown = f"page {page.page_index}: {page.kv_position} tokens, {page.ref_count} users\n"
+            sys.stdout.write(shown)
 
-    def num_remaining_jobs(self) -> int:
-        return len(self.queue.jobs)
+    def defrag_cache(self) -> None:
+        """Do nothing: pages are read in any order."""
+
+    validate_cache = defrag_cache
 
     def warmup(self) -> None:
-        self.queue.make().warmup()
+        self.native.warmup()
 
     def reset_page_table(self) -> None:
-        self.set_loras(self.queue.loras)
+        self.set_loras(self.loras)
         self.cache.drop()
-
-    def set_loras(self, loras: Any) -> None:
-        if self.queue.jobs:
-            raise ConfigError(f"{len(self.queue.jobs)} jobs run or wait; let them end first")
-        self.queue.loras = loras
-
-    def enqueue(self, job: Any) -> Any:
-        """Put a job or a list of jobs in the queue; return its serial number, or theirs."""
-        self.cache.end_stream()
-        return [*map(self.queue.add, job)] if isinstance(job, list) else self.queue.add(job)
-
-    def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        self.queue.cancel(job)
-
-    def iterate(self) -> list[dict[str, Any]]:
-        return self.queue.iterate()
-
-    def clear_queue(self) -> None:
-        self.queue.cancel(*self.queue.jobs)
-        self.queue.step()
 
     def generate(
         self, prompt: Any, max_new_tokens: int, min_new_tokens: int = 0, seed: int | None = None,
@@ -103,12 +316,10 @@ class ExLlamaV2DynamicGenerator:
         jobs, shown = list[ExLlamaV2DynamicJob](), list[str]()
         for text, settings, its_filters, its_embeddings in zip(prompts, given, *each, strict=True):
             parts = text if isinstance(text, tuple) else (text,)
-            encode = partial(
-                self.tokenizer.encode, add_bos=add_bos, embeddings=its_embeddings,
-                encode_special_tokens=encode_special_tokens,
-            )  # fmt: skip
+            more = add_bos, False, encode_special_tokens, False, its_embeddings
+            ids = [self.tokenizer.encode(part, *more) for part in parts]
             job = ExLlamaV2DynamicJob(
-                [*map(encode, parts)], max_new_tokens, min_new_tokens, gen_settings=settings,
+                ids, max_new_tokens, min_new_tokens, gen_settings=settings,
                 seed=None if seed is None else seed + len(jobs), stop_conditions=stop_conditions,
                 decode_special_tokens=decode_special_tokens, token_healing=token_healing,
                 filters=its_filters, filter_prefer_eos=filter_prefer_eos,
@@ -116,17 +327,10 @@ class ExLlamaV2DynamicGenerator:
             )  # fmt: skip
             jobs.append(job)
             shown.append("" if completion_only else parts[0])
-        last = dict[object, Any]()
-        try:
-            self.enqueue(jobs)
-            while any(job in self.queue.jobs for job in jobs):
-                last |= {result["job"]: result for result in self.iterate()}
-                if abort_event is not None and abort_event.is_set():
-                    return self.clear_queue()
-        finally:
-            self.queue.cancel(*jobs)
+        last = self.run(jobs, abort_event)
+        if abort_event is not None and abort_event.is_set():
+            return self.clear_queue()
         texts = [text + job.full_completion for text, job in zip(shown, jobs, strict=True)]
-        results = [last.get(job) for job in jobs]
-        if not several:
-            return (texts[0], results[0]) if return_last_results else texts[0]
-        return (texts, results) if return_last_results else texts
+        found: Any = texts, [last.get(job) for job in jobs]
+        found = found if several else tuple(column[0] for column in found)
+        return found if return_last_results else found[0]

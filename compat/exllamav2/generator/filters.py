@@ -3,18 +3,36 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import Filter
 from exl2flow.inference import filters
+from exl2flow.inference.sampling.bits import ids_of
 
 
 class ExLlamaV2Filter:
-    """Base of filters with `begin`, `feed` and `next`; see `ForeignFilter`."""
+    """Base of filters with `begin`, `feed` and `next`, here of `native`; see `ForeignFilter`."""
 
     allow_return_type_list = True
-    native: Filter | None = None  # ours, which takes the place of this one
+    native: Any = None  # ours, which takes the place of this one
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer, self.sequence_str = model, tokenizer, ""
+
+    def begin(self, prefix_str: str = "") -> None:
+        if self.native is None:
+            raise ConfigError(f"the filter {self!r} lacks `begin`, `feed` or `next`; define them")
+        width = self.model.native.spec.head.out_features
+        self._text = self.native.start(self.tokenizer.native, width, prefix_str)
+
+    def feed(self, token: torch.Tensor) -> None:
+        self._text.accept(int(token))
+
+    def next(self) -> Any:
+        """Return the ids that may follow, None for all, and those that end the text."""
+        allowed = self._text.allowed()
+        return None if allowed.words is None else ids_of(allowed.words), sorted(allowed.ends)
 
 
 class ExLlamaV2PrefixFilter(ExLlamaV2Filter):

@@ -1,31 +1,29 @@
-"""`ExLlamaV2Sampler.Settings`: mutable settings with exllamav2's names and defaults."""
+"""`ExLlamaV2Sampler`: mutable settings with exllamav2's names and defaults, and one sample."""
 
 import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import fields
-from functools import lru_cache, partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
-from exl2flow.core.errors import ConfigError
-from exl2flow.core.request import Filter, Hook, Sampled
+from exl2flow.core.errors import ConfigError, InferenceError
+from exl2flow.core.request import Sampled
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.filters import Allowed
+from exl2flow.inference.filters import Combined, ForeignFilter
+from exl2flow.inference.sampling import choose
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.model import Tokenizer
 
-FEW = 64  # excluded ids that are a bias; more are a mask, which costs the same for any number
 OURS = {each.name for each in fields(SamplingSettings)}
 RENAMED = {"dry_sequence_breakers": "dry_breakers", "xtc_ignore_tokens": "xtc_ignored"}
 SHARES = ("top_p", "min_p", "tfs", "typical")  # off outside of 0 to 1
 
 
 class ExLlamaV2Sampler:
-    """The place of `Settings`; our generators sample by themselves."""
-
     class Settings(SimpleNamespace):
         def __init__(
             self, temperature: float = 0.8, temperature_last: bool = False,
@@ -70,53 +68,61 @@ class ExLlamaV2Sampler:
                 raise ConfigError(f"`tokens` has texts that are no single token: {[*tokens]}")
             self.token_bias[ids] = 0.0
 
-        def native(self, tokenizer: Tokenizer) -> tuple[SamplingSettings, list[Filter], list[Hook]]:
-            """Return our settings, a filter where they exclude many ids, and hooks."""
+        def native(self, tokenizer: Tokenizer) -> tuple[SamplingSettings, frozenset[int]]:
+            """Return our settings, and the ids that they exclude."""
             values = {RENAMED.get(k, k.removeprefix("token_")): v for k, v in vars(self).items()}
             values["top_k"] = max(self.top_k, 0)
             values |= {k: values[k] if 0 < values[k] < 1 else 0.0 for k in SHARES}
             for name in RENAMED.values():
                 values[name] = None if values[name] is None else tuple(sorted(values[name]))
-            tensor = values["bias"].flatten() if values["bias"] is not None else torch.zeros(0)
-            bias = {i: b for i, b in enumerate(tensor[: tokenizer.vocab_size].tolist()) if b}
-            without = [i for i, b in bias.items() if b == -math.inf]
-            if len(without) > FEW:
-                bias = {i: b for i, b in bias.items() if b != -math.inf}
-            values["token_bias"] = tuple(bias.items())
-            return (
-                SamplingSettings(**{k: v for k, v in values.items() if k in OURS}),
-                [Mask(without)] if len(without) > FEW else [],
-                [partial(_call, hook) for hook in self.post_sampling_hooks],
-            )
+            bias = [] if values["bias"] is None else values["bias"].flatten().tolist()
+            bias = [(i, b) for i, b in enumerate(bias[: tokenizer.vocab_size]) if b]
+            values["token_bias"] = tuple((i, b) for i, b in bias if b > -math.inf)
+            settings = SamplingSettings(**{k: v for k, v in values.items() if k in OURS})
+            return settings, frozenset(i for i, b in bias if b == -math.inf)
 
+    @staticmethod
+    def sample(
+        logits: torch.Tensor, settings: Settings, sequence_ids: torch.Tensor, random: float,
+        tokenizer: Any, prefix_token: torch.Tensor | None = None, return_top_tokens: int = 0,
+        blocked_tokens: Iterable[int] | None = None, filters: Iterable[Any] | None = None,
+        filter_prefer_eos: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return tokens (b, 1) that follow ids (b, n), and what is known of them.
 
-class Mask:
-    """A filter that excludes `ids`, which may change while a text grows; its own state."""
-
-    def __init__(self, ids: Iterable[int] = ()) -> None:
-        self.ids = frozenset(ids)
-
-    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> Self:
-        self._width = width
-        return self
-
-    def allowed(self) -> Allowed:
-        return Allowed(_without(self.ids, self._width) if self.ids else None, may_end=True)
-
-    def accept(self, token: int) -> None: ...
-    def rollback(self, count: int) -> None: ...
-
-
-@lru_cache(16)
-def _without(ids: frozenset[int], width: int) -> torch.Tensor:
-    return ~words_of(ids, width)
+        The others are top tokens and their probabilities (b, 1, k), the tokens' own (b, 1), and
+        whether a filter ends the text. The caller feeds filters. A guided pair has one token.
+        """
+        native, rows = tokenizer.native, logits.flatten(0, -2).float().contiguous()
+        ours, excluded = settings.native(native)
+        given = [ForeignFilter(one, is_fed=True) for one in filters or ()]
+        healed = None if prefix_token is None else native.healing(int(prefix_token))
+        text = Combined(given, native, rows.shape[1], prefer_end=filter_prefer_eos)
+        allowed = text.allowed(healed, excluded.union(blocked_tokens or ()))
+        words = words_of(native.eos_token_ids, rows.shape[1]) if allowed.must_end else allowed.words
+        more, count = Random(random), len(rows) if ours.cfg_scale is None else 1
+        draws, top = [random, *(more.random() for _ in rows[1:])], return_top_tokens
+        found, mu = choose(
+            rows, ours, sequence_ids.tolist(), draws, native, allowed=words,
+            mu=settings.mirostat_mu, top=max(top, 1),
+        )  # fmt: skip
+        if min(found.ids.tolist()) < 0:
+            raise InferenceError("`logits` are not finite; check the files of the model")
+        settings.mirostat_mu = mu if settings.mirostat else None
+        tensors = (found.ids, found.top_ids, found.top_probabilities, found.probabilities)
+        tokens, top_ids, top_probs, probs = (
+            x[:count, None].cpu() for x in tensors if x is not None
+        )
+        ends = tokens[0, 0].item() in allowed.ends
+        return tokens, top_ids[..., :top], top_probs[..., :top].float(), probs.float(), ends
 
 
 class ExLlamaV2PostSamplingResult(SimpleNamespace):
     """What a hook sees: tensors (1, 1), of candidates (1, 1, n), and logits (1, 1, v)."""
 
 
-def _call(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
+def call_hook(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
+    """Show a hook of theirs what ours see."""
     result = ExLlamaV2PostSamplingResult(
         sampled_token=torch.tensor([[seen.sampled_token]]), feed_filters=True,
         sampled_prob=torch.tensor([[seen.sampled_prob]]),

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
-from exl2flow.compat.exllamav2.generator.job import ExLlamaV2DynamicJob, Settings
-from exl2flow.compat.exllamav2.generator.sampler import Mask
+from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicJob, Settings, native_draft
+from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.core.request import FIRST_EMBEDDING
-from exl2flow.inference import Draft, NgramDraft
 
 NAMES = {
     "token_ids": "chunk_token_ids", "token_probs": "probs", "top_k_tokens": "top_tokens",
@@ -34,7 +33,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.num_speculative_tokens = num_speculative_tokens
         eos = self.tokenizer.eos_token_id
         self.set_stop_conditions([] if eos is None else [eos])
-        self._results, self._mask, self._sums = deque[dict[str, Any]](), Mask(), [0, 0, 0]
+        self._results, self._sums = deque[dict[str, Any]](), [0, 0, 0]
 
     def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
         stops = list(stop_conditions)
@@ -51,33 +50,24 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         filter_prefer_eos: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         """Continue ids (b, n); offsets or mask say how far the rows of a pair are padded."""
-        pads = [0] * len(input_ids)
-        if position_offsets is not None:
-            pads = [-int(offset) for offset in position_offsets.flatten()]
-        elif input_mask is not None:
-            pads = (input_mask < 0).sum(-1).tolist()
-        rows = [ids[None, pad:] for ids, pad in zip(input_ids, pads, strict=True)]
+        rows = unpadded(input_ids.tolist(), input_mask, position_offsets)
         given = [ExLlamaV2MMEmbedding(None, x) for x in input_embeddings or ()]
         for each in given:
             each.first_index = FIRST_EMBEDDING
-        self._mask, self._results, self.abort_event = Mask(), deque(), abort_event
+        self._results, self.abort_event = deque(), abort_event
         job = ExLlamaV2DynamicJob(
-            rows, None, gen_settings=gen_settings, token_healing=token_healing,
+            [torch.tensor([row]) for row in rows], None, gen_settings=gen_settings,
             stop_conditions=[*self.stop_tokens, *self.stop_strings], embeddings=given,
             decode_special_tokens=decode_special_tokens, return_top_tokens=return_top_tokens,
             return_logits=return_logits, return_probs=return_probabilities,
-            filters=[*(filters or ()), self._mask], banned_strings=banned_strings,
-            filter_prefer_eos=filter_prefer_eos and bool(filters),
+            filters=filters, filter_prefer_eos=filter_prefer_eos, banned_strings=banned_strings,
+            token_healing=token_healing,
         )  # fmt: skip
-        draft: Any = None
-        if self.speculative_ngram:
-            most = self.speculative_ngram_max
-            draft = NgramDraft(tokens=self.num_speculative_tokens, longest=max(most, 2))
-        elif self.draft_model is not None:
-            least, model = self.speculative_prob_threshold, self.draft_model.native
-            draft = Draft(model=model, tokens=self.num_speculative_tokens, least=least)
+        ngram = self.speculative_ngram_max if self.speculative_ngram else None
+        tokens, least = self.num_speculative_tokens, self.speculative_prob_threshold
+        draft = native_draft(self.draft_model, ngram, tokens, least)
         self._sums = self._counts()
-        self._jobs, self._stream = [job], self._queue(len(rows), loras, draft)
+        self._jobs, self._stream = [job], self._begin(len(rows), loras, draft)
         self._stream.add(job)
 
     begin_stream = begin_stream_ex
@@ -86,11 +76,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Return what another step adds, which may be no text yet."""
         if not self._jobs:
             raise ConfigError("no text is begun; call `begin_stream_ex` first")
-        [job], self._mask.ids = self._jobs, frozenset(ban_tokens or ())
-        assert job.native is not None
-        made = job.native.output.ids
-        before = len(made)
-        while self._stream.jobs and not self._results and len(made) == before:
+        [job] = self._jobs
+        before = len(job.rows[0])
+        job.exclude(ban_tokens or ())
+        while self._stream.jobs and not self._results and len(job.rows[0]) == before:
             if self.abort_event is not None and self.abort_event.is_set():
                 self._stream.cancel(job)
             found = self._stream.iterate()
@@ -102,7 +91,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         if result.get("eos_reason") == "stop_string" and "token_ids" in result["held"]:
             count = result["held"]["token_ids"].shape[1]
             result |= {name: result[name][:, :-count] for name in NAMES if name in result}
-        self.cache.current_seq_len = len(job.native.prompt.sequences[0]) + len(made) - 1
+        self.cache.texts[0], self.cache.current_seq_len = job.rows[0], len(job.rows[0]) - 1
         return {
             "chunk": result.get("text", ""),
             "eos": ended and result.get("eos_reason") != "max_new_tokens",
@@ -124,8 +113,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return [sum(column) for column in zip(self._sums, *columns, strict=True)]
 
     def reset_sd_stats(self) -> None:
-        self._sums = [0, 0, 0]
-        self._sums = [-count for count in self._counts()]
+        self._sums = [s - count for s, count in zip(self._sums, self._counts(), strict=True)]
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
         """Return accepted / all, accepted / drafted, and the counts: all, drafted, accepted."""

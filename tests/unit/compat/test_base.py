@@ -103,10 +103,10 @@ def test_embeddings_take_the_place_of_a_marker(generator, model, tokenizer) -> N
         "A: {{EMBED_HERE}} Yes", GREEDY, 8, input_embeddings=rows, completion_only=True
     )
     joined = torch.cat([tokenizer.encode("A:"), ids, tokenizer.encode("Yes")], 1)
-    expected = generator._queue(1, None)
+    expected = generator._begin(1, None)
     from exl2flow.inference import Request, SamplingSettings
 
-    events = expected.make().stream(
+    events = expected.native.stream(
         Request(joined[0].tolist(), max_new_tokens=8, settings=SamplingSettings.greedy())
     )
     assert text == "".join(event.text for event in events)

@@ -247,6 +247,11 @@ def test_prefix_and_select_filters_are_ours(generator, model, tokenizer) -> None
     assert second.lower() in ("red", "green")
 
 
+def test_a_filter_without_methods_is_refused_by_name(generator, model, tokenizer) -> None:
+    with pytest.raises(ConfigError, match="lacks `begin`, `feed` or `next`"):
+        generator.generate("A", 4, filters=[ExLlamaV2Filter(model, tokenizer)])
+
+
 def test_an_error_ends_its_job_only(generator, model, tokenizer) -> None:
     class Nothing(JsonFilter):
         def next(self) -> tuple[list[int], list[int]]:
@@ -294,7 +299,7 @@ def test_cancelled_jobs_give_no_results_and_free_their_pages(generator, tokenize
 
     assert jobs[0] not in results
     assert generator.iterate() == []
-    assert generator.queue.make().free_pages == generator.max_pages
+    assert generator.native.free_pages == generator.max_pages
 
 
 def test_an_abort_ends_all_and_returns_nothing(generator) -> None:

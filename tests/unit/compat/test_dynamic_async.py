@@ -1,6 +1,7 @@
 """The asynchronous pair, as programs for asyncio use it."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_jobs_run_together_and_one_is_cancelled_half_way(model, cache, tokenizer
     assert [texts[0], texts[2], texts[3]] == [expected[0], expected[2], expected[0]]
     assert expected[1].startswith(texts[1])
     assert 0 < len(texts[1]) < len(expected[1])
-    assert generator.queue.make().free_pages == generator.max_pages
+    assert generator.native.free_pages == generator.max_pages
 
 
 def test_errors_and_closing_end_the_iteration(model, cache, tokenizer) -> None:
@@ -71,13 +72,17 @@ def test_errors_and_closing_end_the_iteration(model, cache, tokenizer) -> None:
 
 
 def test_an_error_of_the_device_reaches_all_jobs(model, cache, tokenizer, monkeypatch) -> None:
+    all_wait = threading.Event()
+
     def fail() -> None:
+        all_wait.wait(10)
         raise RuntimeError("device lost")
 
     async def main() -> list[BaseException]:
         generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
-        monkeypatch.setattr(generator.generator.queue, "step", fail)
+        monkeypatch.setattr(generator.generator.native._decoding, "step", fail)
         jobs = [ExLlamaV2DynamicJobAsync(generator, tokenizer.encode(p), 8) for p in PROMPTS]
+        all_wait.set()
 
         async def read(job) -> None:
             async for _ in job:

@@ -42,6 +42,34 @@ def test_fields_changed_after_construction_count(folder) -> None:
         model.forward(torch.tensor([[1]]))
 
 
+def test_loading_step_by_step_tells_of_each_part(config) -> None:
+    def told(done: int, total: int):
+        yield f"{done} of {total}"
+
+    model, calls = ExLlamaV2(config), []
+    for way, options in (
+        (model.load_gen, {}),
+        (model.load_autosplit_gen, {"cache": ExLlamaV2Cache(model, lazy=True)}),
+        (model.load_tp_gen, {"gpu_split": [20]}),
+    ):
+        model.unload()
+        steps = way(**options, callback=lambda *part: calls.append(part), callback_gen=told)
+        *parts, last = steps
+
+        assert parts == [f"{done} of {len(parts)}" for done in range(1, len(parts) + 1)]
+        assert last is True
+        assert model.loaded
+    assert calls == [(done, len(parts)) for done in range(1, len(parts) + 1)] * 3
+
+
+def test_loading_step_by_step_tells_what_is_wrong(config) -> None:
+    model = ExLlamaV2(config)
+
+    with pytest.raises(ConfigError, match="one device"):
+        [*model.load_gen(gpu_split=[0, 20])]
+    assert not model.loaded
+
+
 @pytest.mark.parametrize("how", ["load", "lazy", "split", "autosplit", "tp"])
 def test_all_ways_to_load_run_on_one_device(config, tokenizer, how, caplog, capsys) -> None:
     model, calls = ExLlamaV2(config), []
@@ -72,8 +100,6 @@ def test_what_needs_more_devices_or_images_is_refused(model) -> None:
         model.load(gpu_split=[0, 20])
     with pytest.raises(ConfigError, match="vision"):
         ExLlamaV2VisionTower(model.config)
-    with pytest.raises(ConfigError, match="use a generator"):
-        model.forward(torch.tensor([[1]]), ExLlamaV2Cache(model))
     with pytest.raises(SourceModelError):
         ExLlamaV2Config("/nowhere")
 
@@ -116,6 +142,22 @@ def test_tokenizer_pads_on_the_left_and_decodes(tokenizer) -> None:
     assert tokenizer.tokenizer.vocab_size() == len(tokenizer.tokenizer_model.vocab)
 
 
+def test_tries_and_prefixes_lead_to_ids(tokenizer) -> None:
+    pieces = tokenizer.get_id_to_piece_list()
+    token = next(i for i, piece in enumerate(pieces) if len(piece) == 3)
+
+    node, folded = tokenizer.get_char_trie(), tokenizer.get_char_trie_ci()
+    for character in pieces[token]:
+        node, folded = node.children[character], folded.children[character.lower()]
+
+    assert token in node.leaf
+    assert token in folded.leaf
+    assert node.leaf == [i for i, piece in enumerate(pieces) if piece == pieces[token]]
+    begun = tokenizer.get_prefix_to_ids_dict()[pieces[token][:1]]
+    assert token in begun
+    assert begun == [i for i, p in enumerate(pieces) if p.startswith(pieces[token][:1])]
+
+
 def test_aliases_of_embeddings_become_their_ids(model, tokenizer) -> None:
     one, two = (ExLlamaV2MMEmbedding(model, torch.zeros(n, 64), f"<{n}>") for n in (2, 3))
 
@@ -133,6 +175,7 @@ def test_caches_have_the_sizes_of_the_model(model) -> None:
     assert (cache.max_seq_len, cache.current_seq_len, cache.batch_size) == (1024, 0, 1)
     assert ExLlamaV2Cache_8bit(model).footprint()[0] == cache.footprint()[0] // 4  # of fp32
     assert cache.clone().footprint() == cache.footprint()
+    assert sum(x.nbytes for x in cache.all_tensors()) > cache.footprint()[0]  # a spare page
     cache.current_seq_len = 5
     cache.reset()
     assert cache.current_seq_len == 0

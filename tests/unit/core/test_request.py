@@ -81,6 +81,8 @@ def test_pair_needs_a_scale_and_a_scale_needs_a_pair() -> None:
         ({"stops": (1, 2.0)}, "`stops` contains 2.0; it takes ids and non-empty strings"),
         ({"stops": ("",)}, "`stops` contains ''"),
         ({"stops": (False,)}, "`stops` contains False"),
+        ({"excluded": "no"}, "`excluded` is 'no'; it must be a sequence"),
+        ({"excluded": (5, "a")}, "`excluded` is (5, 'a'); it takes token ids"),
         ({"banned_strings": "no"}, "`banned_strings` is 'no'; it must be a sequence"),
         ({"banned_strings": ("",)}, "`banned_strings` contains ''; it takes non-empty strings"),
         ({"banned_strings": (5,)}, "`banned_strings` contains 5"),

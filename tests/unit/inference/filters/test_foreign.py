@@ -268,3 +268,19 @@ def test_lm_format_enforcer_plugs_in() -> None:
         ids = walk(Combined([given], demo, 4128), demo, seed=seed)
         assert ids is not None
         assert text_of(demo, ids)[-4:-2] == ", "
+
+
+def test_a_filter_that_its_user_feeds_is_read_as_it_stands() -> None:
+    tokenizer, ids = spelled(KEYS)
+    inner = Ascending(tokenizer)
+    given = ForeignFilter(inner, is_fed=True)
+    inner.begin("")
+    first = ids_of(given.start(tokenizer, WIDTH).allowed().words, WIDTH)
+    inner.feed(torch.tensor([[ids[b"c"]]]))
+
+    second = ids_of(given.start(tokenizer, WIDTH).allowed().words, WIDTH)
+
+    assert {ids[b"a"], ids[b"d"]} <= {*first}
+    assert ids[b"a"] not in second
+    assert ids[b"d"] in second
+    assert inner.calls == ["begin", "next", "feed", "next"]

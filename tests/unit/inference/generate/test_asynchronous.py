@@ -7,7 +7,14 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.request import Sampled
-from exl2flow.inference import AsyncGenerator, Generator, Request, SamplingSettings, load_model
+from exl2flow.inference import (
+    AsyncGenerator,
+    Event,
+    Generator,
+    Request,
+    SamplingSettings,
+    load_model,
+)
 
 GREEDY = SamplingSettings.greedy()
 
@@ -95,6 +102,23 @@ def test_an_error_reaches_the_one_who_asked(generator: Generator) -> None:
             return await engine.generate(request(2))
 
     assert asyncio.run(run())
+
+
+def test_a_request_is_in_the_queue_at_once(generator: Generator) -> None:
+    async def run() -> tuple[str, str]:
+        async with AsyncGenerator(generator) as engine:
+            events = asyncio.Queue[Event]()
+            job = engine.submit(request(1), events)
+            assert not generator.is_idle or job.is_done
+            text = ""
+            while (event := await events.get()).reason is None:
+                text += event.text
+            return text + event.text, await engine.generate(request(1))
+
+    submitted, streamed = asyncio.run(run())
+
+    assert submitted == streamed
+    assert is_empty(generator)
 
 
 def test_closing_ends_what_runs_and_refuses_more(generator: Generator) -> None:

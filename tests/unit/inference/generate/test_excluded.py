@@ -1,0 +1,70 @@
+"""Ids that a request excludes: any number of them, with all that may hold beside them."""
+
+import pytest
+import torch
+
+from exl2flow.inference import Event, Generator, LoadedModel, NgramDraft, Request, SamplingSettings
+from exl2flow.inference.filters import ForeignFilter
+
+HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
+KEPT = {40, 41, 42, 43}
+OTHERS = [i for i in range(301) if i not in KEPT]
+
+
+class Few:
+    """Allows ids below 43."""
+
+    def begin(self, prefix: str) -> None: ...
+    def feed(self, token: torch.Tensor) -> None: ...
+    def next(self) -> tuple[list[int], list[int]]:
+        return [*range(43)], []
+
+
+def request(seed: int, **more: object) -> Request:
+    given = {"max_new_tokens": 16, "settings": HOT, "excluded": OTHERS, "stops": (), **more}
+    return Request((5, 6, 7), seed=seed, **given)
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [i for event in events for i in event.ids]
+
+
+@pytest.mark.parametrize("draft", [None, NgramDraft()], ids=["plain", "ngram"])
+def test_only_other_ids_are_sampled_alone_and_in_company(model: LoadedModel, draft) -> None:
+    generator, made = Generator(model, tokens=2048, slots=4, draft=draft), dict[int, list[Event]]()
+    given = [request(0), request(1, excluded=[*KEPT]), request(2, excluded=())]
+    for index, each in enumerate(given):
+        generator.submit(each, deliver=made.setdefault(index, []).append)
+    while not generator.is_idle:
+        generator.step()
+
+    assert {*ids_of(made[0])} <= KEPT
+    assert KEPT.isdisjoint(ids_of(made[1]))
+    for index, each in enumerate(given):
+        assert ids_of([*generator.stream(each)]) == ids_of(made[index])
+
+
+def test_filters_and_stops_hold_beside_it(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=2048)
+    filters, stops = (ForeignFilter(Few),), (40,)
+
+    filtered = ids_of([*generator.stream(request(0, filters=filters))])
+    *_, last = generator.stream(request(0, stops=stops, min_new_tokens=10))
+
+    assert {*filtered} <= KEPT - {43}
+    assert 40 not in last.ids
+    assert last.statistics.new_tokens >= 10
+
+
+def test_another_set_counts_from_the_next_sample_on(model: LoadedModel) -> None:
+    generator, events = Generator(model, tokens=2048), list[Event]()
+    job = generator.submit(request(0, max_new_tokens=30), deliver=events.append)
+    while len(ids_of(events)) < 10:
+        generator.step()
+
+    job.output.excluded = frozenset(range(200))
+    while not generator.is_idle:
+        generator.step()
+
+    assert {*ids_of(events)[:10]} <= KEPT
+    assert min(ids_of(events)[10:]) >= 200
