@@ -114,9 +114,10 @@ class Generator:
             request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
         )
         adapters = adapters_of(request.adapters, self.model)
+        salt = salt_of(adapters)
         job = Job(
             request, prompt, tokenizer, max_new_tokens=most, adapters=adapters,
-            begin=partial(self._schedule.table.begin, salt_of(adapters)), constraint=constraint or None,
+            begin=partial(self._schedule.table.begin, salt), constraint=constraint or None,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
         )  # fmt: skip
         self._schedule.add(job)
