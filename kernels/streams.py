@@ -15,7 +15,7 @@ from exl2flow.core.background import own_stream
 
 T = TypeVar("T")
 P = ParamSpec("P")
-MOST_BUFFERED = 64 << 10  # bytes
+MOST_BUFFERED = 4 << 10  # bytes
 log = logging.getLogger(__name__)
 
 
