@@ -78,11 +78,6 @@ def adapters_of(given: Sequence[object], model: LoadedModel) -> tuple[Adapter, .
     return cast(tuple[Adapter, ...], tuple(given))
 
 
-def salt_of(adapters: Sequence[Adapter]) -> bytes:
-    """Return what pages of a text with these adapters are hashed with, in any order of them."""
-    return b"".join(sorted(adapter.digest for adapter in adapters))
-
-
 def _config(folder: Path) -> dict[str, Any]:
     """Return PEFT's options, if they mean plain LoRA."""
     path = folder / "adapter_config.json"

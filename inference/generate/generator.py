@@ -17,7 +17,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.request import Request, Text
-from exl2flow.inference.adapters import adapters_of, salt_of
+from exl2flow.inference.adapters import adapters_of
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of, reserve
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.drafts import Draft, Drafter
@@ -28,7 +28,7 @@ from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.reading import Reading
 from exl2flow.inference.generate.schedule import Schedule
-from exl2flow.inference.generate.states import States
+from exl2flow.inference.generate.states import States, salt_of
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings

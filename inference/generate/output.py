@@ -39,8 +39,7 @@ class Pending:
 class Output:
     """The generated part of one text; takes one token at a time.
 
-    ids: accepted tokens, including the healed one but not the stop token. excluded: as of
-    `Request`; another set counts from the next sample on.
+    ids: accepted tokens, with the healed one, without the stop token; excluded: as of `Request`.
     """
 
     def __init__(
@@ -88,10 +87,7 @@ class Output:
         return [ids[len(made) :] for ids, made in begun if ids[: len(made)] == made != ids]
 
     def blocked(self, ahead: int = 0, behind: Sequence[int] = ()) -> frozenset[int]:
-        """Return the ids that a sample must not take.
-
-        `ahead` is the number of samples between now and then, `behind` what they take, if known.
-        """
+        """Return the ids that a sample must not take, `ahead` others before it, `behind` if known."""
         banned = self.excluded
         if self._cut and ahead == len(behind):
             banned |= firsts(self.cut(behind))

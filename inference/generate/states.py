@@ -7,7 +7,7 @@ import torch
 
 from exl2flow.core.errors import CacheFull, ContextOverflow
 from exl2flow.core.request import Adapter
-from exl2flow.inference.adapters import Used, adapters_of, salt_of
+from exl2flow.inference.adapters import Used, adapters_of
 from exl2flow.inference.cache.pages import Pages, PageTable
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.steps import Steps
@@ -89,3 +89,8 @@ class States:
                 self.table.fill(held, ids)
                 found[held] = torch.cat([found[held], rows])[-last:]
         return [*found.values()]
+
+
+def salt_of(adapters: Used) -> bytes:
+    """Return what pages of a text with these adapters are hashed with, in any order of them."""
+    return b"".join(sorted(adapter.digest for adapter in adapters))
