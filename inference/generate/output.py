@@ -87,7 +87,7 @@ class Output:
         return [ids[len(made) :] for ids, made in begun if ids[: len(made)] == made != ids]
 
     def blocked(self, ahead: int = 0, behind: Sequence[int] = ()) -> frozenset[int]:
-        """Return the ids that a sample must not take, `ahead` others before it, `behind` if known."""
+        """Return ids that a sample must not take, `ahead` others before it, `behind` if known."""
         banned = self.excluded
         if self._cut and ahead == len(behind):
             banned |= firsts(self.cut(behind))
