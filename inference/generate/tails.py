@@ -59,6 +59,7 @@ class Tails:
 
     def warm_up(self) -> None:
         """Record the passes."""
+        self._tables.fill_(self._cache.spare)  # the pages of the last pass may belong to others
         for rows in sorted({bucket(count) for count in range(1, MOST + 1)}):
             self._recordings.make(("tails", rows), partial(self._pass, rows))
 
