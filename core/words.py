@@ -3,8 +3,11 @@
 Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 """
 
+import re
+
 UNKNOWN = "–"
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+LAYERS = re.compile(r"\b(?:language_model\.|model\.)+layers\.")
 
 
 def fixed(value: float | None, digits: int) -> str:
@@ -55,4 +58,4 @@ def size(count: float) -> str:
 
 def short(text: str) -> str:
     """Return a text in which sublayers and matrices lack the prefix that all of them share."""
-    return text.replace("model.layers.", "")
+    return LAYERS.sub("", text)

@@ -17,6 +17,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.memory import available_memory, free_memory
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
+    CanonicalTensors,
     Decoder,
     Embedding,
     Head,
@@ -119,7 +120,7 @@ def load_model(
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"`max_tokens` is {max_tokens}; it must be 1 or more")
     spec = resolve(folder).with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
-    tensors = TensorFiles(folder)
+    tensors = CanonicalTensors(spec)
     check_layers(spec, tensors)
     packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
     sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
@@ -159,7 +160,7 @@ def _fits_in_memory(model_dir: Path, place: torch.device, *, tokens: int) -> boo
     spec = resolve(model_dir)
     needs = Footprint.of(spec, context=tokens, cache_format=exact_format(place))
     if place.type == "cuda":
-        tensors = TensorFiles(model_dir)
+        tensors = CanonicalTensors(spec)
         stored = sum(tensors.nbytes(name) for name in tensors.names)
         return stored + needs.total - needs.device <= free_memory(place)
     room = available_memory()

@@ -16,7 +16,14 @@ import torch
 from exl2flow.core.memory import free_memory
 from exl2flow.inference.load import THREADS, StreamedSublayers
 from exl2flow.kernels import Threads
-from exl2flow.model import Sublayer, SublayerSpec, TensorFiles, build_embedding, build_head, resolve
+from exl2flow.model import (
+    CanonicalTensors,
+    Sublayer,
+    SublayerSpec,
+    build_embedding,
+    build_head,
+    resolve,
+)
 
 FP32 = torch.float32
 TOKENS_TOGETHER = 8192  # that pass a sublayer together on a GPU ...
@@ -37,7 +44,7 @@ class StreamedModel:
         self.folder = folder
         self.device = device
         self.spec = resolve(folder)
-        tensors = TensorFiles(folder)
+        tensors = CanonicalTensors(self.spec)
         self.bytes = sum(path.stat().st_size for path in tensors.files)
         on_gpu = device.type == "cuda"
         weights = torch.float16 if on_gpu else FP32

@@ -7,6 +7,7 @@ from exl2flow.model.attention import (
     Projected,
     attend,
 )
+from exl2flow.model.canonical import CanonicalTensors
 from exl2flow.model.chat_template import ChatTemplate, Message
 from exl2flow.model.composition import Composition
 from exl2flow.model.decoder import (
@@ -20,7 +21,7 @@ from exl2flow.model.decoder import (
 )
 from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.families import FAMILIES, Family
-from exl2flow.model.headers import check_dtypes, check_layers, unclaimed
+from exl2flow.model.headers import carried, check_dtypes, check_layers, unclaimed
 from exl2flow.model.linear import (
     DenseLinear,
     Linear,
@@ -50,6 +51,7 @@ __all__ = [
     "FAMILIES",
     "AttentionSpec",
     "AttentionSublayer",
+    "CanonicalTensors",
     "ChatTemplate",
     "Composition",
     "Decoder",
@@ -83,6 +85,7 @@ __all__ = [
     "build_embedding",
     "build_head",
     "build_sublayer",
+    "carried",
     "check_dtypes",
     "check_ids",
     "check_layers",

@@ -13,7 +13,7 @@ from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, m
 from exl2flow.model.norms import RmsNorm, load_norm
 from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTable
-from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY, ModelSpec
+from exl2flow.model.spec import ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
 from exl2flow.model.weights import TensorFiles
 
@@ -137,7 +137,7 @@ def build_embedding(
         MissingTensor: it is absent.
         TensorShapeError: its rows are not of the hidden size.
     """
-    name = f"{EMBEDDING_KEY}.weight"
+    name = f"{spec.embedding_key}.weight"
     weight = tensors.read_floating(name)
     if weight.dim() != 2 or weight.shape[1] != spec.hidden_size:
         raise TensorShapeError(
@@ -182,7 +182,7 @@ def build_head(
         )  # fmt: skip
     final_norm = load_norm(
         tensors,
-        FINAL_NORM_KEY,
+        spec.final_norm_key,
         size=spec.hidden_size,
         eps=spec.norm_eps,
         dtype=dtype,

@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterator
 
 from exl2flow.core.errors import MissingTensor
+from exl2flow.core.files import Layout
 from exl2flow.model.exl2 import tensor_names
 from exl2flow.model.gptq import gptq_names
 from exl2flow.model.spec import ModelSpec, expected_tensors
 from exl2flow.model.weights import TensorFiles, check_floating
-
-DERIVED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")  # once stored
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
@@ -19,7 +17,8 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
     Raises:
         MissingTensor: the config implies more.
     """
-    found = {int(match[1]) for name in tensors.names if (match := _LAYER.match(name))}
+    layer = re.compile(re.escape(spec.layers_key) + r"(\d{1,9})\.")
+    found = {int(match[1]) for name in tensors.names if (match := layer.match(name))}
     count = 1 + max(found, default=-1)
     if spec.num_layers > count:
         raise MissingTensor(
@@ -40,15 +39,29 @@ def check_dtypes(spec: ModelSpec, tensors: TensorFiles) -> None:
 def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
     """Return the names of tensors that no part of the model reads, in the order of the files.
 
-    Buffers that older programs stored beside the weights are left out.
+    Those that the family carries or leaves out are not among them.
     """
-    known = {*expected_tensors(spec), *_quantized(spec)}
-    return tuple(n for n in tensors.names if n not in known and not n.endswith(DERIVED))
+    known = {*expected_tensors(spec), *_quantized(spec, tensors)}
+    apart = spec.family
+    return tuple(
+        name
+        for name in tensors.names
+        if name not in known
+        and not name.startswith(apart.carried)
+        and not name.endswith(apart.left_out)
+    )
 
 
-def _quantized(spec: ModelSpec) -> Iterator[str]:
+def carried(spec: ModelSpec, tensors: TensorFiles) -> Layout:
+    """Return name → (dtype, shape) of what an EXL2 file keeps as it is stored: towers."""
+    names = [name for name in tensors.names if name.startswith(spec.family.carried)]
+    return {name: (tensors.dtype(name), tensors.shape(name)) for name in names}
+
+
+def _quantized(spec: ModelSpec, tensors: TensorFiles) -> Iterator[str]:
     """Yield the names that a model's linears have in quantized forms, and a tied head's weight."""
     yield f"{spec.head.key}.weight"
     for projection in (*(p for s in spec.sublayers for p in s.projections), spec.head):
         yield from (*tensor_names(projection.key), *gptq_names(projection.key))
-        yield f"{projection.key}.bias"  # zeros, where the config implies none
+        if f"{projection.key}.weight" not in tensors:
+            yield f"{projection.key}.bias"  # zeros, where the config implies none

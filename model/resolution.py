@@ -1,7 +1,9 @@
 """Resolving: a model folder's `config.json`, in either form, to a `ModelSpec`."""
 
 import difflib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
@@ -16,8 +18,17 @@ MOST_LAYERS = 2048
 MOST_HEADS = 1 << 14  # also dimensions of a head
 WIDEST = 1 << 20  # of hidden states and MLPs
 MOST_TOKENS = 1 << 24  # of a vocabulary
-SUFFIX = "ForCausalLM"  # that most architectures share
+SUFFIX = re.compile("For(CausalLM|ConditionalGeneration)$")  # that most architectures share
 NEAR = 0.75  # how alike names of architectures must be for advice, of 1
+TEXT = "text_config"  # of a wrapper: the keys of its text model
+LAYER_TYPES = ("full_attention", "sliding_attention")
+NEUTRAL = (None, False, 0, 1)  # values of a key that change nothing
+UNSUPPORTED = (  # keys with which the graph would differ
+    *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "use_qk_norm"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
+    *("num_experts", "num_local_experts", "n_routed_experts"),
+)
+UNSUPPORTED_ROPE = ("llama_4_scaling_beta",)
 
 
 def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") -> ModelSpec:
@@ -31,8 +42,10 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         UnsupportedArchitecture: no family row, or a variant that is not implemented.
         SourceModelError: a key is missing or impossible.
     """
-    config = Fields.load(source_dir / "config.json", wanted=wanted)
-    family = _family(config)
+    whole = Fields.load(source_dir / "config.json", wanted=wanted)
+    family, config = _family(whole)
+    config = replace(config, values={**dict(family.defaults), **config.values})
+    _check_keys(config)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     max_positions = config.integer("max_position_embeddings")
     attention = _attention(config, family, num_layers)
@@ -42,7 +55,10 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         max_positions=max_positions,
         default_theta=family.default_theta,
     )
-    bos_ids = config.token_ids("bos_token_id")
+    _check_layer_types(config, num_layers)
+    bos_ids, eos_ids = (
+        config.token_ids(key) or whole.token_ids(key) for key in ("bos_token_id", "eos_token_id")
+    )
     return ModelSpec(
         family=family,
         source_dir=source_dir,
@@ -50,7 +66,7 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         num_layers=num_layers,
         vocab_size=config.integer("vocab_size", most=MOST_TOKENS),
         norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
-        tied_head=config.flag("tie_word_embeddings", False),
+        tied_head=any(part.flag("tie_word_embeddings", False) for part in (whole, config)),
         attention=attention,
         mlp=MlpSpec(
             intermediate_size=config.integer("intermediate_size", most=WIDEST),
@@ -60,23 +76,75 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         rope=rope,
         max_positions=rope.reach(max_positions),
         bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=config.token_ids("eos_token_id"),
-        config=config.values,
+        eos_token_ids=eos_ids,
+        config=whole.values,
     )
 
 
-def _family(config: Fields) -> Family:
+def _family(config: Fields) -> tuple[Family, Fields]:
+    """Return the row, and the part of the config that holds the text model's keys."""
     (name,) = config.texts("architectures", 1)
-    if name in FAMILIES:
-        return FAMILIES[name]
-    stems = {row.removesuffix(SUFFIX).lower(): row for row in FAMILIES}
-    near = difflib.get_close_matches(name.removesuffix(SUFFIX).lower(), stems, n=2, cutoff=NEAR)
+    rows = {row.text_type: row for row in FAMILIES.values() if row.architecture == name}
+    if None in rows:
+        return rows[None], config
+    if rows:
+        return _wrapped(config, name, rows)
+    known = dict.fromkeys(row.architecture for row in FAMILIES.values())
+    stems = {SUFFIX.sub("", row).lower(): row for row in known}
+    near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
     close = [stems[stem] for stem in near]
     nearest = f"; nearest are {_quoted(close)}" if close else ""
     raise UnsupportedArchitecture(
         f"architecture `{name}` in `{config.path}` is not supported{nearest}; supported are "
-        f"{_quoted(FAMILIES)}"
+        f"{_quoted(known)}"
     )
+
+
+def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tuple[Family, Fields]:
+    """Return the row of a wrapper for its text model, and that model's config."""
+    if not config.has(TEXT):
+        flat = [row for row in rows.values() if row.is_flat_too]
+        if flat:
+            return flat[0], config
+        raise SourceModelError(
+            f"`{TEXT}` is missing in `{config.path}`, although `{name}` wraps a text model; fetch "
+            "the file again"
+        )
+    inner = config.inner(TEXT)
+    kind = inner.text("model_type")
+    if kind not in rows:
+        supported = _quoted(str(row) for row in rows)
+        raise UnsupportedArchitecture(
+            f"`{name}` around a text model of type `{kind}` in `{config.path}` is not supported; "
+            f"supported around it: {supported}"
+        )
+    return rows[kind], inner
+
+
+def _check_keys(config: Fields) -> None:
+    """Refuse values that change the graph in ways that it does not know."""
+    parts = [(config, UNSUPPORTED)]
+    parts += [(config.inner(key), UNSUPPORTED_ROPE) for key in ("rope_parameters", "rope_scaling")]
+    for part, keys in parts:
+        wrong = [key for key in keys if part.values.get(key) not in NEUTRAL]
+        if wrong:
+            raise UnsupportedArchitecture(
+                f"`{part.prefix}{wrong[0]}` in `{config.path}` is {part.values[wrong[0]]!r}, which "
+                "is not supported: the model would compute something else"
+            )
+
+
+def _check_layer_types(config: Fields, num_layers: int) -> None:
+    """Refuse layers that are not attention over all positions or a window."""
+    if not config.has("layer_types"):
+        return
+    types = dict.fromkeys(config.texts("layer_types", num_layers))
+    unknown = [kind for kind in types if kind not in LAYER_TYPES]
+    if unknown:
+        raise UnsupportedArchitecture(
+            f"`{config.prefix}layer_types` in `{config.path}` holds {_quoted(unknown)}; supported "
+            f"are {_quoted(LAYER_TYPES)}"
+        )
 
 
 def _attention(config: Fields, family: Family, num_layers: int) -> AttentionSpec:
@@ -141,20 +209,23 @@ def _upper_windows(config: Fields, family: Family, num_layers: int) -> tuple[int
         return (None,) * num_layers
     window = _windows_everywhere(config, family, 1)[0]
     if config.has("layer_types"):
-        types = config.texts("layer_types", num_layers)
-        known = ("full_attention", "sliding_attention")
-        if not set(types) <= set(known):
-            raise UnsupportedArchitecture(
-                f"`layer_types` in `{config.path}` holds {_quoted(sorted(set(types)))}; supported "
-                f"are {_quoted(known)}"
-            )
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
+        return _typed_windows(config, family, num_layers)
     first = config.integer("max_window_layers", family.default_max_window_layers, least=0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _typed_windows(config: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    windows = _windows_everywhere(config, family, num_layers)
+    if not config.has("layer_types"):
+        return windows
+    types = config.texts("layer_types", num_layers)
+    pairs = zip(windows, types, strict=True)
+    return tuple(window if kind == "sliding_attention" else None for window, kind in pairs)
 
 
 _WINDOW_RULES: dict[WindowRule, Callable[[Fields, Family, int], tuple[int | None, ...]]] = {
     WindowRule.NONE: _no_windows,
     WindowRule.ALL_LAYERS: _windows_everywhere,
     WindowRule.UPPER_LAYERS: _upper_windows,
+    WindowRule.LAYER_TYPES: _typed_windows,
 }

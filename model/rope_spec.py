@@ -24,7 +24,8 @@ class RopeKind(StrEnum):
     LONGROPE = "longrope"
 
 
-_ALIASES = {"su": RopeKind.LONGROPE}
+# mrope: for text, whose three positions of a token are one
+_ALIASES = {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,14 @@
 """Whether a source has the tensors that its config implies, and whether EXL2 can store them."""
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
+from exl2flow.model.canonical import CanonicalTensors
 from exl2flow.model.exl2 import MAX_ROWS
 from exl2flow.model.group_table import ROW_MULTIPLE
-from exl2flow.model.headers import check_dtypes, check_layers
+from exl2flow.model.headers import check_dtypes, check_layers, unclaimed
 from exl2flow.model.linear import is_packed
 from exl2flow.model.spec import ModelSpec, expected_tensors
-from exl2flow.model.weights import TensorFiles
+
+MOST_NAMES = 8  # that a message lists
 
 
 def check_storable(spec: ModelSpec) -> None:
@@ -31,7 +33,7 @@ def has_all_layers(spec: ModelSpec) -> bool:
     Raises:
         SourceModelError: they do not.
     """
-    check_layers(spec, TensorFiles(spec.source_dir))
+    check_layers(spec, CanonicalTensors(spec))
     return True
 
 
@@ -42,7 +44,7 @@ def check_tensors(spec: ModelSpec) -> None:
         SourceModelError: the model is quantized already.
         TensorShapeError: a line for each difference.
     """
-    tensors = TensorFiles(spec.source_dir)
+    tensors = CanonicalTensors(spec)
     projections = [p.key for s in spec.sublayers for p in s.projections]
     stored = [key for key in projections if is_packed(key, tensors)]
     if stored:
@@ -60,6 +62,23 @@ def check_tensors(spec: ModelSpec) -> None:
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
         raise TensorShapeError("\n".join(shown) + "; get the model's files again, complete")
+
+
+def check_claimed(spec: ModelSpec) -> None:
+    """Refuse tensors that the model would need if it has them, and that nothing here reads.
+
+    Raises:
+        SourceModelError: naming some.
+    """
+    names = unclaimed(spec, CanonicalTensors(spec))
+    if names:
+        shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        raise SourceModelError(
+            f"`{spec.source_dir}` holds tensors that `{spec.family.architecture}` does not have: "
+            f"{shown}{more}; the output would be another model: correct `architectures` in its "
+            "`config.json`, or remove them if they belong to no part of the model"
+        )
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:

@@ -16,10 +16,6 @@ from exl2flow.model.rope_spec import RopeSpec
 Capture = Literal["input", "inner"]
 SublayerKind = Literal["attention", "mlp"]
 
-EMBEDDING_KEY = "model.embed_tokens"
-FINAL_NORM_KEY = "model.norm"
-HEAD_KEY = "lm_head"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSpec:
@@ -32,12 +28,12 @@ class ProjectionSpec:
     out_features: int
     has_bias: bool
     capture: Capture
+    is_head: bool = False
 
     @property
     def reads(self) -> str:
         """The name of the activation that it reads; the head has one of its own."""
-        sublayer = self.key.rpartition(".")[0]
-        return f"{sublayer}.{self.capture}" if sublayer else self.key
+        return self.key if self.is_head else f"{self.key.rpartition('.')[0]}.{self.capture}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +110,31 @@ class ModelSpec:
         return tuple(maker(self, layer) for layer in range(self.num_layers) for maker in makers)
 
     @property
+    def embedding_key(self) -> str:
+        """The embedding's name."""
+        return f"{self.family.prefix}embed_tokens"
+
+    @property
+    def final_norm_key(self) -> str:
+        """The name of the norm before the head."""
+        return f"{self.family.prefix}norm"
+
+    @property
+    def layers_key(self) -> str:
+        """What precedes a layer's index in names."""
+        return f"{self.family.prefix}layers."
+
+    @property
     def head(self) -> ProjectionSpec:
         """The projection to the vocabulary; it reads the final norm's output."""
         return ProjectionSpec(
-            name=HEAD_KEY,
-            key=HEAD_KEY,
+            name=self.family.head.rpartition(".")[2],
+            key=self.family.head,
             in_features=self.hidden_size,
             out_features=self.vocab_size,
             has_bias=False,
             capture="input",
+            is_head=True,
         )
 
     @property
@@ -161,8 +173,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     Embedding and head may have more rows in the files. A tied head is left out.
     """
     shapes: dict[str, tuple[int, ...]] = {
-        f"{EMBEDDING_KEY}.weight": (spec.vocab_size, spec.hidden_size),
-        f"{FINAL_NORM_KEY}.weight": (spec.hidden_size,),
+        f"{spec.embedding_key}.weight": (spec.vocab_size, spec.hidden_size),
+        f"{spec.final_norm_key}.weight": (spec.hidden_size,),
     }
     for sublayer in spec.sublayers:
         shapes[f"{sublayer.norm_key}.weight"] = (spec.hidden_size,)
@@ -183,7 +195,7 @@ def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
 
 def _attention_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
     attention = spec.attention
-    name = f"model.layers.{layer}.self_attn"
+    name = f"{spec.layers_key}{layer}.self_attn"
     queries = attention.num_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
     rows: tuple[tuple[str, int, int, bool, Capture], ...] = (
@@ -197,7 +209,7 @@ def _attention_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
         layer_index=layer,
         name=name,
         kind="attention",
-        norm_key=f"model.layers.{layer}.input_layernorm",
+        norm_key=f"{spec.layers_key}{layer}.{spec.family.norms[0]}",
         head_norm_keys=(f"{name}.q_norm", f"{name}.k_norm") if attention.qk_norm else (),
         projections=_projections(name, rows),
     )
@@ -205,7 +217,7 @@ def _attention_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
 
 def _mlp_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
     hidden, inner, bias = spec.hidden_size, spec.mlp.intermediate_size, spec.mlp.has_bias
-    name = f"model.layers.{layer}.mlp"
+    name = f"{spec.layers_key}{layer}.mlp"
     rows: tuple[tuple[str, int, int, bool, Capture], ...] = (
         ("gate_proj", hidden, inner, bias, "input"),
         ("up_proj", hidden, inner, bias, "input"),
@@ -216,7 +228,7 @@ def _mlp_sublayer(spec: ModelSpec, layer: int) -> SublayerSpec:
         layer_index=layer,
         name=name,
         kind="mlp",
-        norm_key=f"model.layers.{layer}.post_attention_layernorm",
+        norm_key=f"{spec.layers_key}{layer}.{spec.family.norms[1]}",
         head_norm_keys=(),
         projections=_projections(name, rows),
     )

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -32,7 +32,7 @@ _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class Entry:
     """Location of a tensor; `offset` counts bytes from the beginning of the file."""
 
     path: Path
@@ -40,6 +40,12 @@ class _Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    def rows(self, first: int, count: int) -> "Entry":
+        """Return the location of `count` rows."""
+        row = self.nbytes // max(self.shape[0], 1)
+        start, shape = self.offset + first * row, (count, *self.shape[1:])
+        return replace(self, shape=shape, offset=start, nbytes=count * row)
 
 
 class TensorFiles:
@@ -60,7 +66,7 @@ class TensorFiles:
                 or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
                 "this format"
             )
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         for path in self.files:
             for name, entry in _read_header(path).items():
                 if name in self._entries:
@@ -146,7 +152,7 @@ class TensorFiles:
                     part.copy_(piece, non_blocking=True)
         return tensor
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         entry = self._entries.get(name)
         if entry is None:
             raise MissingTensor(
@@ -171,7 +177,7 @@ def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
         )
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path) -> dict[str, Entry]:
     """Return name → entry of one file that the safetensors library finds consistent."""
     try:
         with path.open("rb") as file:
@@ -191,7 +197,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     header.pop("__metadata__", None)
     data = _LENGTH_BYTES + length
     return {
-        name: _Entry(
+        name: Entry(
             path=path,
             dtype=value["dtype"],
             shape=tuple(value["shape"]),
@@ -203,7 +209,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 @contextmanager
-def _opened(entry: _Entry) -> Iterator[BufferedReader]:
+def _opened(entry: Entry) -> Iterator[BufferedReader]:
     """Open a file at the beginning of a tensor."""
     try:
         with entry.path.open("rb") as file:

@@ -1,6 +1,7 @@
 """A LoRA adapter as PEFT saves it: y = x Wᵀ + scaling · (x Aᵀ) Bᵀ for linears of decoder layers."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,7 +17,7 @@ from exl2flow.inference.load import LoadedModel
 from exl2flow.model import ModelSpec
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
-LAYERS = "model.layers."  # what stands before it in a name depends on who saved the adapter
+LAYERS = re.compile(r"(?:^|\.)(?:language_)?model\.layers\.")  # before it: who saved the adapter
 HALVES = (".lora_A.weight", ".lora_B.weight")
 SKIPPED = (".original_module.weight", ".modules_to_save.weight")
 NO_BIAS = 1e-6  # the greatest magnitude in a bias that counts as zero
@@ -103,14 +104,15 @@ def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor,
     shapes = {p.key + HALVES[0]: (rank, p.in_features) for p in linears}
     shapes |= {p.key + HALVES[1]: (p.out_features, rank) for p in linears}
     for name, x in tensors.items():
-        key, why = name[max(name.find(LAYERS), 0) :], ""
+        found_at, why = LAYERS.search(name), ""
+        key = spec.layers_key + name[found_at.end() :] if found_at else name
         if name.endswith(SKIPPED):
             continue
         if x.dtype not in DTYPES:
             why = f"has dtype {x.dtype}; save it as fp16, bf16 or fp32"
         elif name.endswith(".bias") and (x.abs() <= NO_BIAS).all():
             continue
-        elif not key.startswith(LAYERS) or not key.endswith(HALVES):
+        elif not found_at or not key.endswith(HALVES):
             why = "is no `lora_A` or `lora_B` weight of a decoder layer; merge it into the model"
         elif key not in shapes:
             why = f"changes what `{spec.source_dir}` does not have; it is for another model"

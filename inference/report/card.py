@@ -138,12 +138,20 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
     }
     commit = (origin.commit or words.UNKNOWN)[:SHORT]
     rows = [{"": "source commit", **{bitrate.branch: commit for bitrate in bitrates}}]
+    if any(bitrate.record.get("not_quantized") for bitrate in bitrates):
+        rows.append({"": "not quantized", **{b.branch: _apart(b.record) for b in bitrates}})
     for name, path in paths.items():
         found = {b.branch: _found({**b.spec.config, **b.record}, path) for b in bitrates}
         if name in DIGESTS:
             found = {branch: value[:SHORT] for branch, value in found.items()}
         rows.append({"": name, **found})
     return markdown_table(rows)
+
+
+def _apart(record: Mapping[str, Any]) -> str:
+    """Return in words what the file keeps as the source stores it."""
+    apart = record.get("not_quantized")
+    return f"{apart['parts']} ({words.size(apart['bytes'])})" if apart else "none"
 
 
 def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from exl2flow.core.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
-from exl2flow.quant.allocate.layout import Choice, output_bytes
+from exl2flow.quant.allocate.layout import Choice, carried_bytes, output_bytes
 from exl2flow.quant.measure.candidates import HEAD_PARAMS
 from exl2flow.quant.measure.measurement import (
     CandidateResult,
@@ -217,12 +217,12 @@ def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measu
 
 
 def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
-    """Return the target in bytes if it is a total."""
+    """Return the target in bytes if it is a total; a bitrate concerns what is not carried."""
     if config.target_bytes is not None:
         return config.target_bytes
     assert config.bpw_total is not None
     weights = sum(map(math.prod, expected_tensors(spec).values()))
-    return int(weights * config.bpw_total / 8)
+    return int(weights * config.bpw_total / 8) + carried_bytes(spec)
 
 
 def stored_bits(result: CandidateResult) -> int:

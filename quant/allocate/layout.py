@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from exl2flow.core.files import Layout, safetensors_header
-from exl2flow.model import ModelSpec, expected_tensors
+from exl2flow.model import CanonicalTensors, ModelSpec, carried, expected_tensors
 from exl2flow.model.exl2 import QuantParams, padded_columns, quantized_layout
 
 FORMAT_METADATA = {"format": "pt"}
@@ -38,8 +38,20 @@ def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
+def carried_tensors(spec: ModelSpec) -> Layout:
+    """Return name → (dtype, shape) of the source's tensors that the output keeps as they are."""
+    return carried(spec, CanonicalTensors(spec)) if spec.family.carried else {}
+
+
+def carried_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the tensors that the output keeps as they are."""
+    return sum(map(tensor_bytes, carried_tensors(spec).values()))
+
+
 def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
-    """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head."""
+    """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head,
+    and those that are carried.
+    """
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
     }
@@ -48,7 +60,7 @@ def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
         layout |= quantized_layout(
             p.key, choice[p.key], p.in_features, columns, has_bias=p.has_bias
         )
-    return layout
+    return layout | carried_tensors(spec)
 
 
 def plan_shards(layout: Layout, shard_size_mb: int) -> list[Shard]:

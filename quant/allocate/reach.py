@@ -8,7 +8,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.model import ModelSpec
 from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
-from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.measure.candidates import (
     HEAD_OPTIONS,
     HEAD_PARAMS,
@@ -27,7 +27,7 @@ from exl2flow.quant.measure.measurement import (
 class Reach:
     """Least and most bits of decoder and head; numel: the decoder's weights.
 
-    plain: bytes of the tensors that are stored as fp16.
+    plain: bytes of the tensors that are stored as fp16, and of those that are carried.
     """
 
     numel: int
@@ -57,7 +57,7 @@ class Reach:
             numel=decoder_numel(spec),
             decoder=(sum(map(min, bits)), sum(map(max, bits))),
             head=(min(head), max(head)),
-            plain=2 * sum(map(prod, plain_tensors(spec).values())),
+            plain=2 * sum(map(prod, plain_tensors(spec).values())) + carried_bytes(spec),
         )
 
     @property

@@ -42,12 +42,13 @@ from exl2flow.core.model_files import (
 from exl2flow.core.source import provenance
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.core.store import versions
-from exl2flow.model import ModelSpec, TensorFiles, resolve
+from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, carried, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import (
     FORMAT_METADATA,
     Shard,
+    carried_tensors,
     output_layout,
     plain_tensors,
     plan_shards,
@@ -89,8 +90,9 @@ def check_output_folder(out: Path, source: Path) -> None:
 class _Tensors:
     """Finds each output tensor in the source or among the quantized sublayers."""
 
-    def __init__(self, source: TensorFiles, quantized: Path) -> None:
-        self.source = source
+    def __init__(self, spec: ModelSpec, quantized: Path) -> None:
+        self.source = CanonicalTensors(spec)
+        self.carried = carried(spec, self.source)
         self.quantized = TensorFiles(quantized)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -98,6 +100,8 @@ class _Tensors:
         look()
         if name in self.quantized:
             return self.quantized.read(name)
+        if name in self.carried:
+            return self.source.read(name)
         tensor = self.source.read(name).to(torch.float16)
         if not tensor.isfinite().all():
             raise NonFiniteState(
@@ -130,7 +134,7 @@ def compile_model(run: StageRun) -> None:
     if others := left_out(config.source):
         log.info("not copied from `%s`: %s", config.source, ", ".join(others))
     remove_others(out, {shard.name for shard in shards})
-    tensors = _Tensors(TensorFiles(config.source), quantized / "sublayers")
+    tensors = _Tensors(spec, quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
         path = out / shard.name
         if not run.folder.valid(str(path)):
@@ -183,6 +187,7 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
     """Record how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
+    apart = carried_tensors(spec)
     record = {
         "source": str(run.config.source.resolve()),
         "fingerprint": run.folder.manifest.fingerprint,
@@ -195,6 +200,10 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
         "predicted_kl": predicted_kl(layers),
         "layers": layers,
     }
+    if apart:
+        parts = ", ".join(name.strip(".") for name in spec.family.carried)
+        size = sum(map(tensor_bytes, apart.values()))
+        record["not_quantized"] = {"parts": parts, "tensors": len(apart), "bytes": size}
     write_json(out / RECORD_FILE, record)
     _commit(run, out / RECORD_FILE)
 
@@ -265,7 +274,8 @@ def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
 def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, device: str) -> None:
     """Read every tensor back and compare its reconstruction with the quantized one."""
     written = TensorFiles(out)
-    plain = dict(plain_tensors(spec))
+    plain = plain_tensors(spec)
+    plain |= {name: shape for name, (_, shape) in tensors.carried.items()}
 
     def check(key: str, sha256: str) -> None:
         look()
@@ -291,7 +301,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     for name, shape in plain.items():
         look()
         found, expected = (
-            t.view(torch.int16) for t in (written.read(name), tensors.read(name, shape))
+            t.reshape(-1).view(torch.uint8) for t in (written.read(name), tensors.read(name, shape))
         )
         if not torch.equal(found, expected):  # as bits: 0.0 is not -0.0
             raise ReconstructionMismatch(

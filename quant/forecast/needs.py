@@ -18,7 +18,7 @@ from exl2flow.core.refine import RefinementConfig
 from exl2flow.model import Composition, ModelSpec
 from exl2flow.model.exl2 import padded_columns
 from exl2flow.quant.allocate.budget import decoder_numel
-from exl2flow.quant.allocate.layout import plain_tensors
+from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.allocate.stage import HELD_OUT_ROWS, HESSIAN_ROWS
 from exl2flow.quant.measure.candidates import PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.quantize.correction import paired_rows
@@ -128,6 +128,7 @@ class Forecast:
         if config.tune.steps and not self.refines:
             needs["tune"] = self._tune(packed)
         output = packed + HALF * sum(map(prod, plain_tensors(self.spec).values()))
+        output += carried_bytes(self.spec)
         decoded = self._on_gpu(HELPERS * DECODING * self.largest)
         return needs | {"compile": Need(output_bytes=output, **decoded)}
 

@@ -64,8 +64,9 @@ def _less(need: Need, found: int) -> Need:
 class Plan:
     """What a conversion does and needs as a whole, and what is left of it; sizes in bytes.
 
-    left: what the unfinished stages still need; carried, left_out: files of the source; unused:
-    tensors that no part of the model reads.
+    left: what the unfinished stages still need; carried, left_out: files of the source;
+    not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
+    are, and their bytes.
     """
 
     model: str
@@ -87,7 +88,7 @@ class Plan:
     out: str
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
-    unused: tuple[str, ...]
+    not_quantized: tuple[int, int]
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
@@ -115,10 +116,10 @@ class Plan:
         ]
         if self.left_out:
             rows.append(("left out", _some(self.left_out)))
-        if self.unused:
-            count = f"{len(self.unused)} of the source's tensors"
-            tensors = f"{count} stay out of the output: {_some(self.unused)}"
-            rows.append(("not used", f"warning: {tensors}"))
+        tensors, count = self.not_quantized
+        if tensors:
+            kept = f"{tensors} tensors of other parts, {words.size(count)}, kept as they are"
+            rows.append(("not quantized", kept))
         if self.card:
             on_card = [
                 f"{name} {need.gpu_memory_bytes / 1e9:.1f}"

@@ -16,8 +16,14 @@ from exl2flow.core.source import WANTED
 from exl2flow.core.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.kernels import resolve_device
-from exl2flow.model import ModelSpec, TensorFiles, expected_tensors, resolve, unclaimed
-from exl2flow.model.source_tensors import check_storable, check_tensors, has_all_layers
+from exl2flow.model import ModelSpec, expected_tensors, resolve
+from exl2flow.model.source_tensors import (
+    check_claimed,
+    check_storable,
+    check_tensors,
+    has_all_layers,
+)
+from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.needs import Card, Forecast, Need, work_bytes
@@ -69,6 +75,8 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
         attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
         attempt(lambda: check_tensors(spec))
+        if has_layers:
+            attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))
         attempt(lambda: check_measurement(config, spec))
         begun = () if problems else stages
@@ -128,7 +136,7 @@ def _plan(
         out=str(config.out.resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
         left_out=tuple(left_out(config.source)),
-        unused=tuple(unclaimed(spec, TensorFiles(config.source))),
+        not_quantized=(len(carried_tensors(spec)), carried_bytes(spec)),
     )
 
 

@@ -12,9 +12,15 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
 from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.source import WANTED
-from exl2flow.model import ModelSpec, ProjectionSpec, QuantizedMatrix, TensorFiles, resolve
+from exl2flow.model import (
+    CanonicalTensors,
+    ModelSpec,
+    ProjectionSpec,
+    QuantizedMatrix,
+    TensorFiles,
+    resolve,
+)
 from exl2flow.model.exl2 import is_quantized, padded_columns, tensor_names
-from exl2flow.model.spec import EMBEDDING_KEY
 from exl2flow.quant.walk.source_model import SourceModel
 
 NAMED = 4  # most problems of one kind that a message lists
@@ -97,11 +103,11 @@ class StoredModel:
 
     def with_reference(self) -> SourceModel:
         """Return the model with the reference's weights instead of its EXL2 matrices."""
-        weights = TensorFiles(self.reference)
+        weights = CanonicalTensors(resolve(self.reference))
         instead = {f"{p.key}.weight": (weights, f"{p.key}.weight") for p in self.projections}
         head = f"{self.spec.head.key}.weight"
         if head in instead and head not in weights:  # tied
-            instead[head] = (weights, f"{EMBEDDING_KEY}.weight")
+            instead[head] = (weights, f"{self.spec.embedding_key}.weight")
         stored = [name for p in self.projections for name in tensor_names(p.key)]
         return self._model(Overlay(self.folder, without=stored, instead=instead))
 

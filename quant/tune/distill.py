@@ -14,7 +14,6 @@ from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer, build_embedding
-from exl2flow.model.spec import EMBEDDING_KEY
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -48,7 +47,7 @@ class Reference:
 
     def __init__(self, source: SourceModel) -> None:
         spec, tensors = source.spec, source.tensors
-        dtype = tensors.dtype(f"{EMBEDDING_KEY}.weight")
+        dtype = tensors.dtype(f"{spec.embedding_key}.weight")
         self.embedding = build_embedding(spec, tensors, dtype=dtype, device=source.device)
         self.sublayers: list[Sublayer] = []
         for sublayer in spec.sublayers:

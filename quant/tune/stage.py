@@ -18,7 +18,7 @@ from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.files import digest, write_json, write_tensors
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import ModelSpec, ProjectionSpec, TensorFiles, resolve
+from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
 from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     read_report,
@@ -49,7 +49,7 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
     The whole source as its files store it, the codes of the whole model, Adam's state, the matrices
     of one sublayer and the head, a step's logits, and the activations.
     """
-    tensors = TensorFiles(spec.source_dir)
+    tensors = CanonicalTensors(spec)
     sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
     head = spec.head.in_features * spec.head.out_features
     codes = sum(sizes) + head

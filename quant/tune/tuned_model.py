@@ -17,7 +17,6 @@ from exl2flow.model.attention import AttentionSublayer
 from exl2flow.model.decoder import Head, build_embedding
 from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.model.mlp import MlpSublayer
-from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
 from exl2flow.quant.tune.trainable import (
     Parameter,
@@ -83,14 +82,16 @@ class TunedModel:
             source.spec, source.tensors, dtype=DTYPE, device=source.device
         ).weight
         rows = embedding[: source.spec.vocab_size]
-        self.embedding = leaf(fits_half(rows, f"{EMBEDDING_KEY}.weight"), source.device)
+        self.embedding = leaf(fits_half(rows, f"{self.spec.embedding_key}.weight"), source.device)
         self.embedding_rate = options.embedding_rate
         self.embedding.requires_grad_(bool(options.embedding_rate))
         self.sublayers = [
             TunedSublayer(source, spec, options, quantized) for spec in source.spec.sublayers
         ]
         head = source.head()
-        self.final_norm = TunedNorm(head.final_norm, options, name=f"{FINAL_NORM_KEY}.weight")
+        self.final_norm = TunedNorm(
+            head.final_norm, options, name=f"{self.spec.final_norm_key}.weight"
+        )
         self.head = read_linear(
             source.spec.head, read_tensors(quantized / HEAD_FILE), options, source.device
         )
@@ -134,8 +135,9 @@ class TunedModel:
     def plain_tensors(self) -> dict[str, torch.Tensor]:
         """Return embedding and norms as stored, fp16 on the CPU, by the source's names."""
         norms = {key: norm for s in self.sublayers for key, norm in s.norms.items()}
-        norms[FINAL_NORM_KEY] = self.final_norm
-        values = {EMBEDDING_KEY: self.embedding} | {key: n.value for key, n in norms.items()}
+        norms[self.spec.final_norm_key] = self.final_norm
+        values = {self.spec.embedding_key: self.embedding}
+        values |= {key: norm.value for key, norm in norms.items()}
         return {f"{key}.weight": value.detach().half().cpu() for key, value in values.items()}
 
     def divergence(self, hidden: torch.Tensor, head: Head, reference: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.interrupt import look
 from exl2flow.core.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
+    CanonicalTensors,
     Head,
     ModelSpec,
     ProjectionSpec,
@@ -24,7 +25,6 @@ from exl2flow.model import (
     build_sublayer,
     resolve,
 )
-from exl2flow.model.spec import EMBEDDING_KEY, FINAL_NORM_KEY
 from exl2flow.quant.walk.working_memory import working_bytes
 
 NARROW = torch.float16  # of weights on a GPU, for speed
@@ -58,7 +58,7 @@ class SourceModel:
         where = torch.device(device)
         limit_memory(where, config.max_memory)
         dtype = NARROW if where.type == "cuda" and not gradients else DTYPE
-        return cls(spec=spec, tensors=TensorFiles(config.source), device=where, dtype=dtype)
+        return cls(spec=spec, tensors=CanonicalTensors(spec), device=where, dtype=dtype)
 
     def sublayer(self, sublayer: SublayerSpec) -> Sublayer:
         """Read one sublayer.
@@ -123,13 +123,14 @@ class SourceModel:
         Raises:
             NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
         """
+        name = f"{self.spec.embedding_key}.weight"
         if self.device.type == "cuda":
-            self.tensors.fetch([f"{self.spec.head.key}.weight", f"{EMBEDDING_KEY}.weight"])
+            self.tensors.fetch([f"{self.spec.head.key}.weight", name])
         self.head()  # used last, checked first
-        dtype = self.tensors.dtype(f"{EMBEDDING_KEY}.weight")
+        dtype = self.tensors.dtype(name)
         embedding = build_embedding(self.spec, self.tensors, dtype=dtype, device=self.device)
-        self._check_finite(f"{EMBEDDING_KEY}.weight", embedding.weight)
-        final_norm = f"{FINAL_NORM_KEY}.weight"
+        self._check_finite(name, embedding.weight)
+        final_norm = f"{self.spec.final_norm_key}.weight"
         self._check_finite(final_norm, self.tensors.read(final_norm))
         states = self.room((*ids.shape, self.spec.hidden_size))
         for row, tokens in zip(states, ids, strict=True):

@@ -185,7 +185,7 @@ def test_quant_method_is_told_and_not_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GPTNeoXForCausalLM", "MambaForCausalLM", "Phi3ForCausalLM", "Own"]
+    "architecture", ["GPTNeoXForCausalLM", "MambaForCausalLM", "DbrxForCausalLM", "Own"]
 )
 def test_names_that_are_not_near_are_not_called_so(architecture: str, tmp_path: Path) -> None:
     write_config(tmp_path, architectures=[architecture])

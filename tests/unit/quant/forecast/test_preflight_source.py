@@ -72,16 +72,20 @@ def test_weights_of_double_precision_are_no_problem(source: Path) -> None:
     preflight(config_of(source))
 
 
-def test_tensors_that_nothing_reads_are_named_in_the_plan(source: Path) -> None:
-    extra = {"model.layers.0.self_attn.sinks": torch.ones(4)}
-    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # once a stored buffer
-    assert "not used" not in dict(preflight(config_of(source)).rows())
+@pytest.mark.parametrize(
+    "name", ["self_attn.sinks", "self_attn.q_norm.weight", "mlp.up_proj.bias", "mtp.weight"]
+)
+def test_tensors_that_nothing_reads_are_refused_by_name(name: str, source: Path) -> None:
+    extra = f"model.layers.0.{name}"
+    change_tensors(source, lambda t: t.update({extra: torch.ones(96)}))
+
+    (problem,) = problems_of(config_of(source))
+
+    assert f"`LlamaForCausalLM` does not have: `{extra}`;" in problem
+
+
+def test_buffers_that_were_once_stored_are_no_problem(source: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     change_tensors(source, lambda t: t.update(extra))
 
-    plan = preflight(config_of(source))
-
-    assert plan.unused == ("model.layers.0.self_attn.sinks",)
-    assert (
-        "1 of the source's tensors stay out of the output: model.layers.0"
-        in dict(plan.rows())["not used"]
-    )
+    preflight(config_of(source))
