@@ -22,7 +22,7 @@ SUFFIX = re.compile("For(CausalLM|ConditionalGeneration)$")  # that most archite
 NEAR = 0.75  # how alike names of architectures must be for advice, of 1
 TEXT = "text_config"  # of a wrapper: the keys of its text model
 LAYER_TYPES = ("full_attention", "sliding_attention")
-NEUTRAL = (None, False, 0, 1)  # values of a key that change nothing
+NEUTRAL = (None, 0, 1)  # values of a key that change nothing; `False` is 0
 UNSUPPORTED = (  # keys with which the graph would differ
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "use_qk_norm"),
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
@@ -126,12 +126,13 @@ def _check_keys(config: Fields) -> None:
     parts = [(config, UNSUPPORTED)]
     parts += [(config.inner(key), UNSUPPORTED_ROPE) for key in ("rope_parameters", "rope_scaling")]
     for part, keys in parts:
-        wrong = [key for key in keys if part.values.get(key) not in NEUTRAL]
-        if wrong:
-            raise UnsupportedArchitecture(
-                f"`{part.prefix}{wrong[0]}` in `{config.path}` is {part.values[wrong[0]]!r}, which "
-                "is not supported: the model would compute something else"
-            )
+        for key in keys:
+            value = part.values.get(key)
+            if value is True or value not in NEUTRAL:
+                raise UnsupportedArchitecture(
+                    f"`{part.prefix}{key}` in `{config.path}` is {value!r}, which is not "
+                    "supported: the model would compute something else"
+                )
 
 
 def _check_layer_types(config: Fields, num_layers: int) -> None:

@@ -369,6 +369,7 @@ def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Ite
         if path.exists():
             fields = Fields.load(path)
             yield from fields.token_ids(f"{role}_token_id")
+            yield from fields.inner("text_config").token_ids(f"{role}_token_id")  # of a wrapper
             yield from _named_id(fields, backend, f"{role}_token")
 
 

@@ -1,0 +1,111 @@
+"""Conversions of every family's checkpoint, from what transformers wrote to texts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import CHECKPOINTS, TOWERS, make_checkpoint
+from conversions import small_config
+from safetensors.torch import load_file
+from stage_runs import foreign_measurement, run_until, text_parquet
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.files import read_json
+from exl2flow.core.refine import RefinementConfig
+from exl2flow.core.stage import RECORD_FILE
+from exl2flow.flows.local import run_locally
+from exl2flow.inference.load import load_model
+from exl2flow.model import CanonicalTensors, build_decoder, expected_tensors, resolve
+from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.refine.stored_model import StoredModel, check_refinement
+
+IDS = torch.arange(20)[None]
+
+
+def config_of(source: Path, **values: object) -> ConversionConfig:
+    """Return a conversion that neither measures nor needs gradients."""
+    root = source.parent
+    calibration = {
+        "text": text_parquet(root / "text.parquet"),
+        "rows": 2,
+        "row_tokens": 32,
+        "measure_rows": 1,
+        "measure_row_tokens": 32,
+    }
+    given = {
+        "calibration": calibration,
+        "measurement": foreign_measurement(root / "measurement.json", resolve(source)),
+        "quality": "exllamav2",
+        "bpw": 7.0,
+    }
+    return small_config(source, root / "out", **{**given, **values})
+
+
+def tower_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a wrapper that belong to no text model."""
+    tensors = load_file(folder / "model.safetensors")
+    return {n: t for n, t in tensors.items() if n.startswith(TOWERS.get(name, ("-",)))}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
+    source = make_checkpoint(name, tmp_path / "model", dtype=torch.bfloat16)
+    config = config_of(source)
+    plan = preflight(config)
+
+    run_until(config, "compile")
+
+    written = load_file(config.out / "model.safetensors")
+    tower = tower_of(name, source)
+    assert bool(tower) == (name in TOWERS)
+    assert all(torch.equal(written[n], t) and written[n].dtype == t.dtype for n, t in tower.items())
+    apart = read_json(config.out / RECORD_FILE).get("not_quantized")
+    assert plan.not_quantized == ((apart["tensors"], apart["bytes"]) if apart else (0, 0))
+    assert plan.not_quantized == (len(tower), sum(t.nbytes for t in tower.values()))
+    spec = resolve(config.out)
+    plain = {n for n in expected_tensors(spec) if n in written}
+    assert all(written[n].dtype == torch.float16 for n in plain)
+    original = build_decoder(
+        resolve(source), CanonicalTensors(resolve(source)), dtype=torch.float32, device="cpu"
+    )
+    model = load_model(config.out, device="cpu")
+    expected, logits = original.forward(IDS), model.decoder.forward(IDS)
+    assert (logits - expected).norm() < 0.15 * expected.norm()  # 7 bits per weight
+
+
+@pytest.mark.parametrize("name", ["phi3", "mistral3"])
+def test_family_converts_with_gradients_and_tuning(name: str, tmp_path: Path) -> None:
+    config = small_config(make_checkpoint(name, tmp_path / "model"), tmp_path / "out")
+
+    run_locally(config)
+
+    record = read_json(config.out / RECORD_FILE)
+    assert record["tuning"]
+    assert record["predicted_kl"] > 0
+    assert load_model(config.out, device="cpu").decoder.forward(IDS).isfinite().all()
+
+
+def test_target_in_bytes_includes_the_tower(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3-vl", tmp_path / "model", dtype=torch.bfloat16)
+    tower = sum(t.nbytes for t in tower_of("qwen3-vl", source).values())
+    target = tower + 150_000
+    config = config_of(source, bpw=None, target_bytes=target, head_bits=6)
+
+    run_until(config, "compile")
+
+    size = (config.out / "model.safetensors").stat().st_size
+    assert target - 10_000 < size <= target
+
+
+def test_reference_of_a_refinement_may_be_fused(tmp_path: Path) -> None:
+    source = make_checkpoint("phi3", tmp_path / "model")
+    config = config_of(source)
+    run_until(config, "compile")
+    refinement = RefinementConfig(source=source, model=config.out, out=tmp_path / "refined")
+    check_refinement(refinement)
+    stored = StoredModel.open(refinement, "cpu")
+
+    built = stored.with_reference().sublayer(stored.spec.sublayers[0])
+
+    fused = load_file(source / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight"]
+    assert torch.equal(built.linears["v_proj"].weight, fused[96:])

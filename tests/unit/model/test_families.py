@@ -1,0 +1,207 @@
+"""Logits of every family against transformers, on checkpoints that transformers wrote."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from caches import Sequences
+from checkpoints import CHECKPOINTS, make_checkpoint, rename
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB_SIZE, make_tiny
+from transformers import DynamicCache
+
+from exl2flow.core.errors import SourceModelError, TensorShapeError, UnsupportedArchitecture
+from exl2flow.model import CanonicalTensors, Decoder, build_decoder, resolve
+
+TOLERANCE = 1e-4  # logits are of size 1 to 4, sums are fp32 in another order
+LENGTHS = (24, 80)  # beyond windows, and beyond the context before it was stretched
+PROMPT, STEPS = 28, 8
+
+
+def reference_model(folder: Path) -> Any:
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    kind: Any = getattr(transformers, architecture)
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def our_model(folder: Path) -> Decoder:
+    spec = resolve(folder)
+    return build_decoder(spec, CanonicalTensors(spec), dtype=torch.float32, device="cpu")
+
+
+def random_ids(count: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+@torch.no_grad()
+def test_logits_agree_at_every_length(folder: Path) -> None:
+    reference, ours = reference_model(folder), our_model(folder)
+    for length in LENGTHS:
+        ids = random_ids(length)
+
+        logits = ours.forward(ids)
+
+        expected = reference(ids).logits
+        assert expected.std() > 0.5
+        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_cached_steps_agree(folder: Path) -> None:
+    reference, ours = reference_model(folder), our_model(folder)
+    ids = random_ids(PROMPT + STEPS)
+    past = DynamicCache(config=reference.config.get_text_config())
+    cache = Sequences(ours.spec, tokens=ids.shape[1])
+    for chunk in (ids[:, :PROMPT], *torch.split(ids[:, PROMPT:], 1, dim=1)):
+        logits = cache.read(ours.forward, chunk)
+
+        expected = reference(chunk, past_key_values=past, use_cache=True).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_yi_is_llama_with_other_names(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    expected = reference_model(tmp_path)(ids := random_ids(LENGTHS[0])).logits
+    change_config(tmp_path, architectures=["YiForCausalLM"], model_type="Yi")
+    names = {"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}
+    rename(tmp_path, lambda name: ".".join(names.get(word, word) for word in name.split(".")))
+
+    logits = our_model(tmp_path).forward(ids)
+
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2-vl", "qwen2.5-vl"])
+def test_names_that_transformers_wrote_for_a_while_are_understood(
+    name: str, tmp_path: Path
+) -> None:
+    make_checkpoint(name, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    heads = {"lm_head.weight", "language_model.lm_head.weight"}
+
+    def newer(old: str) -> str:
+        if old in heads:
+            return "lm_head.weight"
+        text = old.removeprefix("language_model.").removeprefix("model.")
+        is_text = text.startswith(("layers.", "embed_tokens.", "norm."))
+        return f"model.language_model.{text}" if is_text else f"model.{old}"
+
+    rename(tmp_path, newer)
+
+    tensors = CanonicalTensors(resolve(tmp_path))
+    assert set(tensors.names) == set(stored)
+    assert all(torch.equal(tensors.read(key), value) for key, value in stored.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+def test_configs_from_before_the_text_model_had_its_own(name: str, tmp_path: Path) -> None:
+    make_checkpoint(name, tmp_path)
+    expected = our_model(tmp_path).forward(ids := random_ids(LENGTHS[0]))
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    del text["model_type"], text["rope_parameters"]
+    scaling = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    flat = config | text | {"rope_theta": 5000.0, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+
+    assert torch.equal(our_model(tmp_path).forward(ids), expected)
+
+
+def test_parts_of_a_fused_tensor_are_read_by_themselves(tmp_path: Path) -> None:
+    make_checkpoint("phi3", tmp_path)
+    path, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_up_proj.weight"
+    whole = load_file(path)
+    fused = whole.pop(key)
+    save_file(whole, path, metadata={"format": "pt"})
+    apart = tmp_path / "fused.safetensors"
+    save_file({key: fused}, apart)
+    tensors = CanonicalTensors(resolve(tmp_path))
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    assert tensors.nbytes(gate) == tensors.nbytes(up) == fused.nbytes // 2
+    assert torch.equal(tensors.read(up), fused[96:])
+
+    os.truncate(apart, apart.stat().st_size - fused.nbytes // 2)
+
+    assert torch.equal(tensors.read(gate), fused[:96])
+    with pytest.raises(SourceModelError, match=f"ends within `{up}`"):
+        tensors.read(up)
+
+
+def test_fused_tensor_of_other_rows_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("phi3", tmp_path)
+    change_config(tmp_path, num_key_value_heads=4)
+
+    with pytest.raises(TensorShapeError, match=r"layers\.0.*qkv_proj.*\(128, 64\).*192 rows"):
+        CanonicalTensors(resolve(tmp_path))
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("llava", tmp_path)
+    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "more.safetensors")
+
+    with pytest.raises(SourceModelError, match=r"`language_model\.lm_head\.weight`, which another"):
+        CanonicalTensors(resolve(tmp_path))
+
+
+def test_wrapper_without_its_text_config_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("mistral3", tmp_path)
+    change_config(tmp_path, text_config=None)
+
+    with pytest.raises(SourceModelError, match=r"`text_config` is missing.*`Mistral3For"):
+        resolve(tmp_path)
+
+
+def test_wrapper_of_another_text_model_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("mistral3", tmp_path)
+    change_config(tmp_path, text_config={"model_type": "ministral3"})
+
+    words = "`Mistral3For.*` around a text model of type `ministral3`.*around it: `mistral`"
+    with pytest.raises(UnsupportedArchitecture, match=words):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, "holds `linear_attention`"),
+        ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`.*is 30.0"),
+        ({"use_qk_norm": True}, "`use_qk_norm`"),
+        ({"num_local_experts": 8}, "`num_local_experts`"),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            r"`rope_parameters\.llama_4_scaling_beta`",
+        ),
+    ],
+)
+def test_values_that_change_the_graph_are_refused(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make_tiny("mistral", tmp_path)
+    change_config(tmp_path, **values)
+
+    with pytest.raises(UnsupportedArchitecture, match=words):
+        resolve(tmp_path)
+
+
+def test_layer_types_of_another_length_are_refused(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    change_config(tmp_path, layer_types=["full_attention"])
+
+    with pytest.raises(SourceModelError, match=r"`layer_types`.*a list of 2 items"):
+        resolve(tmp_path)
