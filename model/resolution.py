@@ -84,12 +84,12 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
 def _family(config: Fields) -> tuple[Family, Fields]:
     """Return the row, and the part of the config that holds the text model's keys."""
     (name,) = config.texts("architectures", 1)
-    rows = {row.text_type: row for row in FAMILIES.values() if row.architecture == name}
+    rows = {kind: row for (known, kind), row in FAMILIES.items() if known == name}
     if None in rows:
         return rows[None], config
     if rows:
         return _wrapped(config, name, rows)
-    known = dict.fromkeys(row.architecture for row in FAMILIES.values())
+    known = dict.fromkeys(row for row, _ in FAMILIES)
     stems = {SUFFIX.sub("", row).lower(): row for row in known}
     near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
     close = [stems[stem] for stem in near]

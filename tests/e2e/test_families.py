@@ -75,7 +75,9 @@ def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "mistral3"])
 def test_family_converts_with_gradients_and_tuning(name: str, tmp_path: Path) -> None:
-    config = small_config(make_checkpoint(name, tmp_path / "model"), tmp_path / "out")
+    tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
+    source = make_checkpoint(name, tmp_path / "model")
+    config = small_config(source, tmp_path / "out", tune=tune)
 
     run_locally(config)
 

@@ -92,6 +92,18 @@ def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:
     assert first[4] == f"{total / 1e6:.2f} MB"
 
 
+def test_parts_that_are_not_quantized_are_listed(bitrates: list[Bitrate]) -> None:
+    apart = {"parts": "visual", "tensors": 18, "bytes": 147_584}
+    first, second = bitrates
+    mixed = [replace(first, record={**first.record, "not_quantized": apart}), second]
+
+    plain, text = (parts(render_card("org/tiny-exl2", b, ORIGIN))[1] for b in (bitrates, mixed))
+
+    facts = {row[0]: row[1:] for row in rows(text, "## How they were made")}
+    assert facts["not quantized"] == ["visual (147.58 kB)", "none"]
+    assert "not quantized" not in plain
+
+
 def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None:
     _, text = parts(render_card("org/tiny-exl2", bitrates, ORIGIN, has_measurement=True))
 

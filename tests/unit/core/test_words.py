@@ -45,3 +45,5 @@ def test_costs_have_two_digits_however_small(value: float, text: str) -> None:
 
 def test_names_lose_the_prefix_that_all_share() -> None:
     assert words.short("model.layers.3.mlp, lm_head") == "3.mlp, lm_head"
+    assert words.short("language_model.model.layers.3.mlp") == "3.mlp"
+    assert words.short("model.language_model.layers.3.mlp") == "3.mlp"

@@ -112,6 +112,15 @@ def test_ids_come_from_the_config_first(folder: Path) -> None:
     assert tokenizer.eos_token_ids == (1, 7, 0, 9)
 
 
+def test_ids_of_a_wrapper_come_from_its_text_config(folder: Path) -> None:
+    write(folder, "config.json", {"text_config": {"bos_token_id": 0, "eos_token_id": 7}})
+
+    tokenizer = Tokenizer.load(folder)
+
+    assert tokenizer.bos_token_id == 0
+    assert tokenizer.eos_token_ids == (7,)
+
+
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}])
 def test_ids_come_from_token_texts_where_the_config_has_none(eos: object, folder: Path) -> None:
     write(folder, "config.json", {})

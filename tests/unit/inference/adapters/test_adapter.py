@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from adapters import PREFIX, adapter_tensors, make_adapter, write_adapter
+from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Adapter, Generator, LoadedModel, Request, load_model
+from exl2flow.model import resolve
 
 Q = "model.layers.1.self_attn.q_proj"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
@@ -103,6 +105,19 @@ def test_names_are_read_from_the_layers_on(
     ]
 
     assert len({*found}) == 1
+
+
+@pytest.mark.parametrize("start", ["model.language_model", "language_model.model", "model"])
+def test_text_model_of_a_wrapper_has_the_names_of_any_saver(start: str, tmp_path: Path) -> None:
+    source = make_checkpoint("llava", tmp_path / "model")
+    tensors = adapter_tensors(resolve(source), rank=2)
+    named = {name.replace("language_model.model", start): x for name, x in tensors.items()}
+    folder = write_adapter(tmp_path / "a", named, rank=2, alpha=2)
+
+    found = Adapter.load(folder, load_model(source, device="cpu"))
+
+    assert len(found.matrices) == 14
+    assert "language_model.model.layers.1.self_attn.q_proj" in found.matrices
 
 
 @pytest.mark.parametrize(
