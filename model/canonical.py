@@ -60,6 +60,8 @@ def _renamed(spec: ModelSpec, name: str) -> str:
 
 def _fused(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Yield each fused tensor that there may be, and the rows of its parts in order."""
+    if not spec.family.fused:
+        return
     rows = {p.key: p.out_features for s in spec.sublayers for p in s.projections}
     for layer in range(spec.num_layers):
         start = f"{spec.layers_key}{layer}."

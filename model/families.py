@@ -162,7 +162,6 @@ QWEN3_VL = replace(
     text_type="qwen3_vl_text",
     window_rule=WindowRule.NONE,
     default_theta=500_000.0,
-    noise_rows=True,
     prefix="model.language_model.",
     carried=("model.visual.",),
 )

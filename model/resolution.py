@@ -123,9 +123,8 @@ def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tu
 
 def _check_keys(config: Fields) -> None:
     """Refuse values that change the graph in ways that it does not know."""
-    parts = [(config, UNSUPPORTED)]
-    parts += [(config.inner(key), UNSUPPORTED_ROPE) for key in ("rope_parameters", "rope_scaling")]
-    for part, keys in parts:
+    ropes = [config.inner(key) for key in ("rope_parameters", "rope_scaling")]
+    for part, keys in [(config, UNSUPPORTED), *((rope, UNSUPPORTED_ROPE) for rope in ropes)]:
         for key in keys:
             value = part.values.get(key)
             if value is True or value not in NEUTRAL:

@@ -30,6 +30,7 @@ def render_markdown(report: Report) -> str:
         markdown_table(score_rows(report)),
         "",
         f"The model is in `{report['model']}`.",
+        *_not_quantized(report),
         *_calibration_rows(report),
         *_tuning(report),
         *_costly(costs),
@@ -49,6 +50,15 @@ def _verdict(report: Report) -> str:
     if report["warnings"]:
         return "**Passed with warnings:** " + "; ".join(report["warnings"])
     return "**Passed.**"
+
+
+def _not_quantized(report: Report) -> list[str]:
+    """Say what the file keeps as the source stores it."""
+    apart = report.get("not_quantized")
+    if not apart:
+        return []
+    held = f"{apart['tensors']} tensors, {words.size(apart['bytes'])}"
+    return ["", f"Not quantized, as in the source: {apart['parts']} ({held})."]
 
 
 def _calibration_rows(report: Report) -> list[str]:

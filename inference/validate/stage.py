@@ -140,6 +140,7 @@ def validate(run: StageRun) -> None:
         "predicted_kl": record.get("predicted_kl"),
         "tuning": record.get("tuning"),
         "calibration_rows": record.get("calibration"),
+        "not_quantized": record.get("not_quantized"),
         "source_bytes": sum(p.stat().st_size for p in config.source.glob("*.safetensors")),
         "score": asdict(score),
         "calibration": None if cross_check is None else asdict(cross_check),

@@ -60,7 +60,7 @@ def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
         layout |= quantized_layout(
             p.key, choice[p.key], p.in_features, columns, has_bias=p.has_bias
         )
-    return layout | carried_tensors(spec)
+    return {**layout, **carried_tensors(spec)}
 
 
 def plan_shards(layout: Layout, shard_size_mb: int) -> list[Shard]:

@@ -116,9 +116,9 @@ class Plan:
         ]
         if self.left_out:
             rows.append(("left out", _some(self.left_out)))
-        tensors, count = self.not_quantized
+        tensors, total_bytes = self.not_quantized
         if tensors:
-            kept = f"{tensors} tensors of other parts, {words.size(count)}, kept as they are"
+            kept = f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"
             rows.append(("not quantized", kept))
         if self.card:
             on_card = [

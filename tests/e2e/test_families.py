@@ -84,6 +84,8 @@ def test_family_converts_with_gradients_and_tuning(name: str, tmp_path: Path) ->
     record = read_json(config.out / RECORD_FILE)
     assert record["tuning"]
     assert record["predicted_kl"] > 0
+    (report,) = tmp_path.rglob("report.md")
+    assert ("Not quantized" in report.read_text(encoding="utf-8")) == (name in TOWERS)
     assert load_model(config.out, device="cpu").decoder.forward(IDS).isfinite().all()
 
 

@@ -42,6 +42,15 @@ def report() -> dict[str, Any]:
     }
 
 
+def test_parts_that_are_not_quantized_are_named(report: dict[str, Any]) -> None:
+    apart = {"parts": "visual", "tensors": 18, "bytes": 147_584}
+
+    text = render_markdown(report | {"not_quantized": apart})
+
+    assert "Not quantized, as in the source: visual (18 tensors, 147.58 kB)." in text
+    assert "Not quantized" not in render_markdown(report)
+
+
 def test_markdown_shows_every_figure(report: dict[str, Any]) -> None:
     text = render_markdown(report)
 
