@@ -5,10 +5,11 @@ several projections. Those become entries of their own: reading one reads only i
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.model.spec import ModelSpec
-from exl2flow.model.weights import Entry, TensorFiles
+from exl2flow.model.weights import TensorFiles
 
 PARTS = (".weight", ".bias")  # of a linear, both with a row per out-feature
 
@@ -27,27 +28,26 @@ class CanonicalTensors(TensorFiles):
         stored, self._entries = self._entries, {}
         fused = dict(pair for part in PARTS for pair in _fused(spec, part))
         for old, entry in stored.items():
-            name, first = _renamed(spec, old), 0
+            name = _renamed(spec, old)
             rows = fused.get(name)
             if rows is None:
-                self._add(name, old, entry)
-                continue
-            if entry.shape[:1] != (sum(rows.values()),):
+                parts = [(name, entry)]
+            elif entry.shape[:1] == (sum(rows.values()),):
+                firsts = accumulate(rows.values(), initial=0)
+                places = zip(rows.items(), firsts, strict=False)
+                parts = [(part, entry.rows(first, count)) for (part, count), first in places]
+            else:
                 raise TensorShapeError(
                     f"`{old}` has shape {entry.shape}, the config implies {sum(rows.values())} "
                     "rows; get the model's files again, complete"
                 )
-            for part, count in rows.items():
-                self._add(part, old, entry.rows(first, count))
-                first += count
-
-    def _add(self, name: str, stored: str, entry: Entry) -> None:
-        if name in self._entries:
-            raise SourceModelError(
-                f"`{stored}` in `{self.folder}` is `{name}`, which another tensor is too; remove "
-                "the file that does not belong to the model"
-            )
-        self._entries[name] = entry
+            for part, located in parts:
+                if part in self._entries:
+                    raise SourceModelError(
+                        f"`{old}` in `{self.folder}` is `{part}`, which another tensor is too; "
+                        "remove the file that does not belong to the model"
+                    )
+                self._entries[part] = located
 
 
 def _renamed(spec: ModelSpec, name: str) -> str:

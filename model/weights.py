@@ -32,7 +32,7 @@ _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class _Entry:
     """Location of a tensor; `offset` counts bytes from the beginning of the file."""
 
     path: Path
@@ -41,7 +41,7 @@ class Entry:
     offset: int
     nbytes: int
 
-    def rows(self, first: int, count: int) -> "Entry":
+    def rows(self, first: int, count: int) -> "_Entry":
         """Return the location of `count` rows."""
         row = self.nbytes // max(self.shape[0], 1)
         start, shape = self.offset + first * row, (count, *self.shape[1:])
@@ -66,7 +66,7 @@ class TensorFiles:
                 or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
                 "this format"
             )
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, _Entry] = {}
         for path in self.files:
             for name, entry in _read_header(path).items():
                 if name in self._entries:
@@ -152,7 +152,7 @@ class TensorFiles:
                     part.copy_(piece, non_blocking=True)
         return tensor
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
         if entry is None:
             raise MissingTensor(
@@ -177,7 +177,7 @@ def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
         )
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path) -> dict[str, _Entry]:
     """Return name → entry of one file that the safetensors library finds consistent."""
     try:
         with path.open("rb") as file:
@@ -197,7 +197,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     header.pop("__metadata__", None)
     data = _LENGTH_BYTES + length
     return {
-        name: Entry(
+        name: _Entry(
             path=path,
             dtype=value["dtype"],
             shape=tuple(value["shape"]),
@@ -209,7 +209,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 @contextmanager
-def _opened(entry: Entry) -> Iterator[BufferedReader]:
+def _opened(entry: _Entry) -> Iterator[BufferedReader]:
     """Open a file at the beginning of a tensor."""
     try:
         with entry.path.open("rb") as file:

@@ -62,6 +62,7 @@ def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     apart = read_json(config.out / RECORD_FILE).get("not_quantized")
     assert plan.not_quantized == ((apart["tensors"], apart["bytes"]) if apart else (0, 0))
     assert plan.not_quantized == (len(tower), sum(t.nbytes for t in tower.values()))
+    assert ("not quantized" in dict(plan.rows())) == bool(tower)
     spec = resolve(config.out)
     plain = {n for n in expected_tensors(spec) if n in written}
     assert all(written[n].dtype == torch.float16 for n in plain)

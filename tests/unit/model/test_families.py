@@ -73,6 +73,35 @@ def test_cached_steps_agree(folder: Path) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "head"),
+    [
+        ("phi3", "model.", "lm_head"),
+        ("llava", "language_model.model.", "language_model.lm_head"),
+        ("mistral3", "language_model.model.", "language_model.lm_head"),
+        ("qwen2-vl", "model.", "lm_head"),
+        ("qwen2.5-vl", "model.", "lm_head"),
+    ],
+)
+def test_names_are_those_by_which_exllamav2_loads_a_model(
+    name: str, start: str, head: str, tmp_path: Path
+) -> None:
+    spec = resolve(make_checkpoint(name, tmp_path))
+
+    first = f"{start}layers.0."
+    attention, mlp = spec.sublayers[:2]
+    assert (spec.embedding_key, spec.final_norm_key) == (f"{start}embed_tokens", f"{start}norm")
+    assert spec.head.key == head
+    assert [p.key for p in attention.projections] == [
+        f"{first}self_attn.{p}_proj" for p in ("q", "k", "v", "o")
+    ]
+    assert [p.key for p in mlp.projections] == [
+        f"{first}mlp.{p}_proj" for p in ("gate", "up", "down")
+    ]
+    assert attention.norm_keys == (f"{first}input_layernorm",)
+    assert mlp.norm_keys == (f"{first}post_attention_layernorm",)
+
+
 @torch.no_grad()
 def test_yi_is_llama_with_other_names(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
