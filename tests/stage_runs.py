@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from conversions import small_config
 from tiny import TEXT
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline
-from exl2flow.model import ModelSpec
+from exl2flow.model import ModelSpec, resolve
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.measurement import candidate_bits
 from exl2flow.tasks.stages import STAGES
@@ -52,3 +53,22 @@ def foreign_measurement(path: Path, spec: ModelSpec) -> Path:
     }
     path.write_text(json.dumps(content, indent=4))
     return path
+
+
+def prepared(source: Path, **values: object) -> ConversionConfig:
+    """Return a conversion that neither measures nor needs gradients."""
+    root = source.parent
+    calibration = {
+        "text": text_parquet(root / "text.parquet"),
+        "rows": 2,
+        "row_tokens": 32,
+        "measure_rows": 1,
+        "measure_row_tokens": 32,
+    }
+    measurement = foreign_measurement(root / "measurement.json", resolve(source))
+    defaults: dict[str, object] = {
+        "calibration": calibration,
+        "measurement": measurement,
+        "quality": "exllamav2",
+    }
+    return small_config(source, root / "out", **{**defaults, **values})

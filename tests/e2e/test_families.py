@@ -7,9 +7,8 @@ import torch
 from checkpoints import CHECKPOINTS, TOWERS, make_checkpoint
 from conversions import small_config
 from safetensors.torch import load_file
-from stage_runs import foreign_measurement, run_until, text_parquet
+from stage_runs import prepared, run_until
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_json
 from exl2flow.core.refine import RefinementConfig
 from exl2flow.core.stage import RECORD_FILE
@@ -22,25 +21,6 @@ from exl2flow.quant.refine.stored_model import StoredModel, check_refinement
 IDS = torch.arange(20)[None]
 
 
-def config_of(source: Path, **values: object) -> ConversionConfig:
-    """Return a conversion that neither measures nor needs gradients."""
-    root = source.parent
-    calibration = {
-        "text": text_parquet(root / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
-    given = {
-        "calibration": calibration,
-        "measurement": foreign_measurement(root / "measurement.json", resolve(source)),
-        "quality": "exllamav2",
-        "bpw": 7.0,
-    }
-    return small_config(source, root / "out", **{**given, **values})
-
-
 def tower_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a wrapper that belong to no text model."""
     tensors = load_file(folder / "model.safetensors")
@@ -50,7 +30,7 @@ def tower_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     source = make_checkpoint(name, tmp_path / "model", dtype=torch.bfloat16)
-    config = config_of(source)
+    config = prepared(source, bpw=7.0)
     plan = preflight(config)
 
     run_until(config, "compile")
@@ -94,7 +74,7 @@ def test_target_in_bytes_includes_the_tower(tmp_path: Path) -> None:
     source = make_checkpoint("qwen3-vl", tmp_path / "model", dtype=torch.bfloat16)
     tower = sum(t.nbytes for t in tower_of("qwen3-vl", source).values())
     target = tower + 150_000
-    config = config_of(source, bpw=None, target_bytes=target, head_bits=6)
+    config = prepared(source, bpw=None, target_bytes=target, head_bits=6)
 
     run_until(config, "compile")
 
@@ -104,7 +84,7 @@ def test_target_in_bytes_includes_the_tower(tmp_path: Path) -> None:
 
 def test_reference_of_a_refinement_may_be_fused(tmp_path: Path) -> None:
     source = make_checkpoint("phi3", tmp_path / "model")
-    config = config_of(source)
+    config = prepared(source, bpw=7.0)
     run_until(config, "compile")
     refinement = RefinementConfig(source=source, model=config.out, out=tmp_path / "refined")
     check_refinement(refinement)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import small_config
 from measurements import written_in_nats
 from safetensors.torch import load_file, save_file
-from stage_runs import foreign_measurement, run_until, text_parquet
+from stage_runs import prepared, run_until
 from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError
 from exl2flow.core.files import digest, read_json
 from exl2flow.core.model_files import carried_files
@@ -29,25 +27,6 @@ from exl2flow.quant.quantize.stored_form import reconstruction_digest
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 LARGE_VOCABULARY = 9000  # an embedding of 1.1 MiB, so that shards of 1 MiB are several
-
-
-def prepared(source: Path, **values: object) -> ConversionConfig:
-    """Return a conversion that neither measures nor needs gradients."""
-    root = source.parent
-    calibration = {
-        "text": text_parquet(root / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
-    measurement = foreign_measurement(root / "measurement.json", resolve(source))
-    defaults: dict[str, object] = {
-        "calibration": calibration,
-        "measurement": measurement,
-        "quality": "exllamav2",
-    }
-    return small_config(source, root / "out", **{**defaults, **values})
 
 
 @pytest.fixture
