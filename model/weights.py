@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from exl2flow.core.background import helpers, on_its_way
 from exl2flow.core.errors import MissingTensor, SourceModelError
+from exl2flow.core.model_files import is_weights
 from exl2flow.model.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 
 DTYPES = {
@@ -49,7 +50,7 @@ class _Entry:
 
 
 class TensorFiles:
-    """The tensors of all `*.safetensors` in a folder, by name."""
+    """The tensors of all `*.safetensors` in a folder, by name; a second copy is ignored."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
@@ -59,7 +60,8 @@ class TensorFiles:
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
-        self.files = tuple(sorted(folder.glob("*.safetensors")))
+        found = sorted(folder.glob("*.safetensors"))
+        self.files = tuple(path for path in found if is_weights(path.name)) or tuple(found)
         if not self.files:
             raise SourceModelError(
                 advice(folder)

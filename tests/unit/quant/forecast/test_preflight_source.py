@@ -84,6 +84,13 @@ def test_tensors_that_nothing_reads_are_refused_by_name(name: str, source: Path)
     assert f"`LlamaForCausalLM` does not have: `{extra}`;" in problem
 
 
+def test_second_copy_of_the_weights_is_no_problem(source: Path) -> None:
+    other = {"layers.0.attention.wq.weight": torch.ones(64, 64)}
+    save_file(other, source / "consolidated.safetensors")
+
+    preflight(config_of(source))
+
+
 def test_buffers_that_were_once_stored_are_no_problem(source: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     change_tensors(source, lambda t: t.update(extra))
