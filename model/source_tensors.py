@@ -42,7 +42,7 @@ def check_tensors(spec: ModelSpec) -> None:
 
     Raises:
         SourceModelError: the model is quantized already.
-        TensorShapeError: a line for each difference.
+        TensorShapeError: a line for each difference, or fp8 weight that cannot be decoded.
     """
     tensors = CanonicalTensors(spec)
     projections = [p.key for s in spec.sublayers for p in s.projections]
@@ -52,8 +52,9 @@ def check_tensors(spec: ModelSpec) -> None:
             f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
             "all); convert the model that it was made from"
         )
-    check_dtypes(spec, tensors)
-    lines = []
+    lines = tensors.undecodable()
+    if not lines:
+        check_dtypes(spec, tensors)
     for name, shape in expected_tensors(spec).items():
         if name not in tensors:
             lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")

@@ -1,6 +1,6 @@
 """Lazy reading of tensors from the safetensors files of a folder.
 
-An index file is ignored. Tensors are read rather than mapped, so the resident memory of a walk is
+Weights in fp8 appear decoded, as fp16, and their scales not at all. An index file is ignored. Tensors are read rather than mapped, so the resident memory of a walk is
 that of the tensors still referred to. Tensors for a GPU pass through a small pinned buffer.
 """
 
@@ -10,14 +10,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from exl2flow.core.background import helpers, on_its_way
-from exl2flow.core.errors import MissingTensor, SourceModelError
+from exl2flow.core.errors import Exl2FlowError, MissingTensor, NonFiniteState, SourceModelError
 from exl2flow.core.model_files import is_weights
+from exl2flow.model import fp8
 from exl2flow.model.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 
 DTYPES = {
@@ -34,13 +36,19 @@ _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """Location of a tensor; `offset` counts bytes from the beginning of the file."""
+    """Location of a tensor; `offset` counts bytes from the beginning of the file.
+
+    scales, scale_name, block: of an fp8 weight, see `fp8.grid_of`.
+    """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    scales: "_Entry | None" = None
+    scale_name: str = ""
+    block: tuple[int, int] | None = None
 
     def rows(self, first: int, count: int) -> "_Entry":
         """Return the location of `count` rows."""
@@ -77,6 +85,23 @@ class TensorFiles:
                         "remove the file that does not belong to the model"
                     )
                 self._entries[name] = entry
+        self._join_scales()
+
+    def _join_scales(self) -> None:
+        """Give fp8 weights their scales, which then have no names of their own."""
+        weights = [name for name, entry in self._entries.items() if _is_fp8_weight(name, entry)]
+        if not weights:
+            return
+        block = fp8.read_block(self.folder)
+        for name in weights:
+            scale = fp8.scale_name(name, self._entries)
+            if scale is not None:
+                scales = self._entries.pop(scale)
+                self._entries[name] = replace(
+                    self._entries[name], scales=scales, scale_name=scale, block=block
+                )
+            for unused in fp8.unused_names(name):
+                self._entries.pop(unused, None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,16 +116,22 @@ class TensorFiles:
         return self._entry(name).shape
 
     def nbytes(self, name: str) -> int:
-        """Return the stored bytes of a tensor."""
-        return self._entry(name).nbytes
+        """Return the bytes of a tensor as `read` returns it."""
+        entry = self._entry(name)
+        is_decoded = entry.dtype == fp8.FP8
+        return prod(entry.shape) * fp8.DECODED.itemsize if is_decoded else entry.nbytes
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor.
+        """Return the dtype of a tensor as `read` returns it.
 
         Raises:
             SourceModelError: it is not one of `DTYPES`.
+            MissingTensor, TensorShapeError: the scales of an fp8 weight are absent or do not fit.
         """
         entry = self._entry(name)
+        if _is_fp8_weight(name, entry):
+            _grid(name, entry)
+            return fp8.DECODED
         if entry.dtype not in DTYPES:
             raise SourceModelError(
                 f"`{name}` in `{entry.path}` has dtype {entry.dtype}; supported are "
@@ -120,6 +151,7 @@ class TensorFiles:
         Raises:
             MissingTensor: no file holds it.
             SourceModelError: the file cannot be read or is shorter than its header says.
+            NonFiniteState: an fp8 weight does not fit fp16.
         """
         ahead = self._ahead.pop(name, None)
         return self._read(name, device) if ahead is None else on_its_way(ahead.result(), device)
@@ -133,26 +165,40 @@ class TensorFiles:
         check_floating(self, [name])
         return self.read(name)
 
+    def undecodable(self) -> list[str]:
+        """Return a line for each fp8 weight that cannot be decoded; reads scales, seldom weights.
+
+        NaN among a weight's own elements are found by `read`.
+        """
+        lines = []
+        for name, entry in self._entries.items():
+            if _is_fp8_weight(name, entry):
+                try:
+                    self._check_scales(name, entry)
+                except Exl2FlowError as error:
+                    lines.append(str(error))
+        return lines
+
+    def _check_scales(self, name: str, entry: _Entry) -> None:
+        _grid(name, entry)
+        scales = _scales(entry)
+        if not scales.isfinite().all():
+            raise NonFiniteState(
+                f"`{entry.scale_name}` in `{entry.path}` holds NaN or infinity in "
+                f"{int((~scales.isfinite()).sum())} of {scales.numel()} scales; download or export "
+                "the model again"
+            )
+        most = torch.finfo(fp8.DECODED).max
+        if scales.numel() and float(scales.abs().max()) * fp8.LARGEST > most:
+            self._read(name)
+
     def _read(
         self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> torch.Tensor:
         entry, dtype = self._entry(name), self.dtype(name)
-        tensor = torch.empty(entry.shape, dtype=dtype, device=device, pin_memory=pinned)
-        if not entry.nbytes:
-            return tensor
-        with _opened(entry) as file:
-            for part in torch.split(tensor.view(-1).view(torch.uint8), PIECE_BYTES):
-                # torch reuses pinned memory once it is copied
-                piece = (
-                    torch.empty_like(part, device="cpu", pin_memory=True) if part.is_cuda else part
-                )
-                if file.readinto(memoryview(piece.numpy().data)) != len(part):
-                    raise SourceModelError(
-                        f"`{entry.path}` ends within `{name}`; it was cut short, fetch it again"
-                    )
-                if part.is_cuda:
-                    part.copy_(piece, non_blocking=True)
-        return tensor
+        if entry.dtype == fp8.FP8:
+            return on_its_way(_decoded(name, entry, pinned=pinned), device)
+        return _raw(name, entry, dtype, device, pinned=pinned)
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -162,6 +208,74 @@ class TensorFiles:
                 "what is missing, or check that `config.json` belongs to these files"
             )
         return entry
+
+
+def _is_fp8_weight(name: str, entry: _Entry) -> bool:
+    return entry.dtype == fp8.FP8 and name.endswith(fp8.SUFFIX)
+
+
+def _grid(name: str, entry: _Entry) -> tuple[int, int]:
+    """Return the rows and columns of an fp8 weight that share a scale."""
+    if entry.scales is None:
+        key = name.removesuffix(fp8.SUFFIX)
+        wanted = " or ".join(f"`{key}.{scale}`" for scale in fp8.SCALES)
+        raise MissingTensor(
+            f"`{name}` in `{entry.path}` is fp8, and its scales, {wanted}, are in no file; fetch "
+            "what is missing"
+        )
+    if entry.scales.dtype not in fp8.SCALE_DTYPES:
+        raise SourceModelError(
+            f"`{entry.scale_name}` in `{entry.scales.path}` has dtype {entry.scales.dtype}; "
+            f"supported for scales are {', '.join(fp8.SCALE_DTYPES)}: use an unquantized model"
+        )
+    names = (name, entry.scale_name)
+    return fp8.grid_of(entry.shape, entry.scales.shape, entry.block, names=names)
+
+
+def _scales(entry: _Entry) -> torch.Tensor:
+    """Read the scales of an fp8 weight, fp32."""
+    assert entry.scales is not None
+    dtype = fp8.SCALE_DTYPES[entry.scales.dtype]
+    return _raw(entry.scale_name, entry.scales, dtype).float()
+
+
+def _decoded(name: str, entry: _Entry, *, pinned: bool) -> torch.Tensor:
+    """Read an fp8 weight and its scales; return the values, fp16 on the CPU."""
+    grid, scales = _grid(name, entry), _scales(entry)
+    codes = _raw(name, entry, torch.float8_e4m3fn)
+    found = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
+    if not fp8.decode(codes, scales, grid, found):
+        raise NonFiniteState(
+            f"`{name}` in `{entry.path}`, decoded from fp8, holds NaN or what does not fit fp16 in "
+            f"{int((~found.isfinite()).sum()):,} of {found.numel():,} elements; download the model "
+            "again, or use an unquantized one"
+        )
+    return found
+
+
+def _raw(
+    name: str,
+    entry: _Entry,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    pinned: bool = False,
+) -> torch.Tensor:
+    """Read a tensor as it is stored; a copy to a GPU may still be in flight."""
+    tensor = torch.empty(entry.shape, dtype=dtype, device=device, pin_memory=pinned)
+    if not entry.nbytes:
+        return tensor
+    with _opened(entry) as file:
+        for part in torch.split(tensor.view(-1).view(torch.uint8), PIECE_BYTES):
+            # torch reuses pinned memory once it is copied
+            piece = torch.empty_like(part, device="cpu", pin_memory=True) if part.is_cuda else part
+            if file.readinto(memoryview(piece.numpy().data)) != len(part):
+                raise SourceModelError(
+                    f"`{entry.path}` ends within `{name}`; it was cut short, fetch it again"
+                )
+            if part.is_cuda:
+                part.copy_(piece, non_blocking=True)
+    return tensor
 
 
 def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
