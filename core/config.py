@@ -38,6 +38,7 @@ SIZE_CHOICES: list[JsonValue] = [
     {"type": "integer", "minimum": 1},
 ]
 DEFAULT_HEAD_BITS = 6
+LOSSY_SOURCE = "accept a source in GPTQ form: its decoded values are rounded once more"
 
 # How presets differ from the defaults below, which are `standard`
 PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
@@ -281,6 +282,7 @@ class RunOptions(Options):
 class SharedOptions(RunOptions):
     """What a conversion and a sweep of several have in common: all but the bits."""
 
+    lossy_source: bool = Field(False, description=LOSSY_SOURCE)
     head_bits: int | None = Field(
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "

@@ -23,6 +23,7 @@ class RefinementConfig(RunOptions):
     and checks read, too: a refinement measures, allocates and tunes nothing.
     """
 
+    lossy_source: ClassVar[bool] = False
     measurement: ClassVar[None] = None
     tune: ClassVar[TuneOptions] = TuneOptions()
     allocate: ClassVar[AllocateOptions] = AllocateOptions()

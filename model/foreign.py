@@ -1,7 +1,15 @@
 """Model files in forms that are not read here, recognized so that the error says what to do."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+# parts of tensor names → whose form it is; AWQ shares its names with GPTQ
+FORMS = {
+    ".weight.quant_state.": "bitsandbytes",
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".weight_packed": "compressed-tensors",
+}
 LFS_START = b"version https://git-lfs"  # of the text that git leaves in place of a large file
 
 
@@ -33,4 +41,15 @@ def advice(folder: Path) -> str | None:
             f'trust it, convert it to `*.safetensors` with `python -c "{code}"` and give the '
             "folder `converted`"
         )
+    return None
+
+
+def quantized_form(names: Iterable[str], quant_method: str | None) -> tuple[str, str] | None:
+    """Return a form of quantized weights that is not decoded here, and one of its tensors."""
+    for name in names:
+        if quant_method == "awq" and name.endswith(".qweight"):
+            return "AWQ", name
+        for part, form in FORMS.items():
+            if part in name:
+                return form, name
     return None

@@ -1,13 +1,21 @@
 """Whether a source has the tensors that its config implies, and whether EXL2 can store them."""
 
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.model.canonical import CanonicalTensors
-from exl2flow.model.exl2 import MAX_ROWS
+from exl2flow.model.exl2 import MAX_ROWS, is_quantized
+from exl2flow.model.foreign import quantized_form
+from exl2flow.model.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.group_table import ROW_MULTIPLE
 from exl2flow.model.headers import check_dtypes, check_layers, unclaimed
-from exl2flow.model.linear import is_packed
-from exl2flow.model.spec import ModelSpec, expected_tensors
+from exl2flow.model.spec import ModelSpec, ProjectionSpec, expected_tensors
+from exl2flow.model.weights import TensorFiles
 
+SourceForm = Literal["floats", "fp8", "gptq"]
 MOST_NAMES = 8  # that a message lists
 
 
@@ -37,25 +45,28 @@ def has_all_layers(spec: ModelSpec) -> bool:
     return True
 
 
-def check_tensors(spec: ModelSpec) -> None:
+def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
     """Compare names and shapes in the files with the config.
+
+    Args:
+        spec: of the source.
+        lossy: accept matrices in GPTQ form.
 
     Raises:
         SourceModelError: the model is quantized already.
-        TensorShapeError: a line for each difference, or fp8 weight that cannot be decoded.
+        TensorShapeError: a line for each difference, and for each matrix that cannot be decoded.
     """
     tensors = CanonicalTensors(spec)
-    projections = [p.key for s in spec.sublayers for p in s.projections]
-    stored = [key for key in projections if is_packed(key, tensors)]
-    if stored:
-        raise SourceModelError(
-            f"`{spec.source_dir}` is quantized already (`{stored[0]}`, {len(stored)} matrices in "
-            "all); convert the model that it was made from"
-        )
+    in_gptq = gptq_projections(spec, tensors)
+    _check_form(spec, tensors, in_gptq, lossy=lossy)
     lines = tensors.undecodable()
+    lines += [line for p in in_gptq if (line := _gptq_problem(p, tensors, spec.zero_offset))]
     if not lines:
         check_dtypes(spec, tensors)
+    decoded = {f"{p.key}.weight" for p in in_gptq}
     for name, shape in expected_tensors(spec).items():
+        if name in decoded:
+            continue
         if name not in tensors:
             lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")
         elif not _fits(tensors.shape(name), shape, spec):
@@ -80,6 +91,77 @@ def check_claimed(spec: ModelSpec) -> None:
             f"{shown}{more}; the output would be another model: correct `architectures` in its "
             "`config.json`, or remove them if they belong to no part of the model"
         )
+
+
+def gptq_projections(spec: ModelSpec, tensors: TensorFiles) -> tuple[ProjectionSpec, ...]:
+    """Return the projections that are stored in GPTQ form."""
+    return tuple(p for p in _projections(spec) if is_gptq(p.key, tensors))
+
+
+def source_form(spec: ModelSpec, tensors: TensorFiles) -> SourceForm:
+    """Return the form in which a source stores its matrices, those with the fewest bits."""
+    if gptq_projections(spec, tensors):
+        return "gptq"
+    return "fp8" if tensors.in_fp8 else "floats"
+
+
+def _projections(spec: ModelSpec) -> tuple[ProjectionSpec, ...]:
+    return (*(p for s in spec.sublayers for p in s.projections), spec.head)
+
+
+def _check_form(
+    spec: ModelSpec, tensors: TensorFiles, in_gptq: Sequence[ProjectionSpec], *, lossy: bool
+) -> None:
+    """Refuse what is quantized already, GPTQ only unless `lossy`."""
+    in_exl2 = [p.key for p in _projections(spec) if is_quantized(p.key, tensors)]
+    if in_exl2:
+        raise SourceModelError(
+            f"`{spec.source_dir}` is quantized already (`{in_exl2[0]}`, {len(in_exl2)} matrices "
+            "in all, EXL2); convert the model that it was made from, or improve this one with "
+            "`exl2flow refine`"
+        )
+    found = quantized_form(tensors.names, spec.quant_method)
+    if found is not None:
+        form, name = found
+        raise SourceModelError(
+            f"`{spec.source_dir}` is quantized already (`{name}`, {form}), and this form cannot "
+            "be decoded; convert the model that it was made from"
+        )
+    if in_gptq and not lossy:
+        raise SourceModelError(
+            f"`{spec.source_dir}` is quantized already (`{in_gptq[0].key}`, {len(in_gptq)} "
+            "matrices in all, GPTQ); convert the model that it was made from, or give "
+            "`--lossy-source` to round its decoded values once more"
+        )
+
+
+def _gptq_problem(projection: ProjectionSpec, tensors: TensorFiles, zero_offset: int) -> str | None:
+    """Return why a matrix in GPTQ form cannot be decoded; reads its group index and scales."""
+    key = projection.key
+    names = [name for name in (*gptq_names(key), f"{key}.bias") if name in tensors]
+    try:
+        found = {name: _outline(name, tensors) for name in names}
+        matrix = GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
+    except SourceModelError as error:
+        return str(error)
+    expected = (projection.in_features, projection.out_features)
+    if matrix.shape != expected:
+        return (
+            f"`{key}` holds {matrix.shape} codes of 4 bits, the config implies {expected}; other "
+            "widths cannot be decoded"
+        )
+    if not matrix.scales.isfinite().all():
+        return f"`{key}.scales` holds NaN, infinity or what does not fit fp16"
+    if matrix.bias is not None and not projection.has_bias and matrix.bias.any():
+        return f"`{key}.bias` is not zero, the config implies none"
+    return None
+
+
+def _outline(name: str, tensors: TensorFiles) -> torch.Tensor:
+    """Return a tensor of a GPTQ matrix, codes and zeros without content."""
+    if name.endswith((".qweight", ".qzeros")):
+        return torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
+    return tensors.read(name)
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:

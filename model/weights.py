@@ -1,7 +1,8 @@
 """Lazy reading of tensors from the safetensors files of a folder.
 
-Weights in fp8 appear decoded, as fp16, and their scales not at all. An index file is ignored. Tensors are read rather than mapped, so the resident memory of a walk is
-that of the tensors still referred to. Tensors for a GPU pass through a small pinned buffer.
+Weights in fp8 appear decoded, as fp16, and their scales not at all. An index file is ignored.
+Tensors are read rather than mapped, so the resident memory of a walk is that of the tensors still
+referred to. Tensors for a GPU pass through a small pinned buffer.
 """
 
 import json
@@ -89,10 +90,8 @@ class TensorFiles:
 
     def _join_scales(self) -> None:
         """Give fp8 weights their scales, which then have no names of their own."""
-        weights = [name for name, entry in self._entries.items() if _is_fp8_weight(name, entry)]
-        if not weights:
-            return
-        block = fp8.read_block(self.folder)
+        weights = self.in_fp8
+        block = fp8.read_block(self.folder) if weights else None
         for name in weights:
             scale = fp8.scale_name(name, self._entries)
             if scale is not None:
@@ -107,6 +106,11 @@ class TensorFiles:
     def names(self) -> tuple[str, ...]:
         """All tensor names, in the order of the files."""
         return tuple(self._entries)
+
+    @property
+    def in_fp8(self) -> tuple[str, ...]:
+        """The names of the weights that are decoded from fp8."""
+        return tuple(n for n, entry in self._entries.items() if _is_fp8_weight(n, entry))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -171,12 +175,11 @@ class TensorFiles:
         NaN among a weight's own elements are found by `read`.
         """
         lines = []
-        for name, entry in self._entries.items():
-            if _is_fp8_weight(name, entry):
-                try:
-                    self._check_scales(name, entry)
-                except Exl2FlowError as error:
-                    lines.append(str(error))
+        for name in self.in_fp8:
+            try:
+                self._check_scales(name, self._entries[name])
+            except Exl2FlowError as error:
+                lines.append(str(error))
         return lines
 
     def _check_scales(self, name: str, entry: _Entry) -> None:

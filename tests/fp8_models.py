@@ -75,7 +75,7 @@ FORMS = {
 
 
 def make_fp8(folder: Path, form: str, family: str = "llama", **config: object) -> Path:
-    """Write a tiny model in fp8 to `folder/fp8`, and what it decodes to, in fp16, to `folder/plain`.
+    """Write a tiny model in fp8 to `folder/fp8`, and its decoded twin in fp16 to `folder/plain`.
 
     Returns:
         The former.

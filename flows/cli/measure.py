@@ -16,6 +16,7 @@ from exl2flow.flows.cli.options import (
     build_measurement,
     with_settings,
 )
+from exl2flow.flows.cli.options.source import FORM_OF_SOURCE
 from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import forget
@@ -29,7 +30,7 @@ EXAMPLES = (
 )
 
 
-@with_settings(QUALITY, CALIBRATION, RUNNING)
+@with_settings(FORM_OF_SOURCE, QUALITY, CALIBRATION, RUNNING)
 def measure(
     source: Source,
     *,

@@ -55,6 +55,7 @@ def render_card(
         repo=repo,
         source=_source(origin),
         has_measurement=has_measurement,
+        is_lossy=any(bitrate.record.get("source_form") == "gptq" for bitrate in ordered),
         notes=notes,
         bitrates=ordered,
         table=markdown_table([_row(repo, bitrate) for bitrate in ordered]),
@@ -128,6 +129,7 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
     paths = {
         "exl2flow": ("versions", "exl2flow"),
         "torch": ("versions", "torch"),
+        "form of the source": ("source_form",),
         "quality preset": ("options", "quality"),
         "bits of the head": ("quantization_config", "head_bits"),
         "calibration": ("calibration", "dataset"),

@@ -44,6 +44,7 @@ from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, Stage
 from exl2flow.core.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, carried, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.model.source_tensors import source_form
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import (
     FORMAT_METADATA,
@@ -193,6 +194,7 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
         "fingerprint": run.folder.manifest.fingerprint,
         "versions": versions(),
         "provenance": provenance(run.config.source),
+        "source_form": source_form(spec, CanonicalTensors(spec)),
         "options": run.config.model_dump(mode="json", exclude=NOT_RECORDED),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "calibration": _calibration(run),

@@ -74,7 +74,7 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
         attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
-        attempt(lambda: check_tensors(spec))
+        attempt(lambda: check_tensors(spec, lossy=config.lossy_source))
         if has_layers:
             attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))

@@ -13,12 +13,14 @@ from torch.nn import functional
 from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.interrupt import look
-from exl2flow.model import Head, Linear, Sublayer, build_embedding
+from exl2flow.model import Head, Linear, Sublayer, TensorFiles, build_embedding
+from exl2flow.model.gptq import is_gptq
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
 WARM_UP = 0.05  # share of the steps in which the rates rise
 LEAST_RATE = 0.05  # share of the rates at the last step
+DECODED = torch.float16  # values of matrices in GPTQ form
 KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are recomputed
 BETAS = (0.9, 0.999)
 RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
@@ -53,12 +55,12 @@ class Reference:
         for sublayer in spec.sublayers:
             built = source.sublayer(sublayer)
             for p in sublayer.projections:
-                stored_as = tensors.dtype(f"{p.key}.weight")
+                stored_as = _stored_as(tensors, p.key, otherwise=DECODED)
                 built.linears[p.name] = NarrowLinear(built.linears[p.name], stored_as)
             self.sublayers.append(built)
         head = source.head()
-        tied = f"{spec.head.key}.weight" not in tensors
-        stored_as = dtype if tied else tensors.dtype(f"{spec.head.key}.weight")
+        in_gptq = is_gptq(spec.head.key, tensors)
+        stored_as = _stored_as(tensors, spec.head.key, otherwise=DECODED if in_gptq else dtype)
         self.head = Head(final_norm=head.final_norm, linear=NarrowLinear(head.linear, stored_as))
 
     @torch.no_grad()
@@ -69,6 +71,12 @@ class Reference:
             look()
             hidden = sublayer(hidden)
         return hidden
+
+
+def _stored_as(tensors: TensorFiles, key: str, *, otherwise: torch.dtype) -> torch.dtype:
+    """Return the dtype that a file stores a weight in; `otherwise`: if it has none of that name."""
+    name = f"{key}.weight"
+    return tensors.dtype(name) if name in tensors else otherwise
 
 
 class Crops:

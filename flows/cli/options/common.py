@@ -11,8 +11,8 @@ Source = Annotated[
     Path,
     typer.Argument(
         help="Folder of a Hugging Face model: config.json, tokenizer.json or tokenizer.model, "
-        "*.safetensors in fp16, bf16 or fp32. Or org/name or org/name@revision: a model on the "
-        "Hugging Face Hub, which is fetched.",
+        "*.safetensors in fp16, bf16, fp32 or fp8. Or org/name or org/name@revision: a model on "
+        "the Hugging Face Hub, which is fetched.",
         metavar="SOURCE",
         show_default=False,
     ),

@@ -1,6 +1,7 @@
 """The table of options that set a field of `ConversionConfig`: flag, field, help."""
 
 from exl2flow.flows.cli.options.setting import Panel, Setting
+from exl2flow.flows.cli.options.source import FORM_OF_SOURCE
 
 DEVICE = Setting(
     flag="--device",
@@ -391,7 +392,8 @@ EVALUATION: Panel = (
         TOKEN_BLOCK,
     ),
 )
-CONVERSION = (RESULT, QUALITY, CALIBRATION, ALLOCATION, VALIDATION, PUBLISHING, RUNNING)
+OTHERS = (QUALITY, CALIBRATION, ALLOCATION, VALIDATION, PUBLISHING, RUNNING)
+CONVERSION = (RESULT, FORM_OF_SOURCE, *OTHERS)
 BITS = ("bpw", "bpw_total", "target_bytes", "fit")
 EACH: Panel = ("Result", tuple(s for s in RESULT[1] if not s.field.startswith(BITS)))
 SWEEP = (EACH, *CONVERSION[1:])

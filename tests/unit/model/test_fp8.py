@@ -56,6 +56,18 @@ def test_blocks_need_not_divide_the_matrix(shape: tuple[int, int], grid: tuple[i
     assert torch.equal(found, (codes.float() * each).half())
 
 
+@pytest.mark.parametrize("form", ["blocks, fp32", "blocks, e8m0", "tensor"])
+def test_transformers_decodes_alike(tmp_path: Path, form: str) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    source = make_fp8(tmp_path, form)
+    files, stored = TensorFiles(source), load_file(source / "model.safetensors")
+    for name in (n for n in files.names if n.endswith("_proj.weight")):
+        scales = stored[f"{name}_scale_inv"]
+        expected = Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.float32)
+        assert torch.equal(files.read(name), expected.half())
+
+
 def test_every_element_and_every_exponent_of_a_scale_has_its_value() -> None:
     codes = torch.arange(256, dtype=torch.uint8)[None].repeat(39, 1)
     exponents = torch.arange(107, 146, dtype=torch.uint8).view(torch.float8_e8m0fnu)
@@ -141,6 +153,9 @@ def test_a_block_size_that_is_no_pair_is_refused(tmp_path: Path, block: object) 
         TensorFiles(source)
 
 
+GROUPS = {"config_groups": {"g": {"weights": {"block_structure": [2, 1]}}}}
+
+
 @pytest.mark.parametrize(
     ("declared", "block"),
     [
@@ -149,12 +164,9 @@ def test_a_block_size_that_is_no_pair_is_refused(tmp_path: Path, block: object) 
         ({"quantization_config": {"weight_block_size": [64, 32]}}, (64, 32)),
         ({"quantization_config": {"weight_block_size": None}}, None),
         ({"text_config": {"quantization_config": {"weight_block_size": [8, 4]}}}, (8, 4)),
-        (
-            {"quantization_config": {"config_groups": {"g": {"weights": {"block_structure": [2, 1]}}}}},
-            (2, 1),
-        ),
+        ({"quantization_config": GROUPS}, (2, 1)),
     ],
-)  # fmt: skip
+)
 def test_the_block_size_is_that_of_the_config(
     tmp_path: Path, declared: dict[str, object] | None, block: object
 ) -> None:

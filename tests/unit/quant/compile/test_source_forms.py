@@ -1,0 +1,57 @@
+"""A conversion of fp8 or GPTQ gives the bytes of a conversion of what it decodes to."""
+
+from pathlib import Path
+
+import torch
+from conversions import small_config
+from fp8_models import make_fp8
+from gptq_models import as_gptq
+from safetensors.torch import load_file
+from stage_runs import run_until, text_parquet
+from tiny import make_tiny
+
+from exl2flow.core.files import digest, read_json
+from exl2flow.core.stage import RECORD_FILE
+
+
+def converted(source: Path, **values: object) -> Path:
+    """Convert a source of which all else is in one folder; return the output."""
+    calibration = {
+        "text": text_parquet(source.parent / "text.parquet"),
+        "rows": 2,
+        "row_tokens": 64,
+        "measure_rows": 1,
+        "measure_row_tokens": 64,
+    }
+    out = source.parent / f"{source.name}-out"
+    run_until(small_config(source, out, calibration=calibration, **values), "compile")
+    return out
+
+
+def form_of(out: Path) -> object:
+    return read_json(out / RECORD_FILE)["source_form"]
+
+
+def test_fp8_and_its_twin_convert_to_the_same_bytes(tmp_path: Path) -> None:
+    source = make_fp8(tmp_path, "blocks, bf16", family="qwen2", num_hidden_layers=1)
+
+    found, expected = converted(source), converted(tmp_path / "plain")
+
+    assert digest(found / "model.safetensors") == digest(expected / "model.safetensors")
+    assert digest(found / "config.json") == digest(expected / "config.json")
+    assert (form_of(found), form_of(expected)) == ("fp8", "floats")
+
+
+def test_gptq_and_its_twin_convert_and_tune_to_the_same_bytes(tmp_path: Path) -> None:
+    tune = {"steps": 2, "tokens": 32}
+    source = make_tiny("llama", tmp_path / "gptq", num_hidden_layers=1)
+    as_gptq(source, bias=0.0)
+
+    found = converted(source, lossy_source=True, tune=tune)
+    expected = converted(tmp_path / "plain", tune=tune)
+
+    tensors = load_file(found / "model.safetensors")
+    for name, tensor in load_file(expected / "model.safetensors").items():
+        assert torch.equal(tensors.pop(name), tensor), name
+    assert not tensors
+    assert form_of(found) == "gptq"
