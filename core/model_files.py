@@ -14,6 +14,7 @@ from typing import Any
 from exl2flow.core.errors import SourceModelError
 
 CONFIG_FILE = "config.json"
+TOKENIZER_FILE, TEKKEN_FILE = "tokenizer.json", "tekken.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SECOND_COPIES = "consolidated*"  # the same weights in another layout
 CARRIED = frozenset(
@@ -44,6 +45,13 @@ def is_weights(name: str) -> bool:
 def is_of_model(name: str) -> bool:
     """Tell whether a file belongs to a model; files in subfolders never do."""
     return name == CONFIG_FILE or is_carried(name) or is_weights(name)
+
+
+def has_only_tekken(folder: Path) -> bool:
+    """Return whether Mistral's `tekken.json` is the only tokenizer of a folder."""
+    others = (TOKENIZER_FILE, "tokenizer.model")
+    is_there = (folder / TEKKEN_FILE).is_file()
+    return is_there and not any((folder / name).is_file() for name in others)
 
 
 def carried_files(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from exl2flow.core.errors import SourceModelError, WriteFailed
 from exl2flow.core.files import FileRecord, digest, digest_of, exclusive, write_json
+from exl2flow.core.model_files import TEKKEN_FILE, has_only_tekken
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
@@ -60,6 +61,7 @@ class SourceFingerprint:
         try:
             paths = sorted(source.glob("*.safetensors"))
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
+            paths += [source / TEKKEN_FILE] * has_only_tekken(source)
             found = digests(paths, memory)
         except OSError as error:
             raise SourceModelError(

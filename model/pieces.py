@@ -9,6 +9,11 @@ from collections.abc import Iterator, Set
 import tokenizers
 
 REPLACEMENT = "\ufffd"  # how an incomplete UTF-8 character decodes
+PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))  # byte-level BPE: themselves
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]  # byte-level BPE: from 256 on
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(OTHERS)
+}
 
 
 def is_whole(piece: str) -> bool:

@@ -4,15 +4,10 @@ import re
 from bisect import bisect_left
 from functools import lru_cache
 
-from exl2flow.model.pieces import REPLACEMENT
+from exl2flow.model.pieces import BYTES, REPLACEMENT
 from exl2flow.model.tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece names a byte
-PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))  # byte-level BPE: themselves
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]  # byte-level BPE: from 256 on
-BYTES = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(256 + place): byte for place, byte in enumerate(OTHERS)
-}
 
 
 class Spelling:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from `tokenizer.json` or a SentencePiece `tokenizer.model`.
+"""Text to token ids and back, from `tokenizer.json`, `tokenizer.model` or `tekken.json`.
 
 A SentencePiece model is converted on load. The conversion is compared with the `sentencepiece`
 library on probe texts, so that a difference is an error and not bad calibration.
@@ -18,6 +18,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from exl2flow.core.errors import SourceModelError
+from exl2flow.core.model_files import TEKKEN_FILE, TOKENIZER_FILE
 from exl2flow.model.fields import Fields
 from exl2flow.model.foreign import is_lfs_pointer, pointer_advice
 from exl2flow.model.pieces import Pieces, is_whole
@@ -27,6 +28,7 @@ from exl2flow.model.sentencepiece_model import (
     SentencePieceModel,
     check_charsmap,
 )
+from exl2flow.model.tekken import load_tekken
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)"')  # in tokenizer.json
@@ -154,7 +156,9 @@ class Tokenizer:
 
 
 def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
-    json_path, model_path = model_dir / "tokenizer.json", model_dir / "tokenizer.model"
+    json_path, model_path, tekken_path = (
+        model_dir / name for name in (TOKENIZER_FILE, "tokenizer.model", TEKKEN_FILE)
+    )
     if json_path.exists():
         return _from_json(json_path)
     if model_path.exists():
@@ -164,9 +168,12 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
             _check_conversion(backend, model, source=model_path)
         _add_tokens(backend, model_dir)
         return backend
+    if tekken_path.exists():
+        with _panics_are_errors(tekken_path):
+            return load_tekken(tekken_path)
     raise SourceModelError(
-        f"`{model_dir}` holds neither `tokenizer.json` nor `tokenizer.model`; fetch one of them "
-        "from the model's repository"
+        f"`{model_dir}` holds neither `tokenizer.json` nor `tokenizer.model` nor `tekken.json`; "
+        "fetch one of them from the model's repository"
     )
 
 

@@ -30,11 +30,14 @@ from exl2flow.core.files import (
     replacing,
     write_json,
     write_layout,
+    write_text,
 )
 from exl2flow.core.interrupt import look
 from exl2flow.core.model_files import (
     CONFIG_FILE,
+    TOKENIZER_FILE,
     carried_files,
+    has_only_tekken,
     left_out,
     public_content,
     without_origin,
@@ -42,7 +45,7 @@ from exl2flow.core.model_files import (
 from exl2flow.core.source import provenance
 from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.core.store import versions
-from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, carried, resolve
+from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
 from exl2flow.model.source_tensors import source_form
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
@@ -132,6 +135,9 @@ def compile_model(run: StageRun) -> None:
     _write_record(run, out, spec)
     for path in extras:
         _commit(run, carry(path, out / path.name))
+    if has_only_tekken(config.source):
+        write_text(out / TOKENIZER_FILE, Tokenizer.load(config.source).backend.to_str())
+        _commit(run, out / TOKENIZER_FILE)
     if others := left_out(config.source):
         log.info("not copied from `%s`: %s", config.source, ", ".join(others))
     remove_others(out, {shard.name for shard in shards})

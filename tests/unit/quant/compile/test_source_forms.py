@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import tokenizers
 import torch
 from conversions import small_config
 from fp8_models import make_fp8
 from gptq_models import as_gptq
 from safetensors.torch import load_file
 from stage_runs import run_until, text_parquet
-from tiny import make_tiny
+from tekken_files import write
+from tiny import TEXT, make_tiny
 
 from exl2flow.core.files import digest, read_json
 from exl2flow.core.stage import RECORD_FILE
+from exl2flow.model import Tokenizer
 
 
 def converted(source: Path, **values: object) -> Path:
@@ -55,3 +58,15 @@ def test_gptq_and_its_twin_convert_and_tune_to_the_same_bytes(tmp_path: Path) ->
         assert torch.equal(tensors.pop(name), tensor), name
     assert not tensors
     assert form_of(found) == "gptq"
+
+
+def test_tekken_alone_becomes_a_tokenizer_that_other_programs_read(tmp_path: Path) -> None:
+    source = make_tiny("mistral", tmp_path / "model", vocab_size=400, num_hidden_layers=1)
+    (source / "tokenizer.json").unlink()
+    expected = Tokenizer.load(write(source)).encode(TEXT[2])
+
+    out = converted(source)
+
+    assert (out / "tekken.json").is_file()
+    backend = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert backend.encode(TEXT[2], add_special_tokens=False).ids == expected
