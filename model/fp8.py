@@ -61,13 +61,15 @@ def read_block(folder: Path) -> tuple[int, int] | None:
     key, block = _declared(declared)
     if block is None:
         return None
-    is_pair = isinstance(block, list) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise SourceModelError(
-            f"`quantization_config.{key}` in `{path}` is {block}; it must be two positive "
-            "integers, rows and columns: fetch the file again"
-        )
-    return block[0], block[1]
+    match block:
+        case [int(rows), int(columns)] if min(rows, columns) > 0 and not any(
+            size is True for size in block
+        ):
+            return rows, columns
+    raise SourceModelError(
+        f"`quantization_config.{key}` in `{path}` is {block}; it must be two positive integers, "
+        "rows and columns: fetch the file again"
+    )
 
 
 def _declared(declared: Mapping[str, object]) -> tuple[str, object]:
@@ -135,7 +137,7 @@ def decode(
     for start in range(0, n, STRIPE):
         values = codes[start : start + STRIPE].float()
         used = factors[torch.arange(start, start + len(values)) // rows]
-        cells = values[:, : whole * columns].unflatten(1, (whole, columns))
+        cells = values[:, : whole * columns].view(len(values), whole, columns)
         cells.mul_(used[:, :whole, None])
         values[:, whole * columns :].mul_(used[:, whole:])
         stripe = out[start : start + STRIPE].copy_(values)

@@ -48,7 +48,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "rich": ("flows/cli/",),
     "highspy": ("quant/allocate/knapsack.py",),
     "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
-    "tokenizers": ("model/tokenizer.py", "model/pieces.py", "model/sentencepiece_model.py"),
+    "tokenizers": tuple(
+        f"model/{n}.py" for n in ("tokenizer", "pieces", "sentencepiece_model", "tekken")
+    ),
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda_ops.py", "kernels/compiler.py"),
     "huggingface_hub": ("tasks/",),

@@ -142,7 +142,9 @@ def test_blocks_that_the_config_rules_out_are_refused(tmp_path: Path) -> None:
     assert "`config.json` has no blocks" in TensorFiles(source).undecodable()[0]
 
 
-@pytest.mark.parametrize("block", [[128], [0, 128], [128, -1], "128", 128, [128.0, 128], [True, 8]])
+@pytest.mark.parametrize(
+    "block", [[128], [0, 128], [128, -1], "128", 128, [128.0, 128], [True, 8], [8, True]]
+)
 def test_a_block_size_that_is_no_pair_is_refused(tmp_path: Path, block: object) -> None:
     source = make_fp8(tmp_path, "blocks, fp32")
     set_config(source, quantization_config={"weight_block_size": block})
