@@ -155,3 +155,17 @@ def test_paths_are_cut_down_to_names() -> None:
         "notes": ["row 3/4 of `my.parquet`, twice", "https://a.example/b", "/a\n/b"],
         "d": 1.5,
     }
+
+
+def test_a_source_that_was_quantized_already_is_named(bitrates: list[Bitrate]) -> None:
+    plain = render_card("org/tiny-exl2", bitrates, ORIGIN)
+    lossy = [replace(b, record={**b.record, "source_form": "gptq"}) for b in bitrates]
+
+    card = render_card("org/tiny-exl2", lossy, ORIGIN)
+
+    assert "KL divergence is that of the model from the unquantized one" in plain
+    assert "was quantized already" not in plain
+    assert "**The source was quantized already,** by GPTQ to 4 bits." in card
+    assert "KL divergence is that of the model from its source" in card
+    made = dict((row[0], row[1]) for row in rows(parts(card)[1], "## How they were made"))
+    assert made["form of the source"] == "gptq"

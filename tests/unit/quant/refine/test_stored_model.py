@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_models import make_fp8
 from refinements import refinement, rough_model
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
@@ -51,6 +52,17 @@ def test_overlay_takes_away_and_puts_in_place(pair: tuple[Path, Path]) -> None:
     assert "model.norm.weight" in overlay
     with pytest.raises(MissingTensor):
         overlay.read(hidden[0])
+
+
+def test_overlay_puts_fp8_weights_in_place_with_their_scales(tmp_path: Path) -> None:
+    reference = TensorFiles(make_fp8(tmp_path, "blocks, fp32", num_hidden_layers=1))
+    plain, name = tmp_path / "plain", f"{Q_PROJ}.weight"
+    decoded = load_file(plain / "model.safetensors")
+
+    overlay = Overlay(plain, instead={name: (reference, name)})
+
+    assert torch.equal(overlay.read(name), decoded[name])
+    assert overlay.in_fp8 == (name,)
 
 
 def test_mixture_has_the_weights_of_the_reference_and_all_else_of_the_model(
