@@ -120,7 +120,12 @@ def grid_of(
 
 
 def decode(
-    codes: torch.Tensor, scales: torch.Tensor, grid: tuple[int, int], out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    grid: tuple[int, int],
+    out: torch.Tensor,
+    *,
+    first: int = 0,
 ) -> bool:
     """Write the values of a weight; return whether all of them are finite in the dtype of `out`.
 
@@ -129,14 +134,15 @@ def decode(
         scales: one for each cell of the grid, in rows of the grid, any shape.
         grid: the rows and columns that share a scale, as of `grid_of`.
         out: fp16 (n, k), on the CPU.
+        first: where the n rows begin in the tensor that the scales belong to.
     """
     (n, k), (rows, columns) = codes.shape, grid
-    factors = scales.float().reshape(-(-n // rows), -(-k // columns))
+    factors = scales.float().reshape(-1, -(-k // columns))
     whole = k // columns  # the last cell may be narrower
     is_finite = True
     for start in range(0, n, STRIPE):
         values = codes[start : start + STRIPE].float()
-        used = factors[torch.arange(start, start + len(values)) // rows]
+        used = factors[(first + start + torch.arange(len(values))) // rows]
         cells = values[:, : whole * columns].view(len(values), whole, columns)
         cells.mul_(used[:, :whole, None])
         values[:, whole * columns :].mul_(used[:, whole:])

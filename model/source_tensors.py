@@ -127,6 +127,14 @@ def _check_form(
             f"`{spec.source_dir}` is quantized already (`{name}`, {form}), and this form cannot "
             "be decoded; convert the model that it was made from"
         )
+    known = {f"{p.key}.qweight" for p in in_gptq}
+    others = [n for n in tensors.names if n.endswith(".qweight") and n not in known]
+    if others:
+        raise SourceModelError(
+            f"`{spec.source_dir}` is quantized already, and `{others[0]}` (GPTQ) is no single "
+            "matrix of the text model, so it cannot be decoded; convert the model that it was made "
+            "from"
+        )
     if in_gptq and not lossy:
         raise SourceModelError(
             f"`{spec.source_dir}` is quantized already (`{in_gptq[0].key}`, {len(in_gptq)} "

@@ -39,7 +39,8 @@ _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 class _Entry:
     """Location of a tensor; `offset` counts bytes from the beginning of the file.
 
-    scales, scale_name, block: of an fp8 weight, see `fp8.grid_of`.
+    scales, scale_name, block: of an fp8 weight, see `fp8.grid_of`. first, whole_rows: where these
+    rows begin in the tensor that the scales belong to, and how many it has; 0: they are all.
     """
 
     path: Path
@@ -50,12 +51,20 @@ class _Entry:
     scales: "_Entry | None" = None
     scale_name: str = ""
     block: tuple[int, int] | None = None
+    first: int = 0
+    whole_rows: int = 0
 
     def rows(self, first: int, count: int) -> "_Entry":
         """Return the location of `count` rows."""
         row = self.nbytes // max(self.shape[0], 1)
-        start, shape = self.offset + first * row, (count, *self.shape[1:])
-        return replace(self, shape=shape, offset=start, nbytes=count * row)
+        return replace(
+            self,
+            shape=(count, *self.shape[1:]),
+            offset=self.offset + first * row,
+            nbytes=count * row,
+            first=self.first + first,
+            whole_rows=self.whole_rows or self.shape[0],
+        )
 
 
 class TensorFiles:
@@ -231,8 +240,9 @@ def _grid(name: str, entry: _Entry) -> tuple[int, int]:
             f"`{entry.scale_name}` in `{entry.scales.path}` has dtype {entry.scales.dtype}; "
             f"supported for scales are {', '.join(fp8.SCALE_DTYPES)}: use an unquantized model"
         )
+    shape = (entry.whole_rows, *entry.shape[1:]) if entry.whole_rows else entry.shape
     names = (name, entry.scale_name)
-    return fp8.grid_of(entry.shape, entry.scales.shape, entry.block, names=names)
+    return fp8.grid_of(shape, entry.scales.shape, entry.block, names=names)
 
 
 def _scales(entry: _Entry) -> torch.Tensor:
@@ -247,7 +257,7 @@ def _decoded(name: str, entry: _Entry, *, pinned: bool) -> torch.Tensor:
     grid, scales = _grid(name, entry), _scales(entry)
     codes = _raw(name, entry, torch.float8_e4m3fn)
     found = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
-    if not fp8.decode(codes, scales, grid, found):
+    if not fp8.decode(codes, scales, grid, found, first=entry.first):
         raise NonFiniteState(
             f"`{name}` in `{entry.path}`, decoded from fp8, holds NaN or what does not fit fp16 in "
             f"{int((~found.isfinite()).sum()):,} of {found.numel():,} elements; download the model "

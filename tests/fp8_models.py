@@ -74,13 +74,20 @@ FORMS = {
 }
 
 
-def make_fp8(folder: Path, form: str, family: str = "llama", **config: object) -> Path:
+def make_fp8(
+    folder: Path,
+    form: str,
+    family: str = "llama",
+    *,
+    make: Callable[..., Path] = make_tiny,
+    **config: object,
+) -> Path:
     """Write a tiny model in fp8 to `folder/fp8`, and its decoded twin in fp16 to `folder/plain`.
 
     Returns:
         The former.
     """
-    source, plain = (make_tiny(family, folder / name, **config) for name in ("fp8", "plain"))
+    source, plain = (make(family, folder / name, **config) for name in ("fp8", "plain"))
     declared, split = FORMS[form]
     set_config(source, quantization_config=declared)
     stored: Tensors = {}

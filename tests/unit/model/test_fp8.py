@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from fp8_models import BLOCK, FORMS, FP8, expanded, make_fp8, set_config
 from safetensors.torch import load_file, save_file
 
 from exl2flow.core.errors import MissingTensor, NonFiniteState, SourceModelError, TensorShapeError
 from exl2flow.inference import load_model
-from exl2flow.model import TensorFiles, fp8, resolve, unclaimed
-from exl2flow.model.source_tensors import check_tensors
+from exl2flow.model import CanonicalTensors, TensorFiles, fp8, resolve
+from exl2flow.model.source_tensors import check_claimed, check_tensors
 
 KEY = "model.layers.0.mlp.up_proj"
 NAME = f"{KEY}.weight"
@@ -39,8 +40,8 @@ def test_an_fp8_model_runs_like_its_twin(tmp_path: Path, form: str) -> None:
     found = load_model(source, device="cpu").decoder.forward(ids)
 
     assert torch.equal(found, load_model(tmp_path / "plain", device="cpu").decoder.forward(ids))
-    assert unclaimed(resolve(source), TensorFiles(source)) == ()
     check_tensors(resolve(source))
+    check_claimed(resolve(source))
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (128, 128), (1, 7), (129, 40)])
@@ -54,6 +55,35 @@ def test_blocks_need_not_divide_the_matrix(shape: tuple[int, int], grid: tuple[i
 
     each = expanded(scales, codes.shape, rows, columns)
     assert torch.equal(found, (codes.float() * each).half())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_some_rows_of_a_weight_have_its_scales(tmp_path: Path, form: str) -> None:
+    files = TensorFiles(make_fp8(tmp_path, form))
+    whole = files.read(NAME)
+
+    files._entries["some"] = files._entries[NAME].rows(17, 60)
+    files._entries["some.weight"] = files._entries["some"].rows(20, 30)
+
+    assert files.shape("some.weight") == (30, 64)
+    assert files.nbytes("some.weight") == 2 * 30 * 64
+    assert files.dtype("some.weight") == torch.float16
+    assert torch.equal(files.read("some.weight"), whole[37:67])
+    assert files.undecodable() == []
+
+
+@pytest.mark.parametrize("form", ["blocks, bf16", "channels (n, 1)", "tensor"])
+@pytest.mark.parametrize("name", ["phi3", "mistral3"])
+def test_fused_and_renamed_weights_have_their_scales(tmp_path: Path, name: str, form: str) -> None:
+    source = make_fp8(tmp_path, form, name, make=make_checkpoint)
+    tensors, plain = (CanonicalTensors(resolve(f)) for f in (source, tmp_path / "plain"))
+
+    assert tensors.in_fp8
+    assert set(tensors.names) == set(plain.names)
+    for each in plain.names:
+        assert torch.equal(tensors.read(each), plain.read(each))
+    check_tensors(resolve(source))
+    check_claimed(resolve(source))
 
 
 @pytest.mark.parametrize("form", ["blocks, fp32", "blocks, e8m0", "tensor"])

@@ -47,7 +47,7 @@ def test_an_fp8_source_has_the_plan_of_its_twin(tmp_path: Path) -> None:
         for folder in (source, tmp_path / "plain")
     )
 
-    assert (found.weights, found.needs, found.unused) == (twin.weights, twin.needs, ())
+    assert (found.weights, found.needs) == (twin.weights, twin.needs)
 
 
 def test_fp8_weights_without_scales_are_all_listed(tmp_path: Path) -> None:
@@ -68,10 +68,17 @@ def test_gptq_is_refused_with_the_option_that_accepts_it(gptq: Path) -> None:
 
 
 def test_gptq_is_accepted_on_request(gptq: Path) -> None:
-    plan = preflight(small_config(gptq, gptq.parent / "out", lossy_source=True))
+    preflight(small_config(gptq, gptq.parent / "out", lossy_source=True))
 
-    assert plan.unused == ()
     assert source_form(resolve(gptq), TensorFiles(gptq)) == "gptq"
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_fused_matrices_in_gptq_form_are_refused(gptq: Path, lossy: bool) -> None:
+    name = "model.layers.0.self_attn.qkv_proj.qweight"
+    change(gptq, lambda tensors: tensors.update({name: tensors[f"{KEY}.qweight"] + 1}))
+
+    assert f"`{name}` (GPTQ) is no single matrix" in refusal(gptq, lossy_source=lossy)
 
 
 def no_zeros(tensors: Tensors) -> None:
