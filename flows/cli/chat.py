@@ -235,8 +235,11 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
     for note in session.notes:
         say(note, style="yellow")
     answer = thinking = ""
+    ending = list[str]()  # notes that come behind the answer's last line
     for piece in session.reply(message):
-        if piece.kind == "note":
+        if piece.kind == "note" and answer:
+            ending.append(piece.text)
+        elif piece.kind == "note":
             say(piece.text, style="yellow")
         elif piece.kind == "thinking":
             thinking += piece.text
@@ -247,8 +250,11 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
                 sys.stdout.flush()
     at_work.keep()
     counts, turn = session.statistics, session.turns[-1].current
-    if not turn.ended:
-        say("`--max-answer` allows more", style="yellow")
+    if not as_json:
+        sys.stdout.write("\n" * (not answer.endswith("\n")))
+        sys.stdout.flush()
+    for note in [*ending, *["`--max-answer` allows more"] * (not turn.ended)]:
+        say(note, style="yellow")
     if as_json:
         emit_json(
             {
@@ -263,7 +269,6 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
             }
         )
         return
-    sys.stdout.write("\n" * (not answer.endswith("\n")))
     if at_work.screen.stats:
         say(summary(counts), style="dim")
 
