@@ -110,12 +110,12 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a CPU tensor on a device, without waiting for the device.
+    """Return a tensor on a device, without waiting for the device.
 
     CUDA copies a little pageable memory into a buffer of its own before it returns; for more it
     waits until the device has done all that was launched before.
     """
-    if device.type == "cuda" and tensor.nbytes > MOST_BUFFERED:
+    if device.type == "cuda" and not tensor.is_cuda and tensor.nbytes > MOST_BUFFERED:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
