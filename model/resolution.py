@@ -12,6 +12,7 @@ from exl2flow.model.families import FAMILIES, Family, WindowRule
 from exl2flow.model.fields import Fields
 from exl2flow.model.rope_spec import read_rope
 from exl2flow.model.spec import AttentionSpec, MlpSpec, ModelSpec
+from exl2flow.model.unsupported import need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
 MOST_LAYERS = 2048
@@ -90,6 +91,11 @@ def _family(config: Fields) -> tuple[Family, Fields]:
     if rows:
         return _wrapped(config, name, rows)
     known = dict.fromkeys(row for row, _ in FAMILIES)
+    if need := need_of(name):
+        raise UnsupportedArchitecture(
+            f"architecture `{name}` in `{config.path}` is not supported: it needs {need}; "
+            f"supported are {_quoted(known)}"
+        )
     stems = {SUFFIX.sub("", row).lower(): row for row in known}
     near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
     close = [stems[stem] for stem in near]

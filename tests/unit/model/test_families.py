@@ -15,7 +15,8 @@ from tiny import VOCAB_SIZE, make_tiny
 from transformers import DynamicCache
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError, UnsupportedArchitecture
-from exl2flow.model import CanonicalTensors, Decoder, build_decoder, resolve
+from exl2flow.model import FAMILIES, CanonicalTensors, Decoder, build_decoder, resolve
+from exl2flow.model.unsupported import NEEDS
 
 TOLERANCE = 1e-4  # logits are of size 1 to 4, sums are fp32 in another order
 LENGTHS = (24, 80)  # beyond windows, and beyond the context before it was stretched
@@ -234,3 +235,29 @@ def test_layer_types_of_another_length_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(SourceModelError, match=r"`layer_types`.*a list of 2 items"):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "layers with a state"),
+        ("DeepseekV3ForCausalLM", "MLA"),
+        ("GptOssForCausalLM", "a mixture of experts"),
+        ("Gemma3ForConditionalGeneration", "norms, scales"),
+    ],
+)
+def test_an_architecture_that_is_known_is_refused_with_what_it_needs(
+    architecture: str, words: str, tmp_path: Path
+) -> None:
+    make_tiny("llama", tmp_path)
+    change_config(tmp_path, architectures=[architecture])
+
+    with pytest.raises(UnsupportedArchitecture, match=f"`{architecture}`.* it needs .*{words}"):
+        resolve(tmp_path)
+
+
+def test_each_unsupported_architecture_has_one_need() -> None:
+    names = [name for of_need in NEEDS.values() for name in of_need]
+
+    assert len({*names}) == len(names)
+    assert not {*names} & {architecture for architecture, _ in FAMILIES}

@@ -197,7 +197,7 @@ def test_names_that_are_not_near_are_not_called_so(architecture: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
-    [("Qwen3MoeForCausalLM", "`Qwen3ForCausalLM`"), ("LLaMAForCausalLM", "`LlamaForCausalLM`")],
+    [("Qwen3xForCausalLM", "`Qwen3ForCausalLM`"), ("LLaMAForCausalLM", "`LlamaForCausalLM`")],
 )
 def test_unknown_architecture_names_the_nearest(
     architecture: str, nearest: str, tmp_path: Path
