@@ -26,9 +26,8 @@ from statistics import mean, median
 
 import tokenizers
 import torch
-from decode import write_model
+from decode import add_model, model_of
 from generation_jobs import settle
-from layers import SHAPES
 from rich.console import Console
 
 from exl2flow.core.conversation import Answer, Turn
@@ -186,10 +185,7 @@ def turns(chat: Chat, context: int, runs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--model", type=Path, help="a folder instead of random codes")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--bpw", type=int, default=4)
+    add_model(parser)
     parser.add_argument("--cache", help="format of the cache")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=500, help="of an answer")
@@ -198,9 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, terminal() as console:
         folder = Path(name)
-        source = arguments.model or folder / "model"
-        if arguments.model is None:
-            write_model(source, arguments.shape, arguments.layers, arguments.bpw)
+        source = model_of(arguments, folder)
         room = max(arguments.context, arguments.tokens) + 2048
         model = endless(load_model(source, device=arguments.device, max_tokens=room))
         generator = Generator(model, cache=arguments.cache, slots=1)

@@ -57,6 +57,22 @@ def write_model(folder: Path, shape: str, layers: int, bits: int) -> None:
     write_tensors(folder / "model.safetensors", tensors)
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model is timed."""
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--model", type=Path, help="a model's folder instead of random codes")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--bpw", type=int, default=4)
+
+
+def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
+    """Return the model's folder; without one, write a model of random codes below `folder`."""
+    if arguments.model is not None:
+        return Path(arguments.model)
+    write_model(folder / "model", arguments.shape, arguments.layers, arguments.bpw)
+    return folder / "model"
+
+
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Return the median time of calls, including their work on the device."""
     times = []
@@ -122,18 +138,13 @@ def replayed(steps: Steps, kind: Kind, draws: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--model", type=Path, help="an EXL2 folder instead of random codes")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--bpw", type=int, default=4)
+    add_model(parser)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--context", nargs="+", type=int, default=[512])
     parser.add_argument("--cache", nargs="+", default=["fp16"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = arguments.model or Path(folder) / "model"
-        if arguments.model is None:
-            write_model(source, arguments.shape, arguments.layers, arguments.bpw)
+        source = model_of(arguments, Path(folder))
         begun = time.perf_counter()
         model = load_model(source, device="cuda")
         torch.cuda.synchronize()

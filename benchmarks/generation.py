@@ -19,11 +19,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from decode import seconds, write_model
+from decode import add_model, model_of, seconds
 from generation_drafts import draft, guessed, ngram
 from generation_features import adapters, grammar
 from generation_jobs import DEFAULT, GREEDY, prompt, request, stepped
-from layers import SHAPES
 from psutil import Process
 
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
@@ -343,19 +342,14 @@ def run(modes: Iterable[str], model: LoadedModel, form: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modes", nargs="*", choices=[*MODES, []], metavar="MODE")
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--model", type=Path, help="an EXL2 folder instead of random codes")
+    add_model(parser)
     parser.add_argument("--draft", type=Path, help="compare texts with those that it drafts")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--bpw", type=int, default=4)
     parser.add_argument("--cache", default="fp16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-tokens", type=int, default=20480)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = arguments.model or Path(folder) / "model"
-        if arguments.model is None:
-            write_model(source, arguments.shape, arguments.layers, arguments.bpw)
+        source = model_of(arguments, Path(folder))
         model = load_model(source, device=arguments.device, max_tokens=arguments.max_tokens)
         where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
         print(f"{where}, torch {torch.__version__}, {arguments.cache} cache")
