@@ -246,7 +246,7 @@ def _several(name: str, values: object) -> tuple[object, ...]:
 
 def _ids(name: str, values: object) -> list[int]:
     try:
-        return [*map(index, _several(name, values))]  # type: ignore[arg-type]
+        return [*map(index, _several(name, values))]  # type: ignore[arg-type]  # they may be anything
     except TypeError as error:
         raise ConfigError(f"`{name}` is {_shown(values)}; it takes token ids") from error
 

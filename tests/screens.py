@@ -8,7 +8,7 @@ import pexpect
 import pyte
 from rich.console import Console
 
-from exl2flow.flows.cli.terminal.input import Leave
+from exl2flow.flows.cli.terminal.input import Leave, Typed
 
 
 def rows_of(screen: pyte.HistoryScreen) -> list[str]:
@@ -71,7 +71,7 @@ class _Into(io.StringIO):
         return len(text)
 
 
-class Script:
+class Script(Typed):
     """Stands for the keyboard."""
 
     def __init__(self, *lines: str) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import small_config
 from roundings import to_nearest
 from safetensors.torch import load_file, save_file
-from stage_runs import foreign_measurement, run_until, text_parquet
+from stage_runs import prepared, run_until
 from tiny import make_tiny
 
 from exl2flow.core.config import ConversionConfig
@@ -54,22 +53,7 @@ from exl2flow.quant.walk.source_model import SourceModel
 def config(tmp_path: Path) -> ConversionConfig:
     """A conversion of one layer that need not measure and has no gradients."""
     source = make_tiny("qwen2", tmp_path / "model", num_hidden_layers=1)
-    calibration = {
-        "text": text_parquet(tmp_path / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
-    measurement = foreign_measurement(tmp_path / "measurement.json", resolve(source))
-    return small_config(
-        source,
-        tmp_path / "out",
-        bpw=5.0,
-        calibration=calibration,
-        measurement=measurement,
-        sensitivity={"kind": "error"},
-    )
+    return prepared(source, bpw=5.0, quality="fast", sensitivity={"kind": "error"})
 
 
 @pytest.fixture(params=["standard", "exllamav2"])

@@ -40,7 +40,7 @@ def chat(folder: Path, generator: Generator, terminal: Terminal, tmp_path: Path)
     return Chat(
         session=session, screen=Screen(terminal.console), model=folder, obey=obey,
         file=tmp_path / "kept.json", restart=lambda: Generator(generator.model, slots=1),
-        typed=Script(),  # type: ignore[arg-type]
+        typed=Script(),
     )  # fmt: skip
 
 

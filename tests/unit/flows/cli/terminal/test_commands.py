@@ -60,7 +60,7 @@ def test_what_a_command_changes_is_kept(chat: Chat, say: Say) -> None:
 
 def test_a_message_edited_to_nothing_stays(chat: Chat, say: Say) -> None:
     say("One")
-    chat.typed = Script(" ")  # type: ignore[assignment]
+    chat.typed = Script(" ")
 
     assert "error: nothing was edited" in say("/edit")
     assert [turn.user for turn in chat.session.turns] == ["One"]
@@ -82,7 +82,7 @@ def test_edit_replaces_a_turn_and_forgets_later_ones(chat: Chat, say: Say) -> No
     say("One")
     say("Two")
     say("Three")
-    chat.typed = script = Script("Zwei")  # type: ignore[assignment]
+    chat.typed = script = Script("Zwei")
 
     say("/edit 2")
 
@@ -93,7 +93,7 @@ def test_edit_replaces_a_turn_and_forgets_later_ones(chat: Chat, say: Say) -> No
 def test_edit_without_a_number_edits_the_last_turn(chat: Chat, say: Say) -> None:
     say("One")
     say("Two")
-    chat.typed = Script("Zwei")  # type: ignore[assignment]
+    chat.typed = Script("Zwei")
 
     say("/edit")
 
@@ -208,7 +208,7 @@ def test_a_saved_conversation_is_loaded(chat: Chat, say: Say, tmp_path: Path) ->
 
 
 def test_quit_ends_the_chat(chat: Chat) -> None:
-    chat.typed = Script("  ", "Hello", "/quit", "never")  # type: ignore[assignment]
+    chat.typed = Script("  ", "Hello", "/quit", "never")
 
     chat.run()
 
