@@ -91,17 +91,14 @@ def _family(config: Fields) -> tuple[Family, Fields]:
     if rows:
         return _wrapped(config, name, rows)
     known = dict.fromkeys(row for row, _ in FAMILIES)
-    if need := need_of(name):
-        raise UnsupportedArchitecture(
-            f"architecture `{name}` in `{config.path}` is not supported: it needs {need}; "
-            f"supported are {_quoted(known)}"
-        )
     stems = {SUFFIX.sub("", row).lower(): row for row in known}
     near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
     close = [stems[stem] for stem in near]
+    need = need_of(name)
     nearest = f"; nearest are {_quoted(close)}" if close else ""
+    why = f": it needs {need}" if need else nearest
     raise UnsupportedArchitecture(
-        f"architecture `{name}` in `{config.path}` is not supported{nearest}; supported are "
+        f"architecture `{name}` in `{config.path}` is not supported{why}; supported are "
         f"{_quoted(known)}"
     )
 
