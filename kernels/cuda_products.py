@@ -74,8 +74,8 @@ def multiply(
         ]
         results = [torch.cat(same) for same in zip(*(part[0] for part in parts), strict=True)]
         return results, torch.cat([part[1] for part in parts])
-    runs = [*_runs(products)]
-    if len(runs) == 1 and are_known(products):
+    runs = [*_runs(products, len(x))]
+    if len(runs) == 1 and are_known(products, len(x)):
         plan = _plan(tuple(products), bucket(len(x)))
         if plan is not None:
             return _launched(plan, x, products, hidden)
@@ -86,11 +86,11 @@ def multiply(
     return found, found[0] if hidden is None else hidden
 
 
-def _runs(products: Sequence[Product]) -> Iterator[list[Product]]:
+def _runs(products: Sequence[Product], rows: int) -> Iterator[list[Product]]:
     """Divide a chain before norms and after results that are not the kernel's work."""
     run: list[Product] = []
     for product in products:
-        if run and (needs_more(run[-1], product) or has_own_norm(product)):
+        if run and (needs_more(run[-1], product, rows) or has_own_norm(product)):
             yield run
             run = []
         run.append(product)
@@ -108,7 +108,7 @@ def _run(
     found, states = multiply(x, cores, hidden)
     if any(core.adds for core in cores):
         hidden = states
-    if not needs_more(last, None):
+    if not needs_more(last, None, len(x)):
         return found, hidden
     [y] = found
     if last.activation is not None and not last.is_gated:
@@ -126,7 +126,7 @@ _CORES: WeakKeyDictionary[Product, dict[bool, Product]] = WeakKeyDictionary()
 
 def _core(product: Product, *, is_last: bool) -> Product:
     """Return what the kernel computes of a product: always the same object, for its plans."""
-    drops_norm, drops_rest = has_own_norm(product), is_last and needs_more(product, None)
+    drops_norm, drops_rest = has_own_norm(product), is_last and needs_more(product, None, 1)
     if not drops_norm and not drops_rest:
         return product
     cores = _CORES.setdefault(product, {})

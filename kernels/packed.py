@@ -1,8 +1,8 @@
 """The layout of a quantized matrix in memory at inference, converted from the file on load.
 
 Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
-warp holds the codes that it feeds to a tensor core, in bit positions from which one instruction
-makes fp16 numbers. `docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
+warp holds the codes that it feeds to a tensor core as bytes; narrow ones share a byte.
+`docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,17 @@ from exl2flow.kernels.norm import Norm
 
 TILE = 32  # columns
 LANES = 32
-# how far a fragment's upper bits lie to the left of where they are used
-TURNS = {3: (0, 1, 8, 9), 5: (0, 1, 2, 3, 8, 9, 10, 11), 6: (0, 2, 8, 10)}
+# registers whose codes lie below those of others, by bits and register: words, place in the byte
+# and bits of each piece, the lowest first
+SPREAD = {
+    (3, 6): [(2, 0, 2), (1, 0, 1)],
+    (3, 7): [(1, 1, 1), (0, 0, 2)],
+    (5, 5): [(1, 0, 2), (0, 0, 3)],
+    (5, 6): [(3, 0, 2), (2, 0, 3)],
+    (5, 7): [(3, 2, 1), (1, 2, 1), (4, 0, 3)],
+    (6, 6): [(2, 0, 2), (1, 0, 2), (0, 0, 2)],
+    (6, 7): [(5, 0, 2), (4, 0, 2), (3, 0, 2)],
+}
 # adjacent words of a lane
 PIECES = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [4, 4]}
 
@@ -109,37 +118,52 @@ class Product:
 def places(bits: int) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
     """Return the places of a lane's 32 codes: word, place, first bit and bits of each piece.
 
-    Code `8 f + 2 s + h` belongs to fragment f (m-tile f // 2, k-step f % 2), register s, half h.
+    Code `4 r + i` belongs to byte i of the lane's operand r = 4 m + 2 h + j: rows 4 h + i of its 8
+    and column c = 2 m + j of its 4.
     """
 
-    def pieces(f: int, s: int, h: int) -> Iterator[tuple[int, int, int, int]]:
-        half = 16 * h
-        if bits == 8:
-            yield 2 * f + s // 2, 8 * (s % 2) + half, 0, 8
-        elif bits >= 4:
-            yield f, 4 * s + half, 0, 4
-            above = 4 + 4 * (s % 2) + half
-            if bits == 5:
-                yield 4, (above + TURNS[5][2 * f + s // 2]) % 32, 4, 1
-            if bits == 6:
-                yield 4 + f // 2, (above + TURNS[6][2 * (f % 2) + s // 2]) % 32, 4, 2
+    def pieces(r: int, i: int) -> Iterator[tuple[int, int, int, int]]:
+        c, h, byte = r // 4 * 2 + r % 2, r // 2 % 2, 8 * i
+        shared = _columns_of_byte(bits)
+        place = byte + 8 - bits * (shared - c % shared)
+        if (bits, r) in SPREAD:
+            first = 0
+            for word, low, width in SPREAD[bits, r]:
+                yield word, byte + low, first, width
+                first += width
         else:
-            yield f // 2, 8 * (f % 2) + 2 * s + half, 0, 2
-            if bits == 3:
-                yield 2, (2 * s + 2 + half + TURNS[3][f]) % 32, 2, 1
+            yield h if bits == 2 else r if shared == 1 else r // 2, place, 0, bits
 
-    return tuple(tuple(pieces(f, s, h)) for f in range(4) for s in range(4) for h in range(2))
+    return tuple(tuple(pieces(r, i)) for r in range(8) for i in range(4))
+
+
+@cache
+def inverted(bits: int) -> tuple[int, ...]:
+    """Return the bits of a lane's 32 codes that are stored inverted: the last code of a byte.
+
+    It is then signed, without its zero point.
+    """
+    shared = _columns_of_byte(bits)
+    columns = [r // 4 * 2 + r % 2 for r in range(8)]
+    return tuple(
+        0 if (c + 1) % shared else 1 << (bits - 1) for c in columns for _ in range(4)
+    )
+
+
+def _columns_of_byte(bits: int) -> int:
+    return {2: 4, 3: 2, 4: 2}.get(bits, 1)
 
 
 def _owned(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and column in a panel of all lanes' codes, each int64 (32 codes, 32 lanes)."""
     lane = torch.arange(LANES, device=device)
-    f, s, h = (
+    m, h, j, i = (
         x.reshape(-1, 1)
-        for x in torch.meshgrid(*(torch.arange(c, device=device) for c in (4, 4, 2)), indexing="ij")
+        for x in torch.meshgrid(
+            *(torch.arange(c, device=device) for c in (2, 2, 2, 4)), indexing="ij"
+        )
     )
-    rows = 8 * (lane % 4) + 4 * (f % 2) + 2 * (s // 2) + h
-    return rows, 16 * (f // 2) + 8 * (s % 2) + lane // 4
+    return 8 * (lane % 4) + 4 * h + i, 16 * m + 8 * j + lane // 4
 
 
 def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
@@ -151,7 +175,7 @@ def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
         words = codes.new_zeros(n // TILE, panels.shape[1], bits, LANES, dtype=torch.int32)
         for index, pieces in enumerate(places(bits)):
-            code = panels[:, :, rows[index], columns[index]].int()
+            code = panels[:, :, rows[index], columns[index]].int() ^ inverted(bits)[index]
             for word, place, first, width in pieces:
                 part = code.bitwise_right_shift(first).bitwise_and((1 << width) - 1)
                 words[:, :, word] |= part.bitwise_left_shift(place)
@@ -178,7 +202,7 @@ def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
             for place_word, place, first, width in parts:
                 bits_there = words[..., place_word].bitwise_right_shift(place)
                 value |= bits_there.bitwise_and((1 << width) - 1).bitwise_left_shift(first)
-            panels[:, :, rows[index], columns[index]] = value.to(torch.uint8)
+            panels[:, :, rows[index], columns[index]] = (value ^ inverted(bits)[index]).byte()
     return codes.transpose(0, 1).flatten(1)
 
 

@@ -6,7 +6,7 @@ share its panels equally. Products that each read the previous result are one la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 import torch
@@ -16,7 +16,11 @@ from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 
 WARPS = 16  # per CTA
-ROWS = 8  # rows of x that a tensor core takes at once
+ROWS = (1, 4, 8, 16)  # kernels, by the most rows of x
+FEWEST_SHARED_ROWS = 8  # that any device has room for
+IN_ORDER = 8  # more rows of x are put in order beforehand
+MOST_ADDED = 3 * 8 * WARPS * 32  # numbers of a row of x whose norm is added to hidden states
+UNIT = 8  # bytes that belong to a panel of a row of x
 STEP = 2048  # bytes of codes that a warp fetches at once
 MOST_PANELS = 4  # per step
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
@@ -83,13 +87,20 @@ class Plan:
 
 def most_rows(most_shared: int) -> int:
     """Return the most rows of x per launch on a device with this much shared memory."""
-    return 2 * ROWS if most_shared >= MANY_SHARED else ROWS
+    return ROWS[-1] if most_shared >= MANY_SHARED else FEWEST_SHARED_ROWS
 
 
-def are_known(products: Sequence[Product]) -> bool:
-    """Return whether the kernel computes all of a chain."""
+def kernel_rows(rows: int) -> int:
+    """Return the rows of x that the kernel for so many has room for."""
+    return next(most for most in ROWS if rows <= most)
+
+
+def are_known(products: Sequence[Product], rows: int) -> bool:
+    """Return whether the kernel computes all of a chain for so many rows of x."""
     pairs = [*zip(products, [*products[1:], None], strict=True)]
-    return all(not has_own_norm(one) and not needs_more(one, behind) for one, behind in pairs)
+    return all(
+        not has_own_norm(one) and not needs_more(one, behind, rows) for one, behind in pairs
+    )
 
 
 def has_own_norm(product: Product) -> bool:
@@ -97,16 +108,19 @@ def has_own_norm(product: Product) -> bool:
     return product.norm is not None and not product.norm.is_plain
 
 
-def needs_more(product: Product, following: Product | None) -> bool:
+def needs_more(product: Product, following: Product | None, rows: int) -> bool:
     """Return whether the kernel leaves out what follows from a product's result.
 
-    A norm of the result is the work of the product behind it.
+    A norm of the result is the work of the product behind it, for one row: each of its CTAs does
+    it, so for more rows a launch is faster.
     """
     if product.activation is not None and not product.is_gated:
         return True
     if product.after is None:
         return False
-    if following is None or has_own_norm(following):
+    if following is None or has_own_norm(following) or rows > 1:
+        return True
+    if len(following.order) > MOST_ADDED:
         return True
     return not (product.adds and product.after.is_plain)
 
@@ -144,7 +158,10 @@ def plan_of(
         ctas = max(division.ctas * division.parts for division in divisions)
         if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
             return None
-        inputs = [division.input_bytes(rows) for division in divisions]
+        inputs = [
+            division.input_bytes(rows, product.matrices[0].shape[0] // PANEL_ROWS * adds)
+            for division, product, adds in zip(divisions, products, _add(products), strict=True)
+        ]
         words, scale_room = (sum(d.words for d in divisions), sum(d.scales for d in divisions))
         tiles = max(division.tiles for division in divisions)
         fixed = WARPS * (scale_room + 4 * words) + 4 * rows * TILE * tiles + max(inputs)
@@ -170,14 +187,14 @@ def plan_of(
             kept += _fill_after(entry, products[index - 1], product)
         filled(entry, share_at=share_at, scale_at=scale_at)
         share_at, scale_at = share_at + division.words, scale_at + division.scales
-    if rows <= ROWS:  # for more rows x is reordered beforehand
+    if rows <= IN_ORDER:
         place = torch.argsort(products[0].order).int()
         filled(argument["stages"][0], place=place)
         kept.append(place)
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(division.parts for division in divisions),
-        name=f"product<{-(-rows // ROWS)}, {str(has_zeros).lower()}>",
+        name=f"product<{kernel_rows(rows)}, {str(has_zeros).lower()}>",
         ctas=ctas,
         shared=fixed + slots * SLOT,
         argument=argument,
@@ -234,11 +251,18 @@ class _Division:
         panels = product.matrices[0].shape[0] // PANEL_ROWS
         return _Division.of(product, -(-panels // (self.length - 1)), processors)
 
-    def input_bytes(self, rows: int) -> int:
-        """Return the bytes of this many rows of x, later reused for a sum of each warp."""
-        stride = self.length * PANEL_ROWS + (0 if self.length % 2 else PANEL_ROWS)
-        of_x = 2 * stride * (rows if rows <= ROWS else 2 * ROWS)
+    def input_bytes(self, rows: int, panels: int) -> int:
+        """Return the bytes of so many rows of x, later reused for a sum of each warp.
+
+        panels: of x, if all of it is needed; else 0.
+        """
+        of_x = kernel_rows(rows) * (2 * PANEL_ROWS * max(panels, self.length) + UNIT * self.length)
         return max(of_x, 4 * WARPS * rows * TILE)
+
+
+def _add(products: Sequence[Product]) -> list[bool]:
+    """Return which products add the norm of the result before them to hidden states."""
+    return [False, *(product.after is not None for product in products[:-1])]
 
 
 def _sets(product: Product) -> list[list[PackedMatrix]]:
@@ -305,12 +329,12 @@ def _fill_after(entry: np.void, before: Product, product: Product) -> list[torch
         return []
     order = product.order
     weight = before.after.weight[order].contiguous()
-    places = order.int()
+    features, place = order.int(), torch.argsort(order).int()
     filled(
-        entry, after=weight, order=places, after_eps=before.after.eps,
+        entry, after=weight, order=features, place=place, after_eps=before.after.eps,
         after_multiplier=before.multiplier,
     )  # fmt: skip
-    return [weight, places]
+    return [weight, features, place]
 
 
 def _tiles_each(
@@ -376,22 +400,16 @@ def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
     kinds, first = [], 0
     while first < len(run):
         bits, _, group = run[first]
-        lengths: list[int] = []  # of groups that begin here and can be one step
-        for of_bits, _, of_group in run[first : first + min(MOST_PANELS, STEP // (128 * bits))]:
-            if of_bits != bits:
-                break
-            if len(lengths) == of_group - group:
-                lengths.append(0)
-            lengths[-1] += 1
-        equal = next((i for i, x in enumerate(lengths) if x != lengths[0]), len(lengths))
-        count = equal * lengths[0]
-        first += count
+        most = min(MOST_PANELS, STEP // (128 * bits))
+        step = [*takewhile(lambda panel, bits=bits: panel[0] == bits, run[first : first + most])]
+        first += len(step)
         is_end = first == len(run)
-        ended = equal - (not is_end and run[first][2] == run[first - 1][2])
-        kinds.append(bits | count << 4 | lengths[0] << 8 | is_end << 12 | ended << 13)
+        of_panels = sum((of - group) << 2 * i for i, (_, _, of) in enumerate(step))
+        ended = (run[-1][2] + 1 if is_end else run[first][2]) - group
+        kinds.append(bits | len(step) << 4 | is_end << 7 | of_panels << 8 | ended << 16)
     return kinds
 
 
 def _scale_bytes(share: Sequence[int], size: int) -> int:
     """Return the bytes of scales in a share."""
-    return size * sum(kind >> 13 for kind in share[HEADER:])
+    return size * sum(kind >> 16 for kind in share[HEADER:])

@@ -104,8 +104,8 @@ class Work:
 class Step:
     """Panels that a warp multiplies together; bytes are those within a matrix's tile.
 
-    index: the tile among those of the CTA; group: panels of each; scales: bytes of the groups;
-    sums: where those of the tile go.
+    index: the tile among those of the CTA; scales: bytes of each panel's group; sums: where those
+    of the tile go.
     """
 
     block: int
@@ -116,7 +116,6 @@ class Step:
     panel: int
     bits: int
     count: int
-    group: int
     codes: int
     scales: list[int]
     sums: tuple[str, int]
@@ -151,17 +150,17 @@ def warp_steps(work: Work, share: list[int], size: int, block: int, warp: int) -
         if index == first:
             at, panel = codes, work.begin + row // 32
         for kind in kinds:
-            bits, panels, group, ended = kind & 15, kind >> 4 & 15, kind >> 8 & 15, kind >> 13
-            own = brought[used : used + panels // group]
+            bits, panels, ended = kind & 15, kind >> 4 & 7, kind >> 16
+            own = [brought[used + (kind >> 8 + 2 * i & 3)] for i in range(panels)]
             assert {i for i, _ in own} == {index}
             yield Step(
                 block=block, warp=warp, index=index, matrix=of, tile=work.tile_of(index),
-                panel=panel, bits=bits, count=panels, group=group, codes=at,
+                panel=panel, bits=bits, count=panels, codes=at,
                 scales=[byte for _, byte in own],
                 sums=("ended", index) if index + 1 < first + segments else ("last", warp),
             )  # fmt: skip
             at, panel, used = at + bits * panels * 128, panel + panels, used + ended
-            if kind >> 12 & 1:
+            if kind >> 7 & 1:
                 break
     assert used == len(brought)
 

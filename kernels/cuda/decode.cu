@@ -6,22 +6,23 @@
 template <int B, bool GPTQ>
 __device__ __forceinline__ void decode_panel(const byte* codes, const Scales& own, int lane,
                                              half_bits (*rows)[TILE_COLUMNS]) {
-    u32 w[B], a[4][4];
+    u32 w[B], a[8];
     read_words<B>(codes, lane, w);
-#pragma unroll
-    for (int f = 0; f < 4; ++f) fragment<B>(w, f, a[f]);
+    operands<B>(w, a);
     const int t = lane % 4;
+    constexpr u32 zero = GPTQ ? 0x6400 : 0x6400 + (1 << (B - 1));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {  // rows 8 t to 8 t + 7 of column 8 c + g
-        half_bits* to = &rows[8 * t][(c ^ t) * 8 + lane / 4];
+    for (int r = 0; r < 8; ++r) {  // rows 8 t + 4 h to 8 t + 4 h + 3 of column 8 c + g
+        const int c = r / 4 * 2 + r % 2, h = r / 2 % 2;
+        const u32 four = codes_of<B>(a, r);
+        half_bits* to = &rows[8 * t + 4 * h][(c ^ t) * 8 + lane / 4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int s = 2 * (i % 2) + c % 2;
-            u32 value = less(a[c / 2 * 2 + i / 2][s], GPTQ ? twice(base_of<B>(s)) : zero_of<B>(s));
+        for (int i = 0; i < 2; ++i, to += 2 * TILE_COLUMNS) {
+            u32 value = less(__byte_perm(four, 0x64646464, i ? 0x4342 : 0x4140), twice(zero));
             if constexpr (GPTQ) value = less(value, twice(to_half(own.zero[c])));
             value = times(value, twice(to_half(own.scale[c])));
-            to[2 * i * TILE_COLUMNS] = (half_bits)value;
-            to[(2 * i + 1) * TILE_COLUMNS] = (half_bits)(value >> 16);
+            to[0] = (half_bits)value;
+            to[TILE_COLUMNS] = (half_bits)(value >> 16);
         }
     }
 }

@@ -15,12 +15,15 @@ __device__ __forceinline__ void let_the_next_begin() {
 
 // CTA `rank` of `ctas` that are resident together meets the others: everything written before is
 // visible to each after. The counter need not be cleared: its highest bit flips when the last one
-// arrives.
-__device__ __forceinline__ void meet(unsigned* meetings, unsigned rank, unsigned ctas) {
+// arrives. `arrive` returns what `await` waits for.
+__device__ __forceinline__ unsigned arrive(unsigned* meetings, unsigned rank, unsigned ctas) {
     __syncthreads();
+    if (threadIdx.x) return 0;
+    __threadfence();
+    return atomicAdd(meetings, rank ? 1 : 0x80000001u - ctas);
+}
+__device__ __forceinline__ void await(const unsigned* meetings, unsigned before) {
     if (threadIdx.x == 0) {
-        __threadfence();
-        const unsigned before = atomicAdd(meetings, rank ? 1 : 0x80000001u - ctas);
         unsigned now;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
@@ -28,4 +31,7 @@ __device__ __forceinline__ void meet(unsigned* meetings, unsigned rank, unsigned
         } while (!((before ^ now) >> 31));
     }
     __syncthreads();
+}
+__device__ __forceinline__ void meet(unsigned* meetings, unsigned rank, unsigned ctas) {
+    await(meetings, arrive(meetings, rank, ctas));
 }

@@ -24,35 +24,40 @@ __device__ __forceinline__ u64 eight_of(const u32* column, integer n, const inte
     return found;
 }
 
+// Bits of each byte, moved to the right: inverts `raised`.
+__device__ __forceinline__ u32 lowered(u32 w, int by, u32 mask) {
+    return (w & each_byte(mask)) >> by;
+}
+
 // A lane's words of a panel, from the codes of its 4 columns: `places` in packed.py.
 template <int B> __device__ __forceinline__ void arrange(const u64* columns, u32* w) {
+    u32 a[8] = {};  // registers, or one for all that share bytes
 #pragma unroll
-    for (int i = 0; i < B; ++i) w[i] = 0;
+    for (int r = 0; r < 8; ++r) {
+        const int c = r / 4 * 2 + r % 2, h = r / 2 % 2;
+        u32 codes = has_next<B>(c) ? 0 : each_byte(1 << (B - 1));
 #pragma unroll
-    for (int f = 0; f < 4; ++f) {
-#pragma unroll
-        for (int s = 0; s < 4; ++s) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = 4 * (f % 2) + 2 * (s / 2) + half, from = 16 * half;
-                const u32 code = (u32)(columns[f / 2 * 2 + s % 2] >> (B * row)) & ((1u << B) - 1);
-                if constexpr (B == 8) {
-                    w[2 * f + s / 2] |= code << (8 * (s % 2) + from);
-                } else if constexpr (B >= 4) {
-                    const u32 above = code >> 4;
-                    w[f] |= (code & 15) << (4 * s + from);
-                    if constexpr (B > 4)
-                        w[B == 5 ? 4 : 4 + f / 2] |= __funnelshift_l(
-                            above, above, 4 + 4 * (s % 2) + from + turn_of<B>(f, s));
-                } else {
-                    const u32 above = code >> 2;
-                    w[f / 2] |= (code & 3) << (8 * (f % 2) + 2 * s + from);
-                    if constexpr (B == 3)
-                        w[2] |= __funnelshift_l(above, above, 2 * s + 2 + from + turn_of<B>(f, s));
-                }
-            }
-        }
+        for (int i = 0; i < 4; ++i)
+            codes ^= ((u32)(columns[c] >> (B * (4 * h + i))) & ((1u << B) - 1)) << (8 * i);
+        a[B > 4 ? r : B == 2 ? h : r / 2] |= codes << place_of<B>(c);
     }
+#pragma unroll
+    for (int i = 0; i < B; ++i) w[i] = a[i];
+    if constexpr (B == 5) {
+        w[0] |= lowered(a[5], 5, 0xe0), w[1] |= lowered(a[5], 3, 0x18);
+        w[2] |= lowered(a[6], 5, 0xe0), w[3] |= lowered(a[6], 3, 0x18);
+        w[4] |= lowered(a[7], 5, 0xe0), w[1] |= lowered(a[7], 2, 0x10);
+        w[3] |= lowered(a[7], 1, 0x08);
+    }
+    if constexpr (B == 3 || B == 6)
+#pragma unroll
+        for (int i = 0; i < B / 3; ++i) {
+            u32* of = w + 3 * i;
+            const u32 spread = a[B + i];
+            of[0] |= lowered(spread, 6, 0xc0);
+            of[1] |= lowered(spread, 4, 0x30);
+            of[2] |= lowered(spread, 2, 0x0c);
+        }
 }
 
 // Inverts read_words.

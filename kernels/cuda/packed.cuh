@@ -42,45 +42,64 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The offset of a code of fragment f (m-tile f / 2, k-step f % 2) as an fp16 pair: fields that
-// begin at bit 0, 2, 4, 6 of a mantissa count units below the exponents of 1024, 256, 64, 16.
-template <int B> __device__ __forceinline__ constexpr u32 base_of(int s) {
-    constexpr u32 quarters[4] = {0x6400, 0x5c00, 0x5400, 0x4c00};
-    return B == 8 ? 0x6400 : B >= 4 ? (s % 2 ? 0x5400 : 0x6400) : quarters[s];
-}
-template <int B> __device__ __forceinline__ constexpr int place_of(int s) {
-    return B == 8 ? 0 : B >= 4 ? 4 * (s % 2) : 2 * s;
-}
-// Base and zero point, exact in fp16.
-template <int B> __device__ __forceinline__ constexpr u32 zero_of(int s) {
-    return twice(base_of<B>(s) + ((1u << (B - 1)) << place_of<B>(s)));
+// D = A B + C for signed bytes: 16 columns x 32 rows, 32 rows x 8.
+__device__ __forceinline__ void mma_bytes(int* d, const u32* a, u32 b0, u32 b1, const int* c) {
+    asm(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]),
+          "r"(c[2]), "r"(c[3]));
 }
 
-// How far the upper bits of fragment f's register s lie to the left of where they are used.
-template <int B> __device__ __forceinline__ constexpr int turn_of(int f, int s) {
-    if (B == 6) return 8 * (f % 2) + 2 * (s / 2);
-    return 8 * (f / 2) + (B == 5 ? 2 * (f % 2) + s / 2 : f % 2);
+// A lane's operands of two mma: register 4 m + 2 h + j has column c = 2 m + j, rows 8 t + 4 h to
+// 8 t + 4 h + 3, a byte each. Codes lie in the upper bits of a byte, those of up to 4 columns in
+// one; the last one has the zero point taken off, which inverts its highest bit.
+template <int B> __device__ __forceinline__ constexpr int columns_of_byte() {
+    return B == 2 ? 4 : B <= 4 ? 2 : 1;
+}
+template <int B> __device__ __forceinline__ constexpr int place_of(int c) {  // bits below its code
+    return 8 - B * columns_of_byte<B>() + B * (c % columns_of_byte<B>());
+}
+// Whether the register of column c also has the codes of column c + 1, above its own.
+template <int B> __device__ __forceinline__ constexpr bool has_next(int c) {
+    return (c + 1) % columns_of_byte<B>() != 0;
 }
 
-template <int B> __device__ __forceinline__ void fragment(const u32* w, int f, u32* a) {
+__device__ __forceinline__ constexpr u32 each_byte(u32 mask) { return mask * 0x01010101u; }
+// Bits of each byte moved to the left, in `mask`, and others.
+__device__ __forceinline__ u32 raised(u32 w, int by, u32 mask, u32 others = 0) {
+    return pick(w << by, each_byte(mask), others);
+}
+
+template <int B> __device__ __forceinline__ void operands(const u32* w, u32* a) {
+    u32 last = 0;
+    if constexpr (B == 3)  // the fourth pair of columns lies below the others
+        last = raised(w[0], 6, 0xc0, raised(w[1], 4, 0x30, raised(w[2], 2, 0x0c)));
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        const u32 base = twice(base_of<B>(s));
-        const int place = place_of<B>(s);
-        if constexpr (B == 8) {
-            a[s] = __byte_perm(w[2 * f + s / 2], base, s % 2 ? 0x5351 : 0x5250);
-        } else if constexpr (B >= 4) {
-            a[s] = pick(s < 2 ? w[f] : w[f] >> 8, twice(0xf << place), base);
-            if constexpr (B == 5)
-                a[s] = pick(turned(w[4], turn_of<B>(f, s)), twice(0x10 << place), a[s]);
-            if constexpr (B == 6)
-                a[s] = pick(turned(w[4 + f / 2], turn_of<B>(f, s)), twice(0x30 << place), a[s]);
-        } else {
-            a[s] = pick(f % 2 ? w[f / 2] >> 8 : w[f / 2], twice(3 << place), base);
-            if constexpr (B == 3)
-                a[s] = pick(turned(w[2], turn_of<B>(f, s)), twice(4 << place), a[s]);
-        }
+    for (int r = 0; r < 8; ++r) {
+        if (B > 4 && r >= B) continue;
+        const int c = r / 4 * 2 + r % 2;
+        const u32 own = B > 4 ? w[r] : B == 2 ? w[r / 2 % 2] : B == 3 && r >= 6 ? last : w[r / 2];
+        a[r] = place_of<B>(c) ? own & each_byte(0xff << place_of<B>(c) & 0xff) : own;
     }
+    if constexpr (B == 5) {  // three registers lie below the others
+        a[5] = raised(w[0], 5, 0xe0, raised(w[1], 3, 0x18));
+        a[6] = raised(w[2], 5, 0xe0, raised(w[3], 3, 0x18));
+        a[7] = raised(w[4], 5, 0xe0, raised(w[1], 2, 0x10, raised(w[3], 1, 0x08)));
+    }
+    if constexpr (B == 6)  // two
+#pragma unroll
+        for (int r = 6; r < 8; ++r) {
+            const u32* of = w + 3 * (r - 6);
+            a[r] = raised(of[0], 6, 0xc0, raised(of[1], 4, 0x30, raised(of[2], 2, 0x0c)));
+        }
+}
+
+// The codes in register r of `operands`, 4 bytes.
+template <int B> __device__ __forceinline__ u32 codes_of(const u32* a, int r) {
+    const int c = r / 4 * 2 + r % 2, next = r % 2 ? r + 3 : r + 1;
+    return (a[r] ^ (has_next<B>(c) ? a[next] : each_byte(128))) >> place_of<B>(c);
 }
 
 template <int B> __device__ __forceinline__ void read_words(const byte* stage, int lane, u32* w) {

@@ -1,61 +1,79 @@
-// Panels of packed matrices times x on tensor cores: codes become fp16 numbers without rounding,
-// and the sums of a group are scaled in fp32.
+// Panels of packed matrices times x on tensor cores, in integers. In each panel a row of x is 16-bit
+// numbers times a size, in two planes: q = 256 high + low. Sums of a panel are exact; scaled, they are
+// added in fp32.
 #include "packed.cuh"
 
-template <int COUNT> __device__ __forceinline__ void clear(float (*sum)[4]) {
-#pragma unroll
-    for (int v = 0; v < COUNT * 4; ++v) sum[v / 4][v % 4] = 0.0f;
-}
+// What belongs to a panel of a row of x: the size of one, and the sum of its 32 numbers q.
+struct Unit {
+    float size;
+    int sum;
+};
 
-// Add the panels of a step, times x of their rows, to `total`: m-tile i and 8 rows n at 2 n + i.
-// Codes are multiplied with their base; base and zero, times x, are subtracted from a group's sums.
-// GROUP: panels per group, for unrolling; 0 for none.
-template <int B, int NT, bool GPTQ, int GROUP>
-__device__ __forceinline__ void multiply_groups(const byte* codes, const byte* scales,
-                                                const half_bits* x, int stride, int panels,
-                                                int group, int lane, float (*total)[4]) {
-#pragma unroll 1
-    for (int left = panels; left > 0; left -= group, scales += GPTQ ? 128 : 32) {
-        float sum[2 * NT][4], below[NT][4], ones[NT][4];
-        clear<2 * NT>(sum), clear<NT>(below), clear<NT>(ones);
-        const Scales own = scales_of<GPTQ>(scales, lane / 4);
-#pragma unroll (NT == 1 && GROUP ? GROUP : 1)
-        for (int p = 0; p < group; ++p, codes += B * 128, x += PANEL_ROWS) {
-            u32 w[B], zero[4], one[4];
-            read_words<B>(codes, lane, w);
+// Add the sums of a panel, columns 8 c + g of the row of x that a lane has, to `total`.
+template <int B, bool GPTQ>
+__device__ __forceinline__ void add_sums(const int (*sums)[4], const Scales& own, const Unit& unit,
+                                         float* total) {
+    int both[4];
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                zero[s] = GPTQ ? twice(base_of<B>(s)) : zero_of<B>(s);
-                one[s] = 0x3c003c00u;
-            }
+    for (int c = 0; c < 4; ++c)
+        both[c] = sums[c / 2][c % 2 * 2] * 256 + sums[c / 2][c % 2 * 2 + 1];
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const uint4 b = *(const uint4*)(x + n * 8 * stride);
-#pragma unroll
-                for (int f = 0; f < 4; ++f) {
-                    u32 a[4];
-                    fragment<B>(w, f, a);
-                    mma(sum[2 * n + f / 2], a, f % 2 ? b.z : b.x, f % 2 ? b.w : b.y);
-                }
-                mma(below[n], zero, b.x, b.y), mma(below[n], zero, b.z, b.w);
-                if constexpr (GPTQ) mma(ones[n], one, b.x, b.y), mma(ones[n], one, b.z, b.w);
-            }
+    for (int c = 0; c < 4; ++c) {
+        constexpr int ZERO = 1 << (B - 1);
+        const float one = 1 << place_of<B>(c);
+        int sum = has_next<B>(c) ? both[c] - both[(c + 1) % 4] : both[c];
+        float value;
+        if constexpr (GPTQ) {
+            const float zero = has_next<B>(c) ? own.zero[c] : own.zero[c] - ZERO;
+            value = (float)sum - zero * one * (float)unit.sum;
+        } else {
+            value = (float)(has_next<B>(c) ? sum - (unit.sum << (B - 1 + place_of<B>(c))) : sum);
         }
-#pragma unroll
-        for (int v = 0; v < NT * 8; ++v) {
-            const int i = v / 4 % 2, n = v / 8, j = v % 4, c = 2 * i + j / 2;
-            float value = sum[2 * n + i][j] - below[n][j];
-            if constexpr (GPTQ) value -= own.zero[c] * ones[n][j];
-            total[2 * n + i][j] += own.scale[c] * value;
-        }
+        total[c] += own.scale[c] * (unit.size / one) * value;
     }
 }
-template <int B, int NT, bool GPTQ>
-__device__ __forceinline__ void multiply(const byte* codes, const byte* scales, const half_bits* x,
-                                         int stride, int panels, int group, int lane,
+
+// Add the panels of a step, times x of their rows, to `total`: for rows 4 n + t of x, columns
+// 8 c + g. x: the step's panels, [panel][row of x][plane][32 bytes]; units: [panel][row of x].
+// One row: four panels fill the operand for x, and lane t has the sums of panel t.
+template <int B, int ROWS, bool GPTQ>
+__device__ __forceinline__ void multiply(const byte* codes, const byte* scales, const byte* x,
+                                         const Unit* units, int kind, int lane,
                                          float (*total)[4]) {
-    constexpr int USUAL = STEP / 128 / B < MOST_PANELS ? 2 : MOST_PANELS;
-    if (group == USUAL)
-        multiply_groups<B, NT, GPTQ, USUAL>(codes, scales, x, stride, panels, USUAL, lane, total);
-    else multiply_groups<B, NT, GPTQ, 0>(codes, scales, x, stride, panels, group, lane, total);
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
+    constexpr int zeros[4] = {};
+    const int panels = kind >> 4 & 7, g = lane / 4, t = lane % 4;
+    auto scales_at = [&](int panel) {
+        return scales_of<GPTQ>(scales + (kind >> (8 + 2 * panel) & 3) * SCALE_BYTES, g);
+    };
+    u32 w[B], a[8];
+    if constexpr (ROWS == 1) {  // where there is no panel, codes of any kind are times 0
+        constexpr int MOST = STEP / 128 / B < MOST_PANELS ? STEP / 128 / B : MOST_PANELS;
+        int sums[2][4] = {};
+        uint2 own = {0, 0};
+        if (lane / 8 < panels) own = *(const uint2*)(x + lane * 8);
+        const Unit unit = t < panels ? units[t] : Unit{0.0f, 0};
+#pragma unroll
+        for (int p = 0; p < MOST; ++p) {
+            read_words<B>(codes + p * B * 128, lane, w);
+            operands<B>(w, a);
+            const u32 b0 = lane / 8 == p ? own.x : 0, b1 = lane / 8 == p ? own.y : 0;
+            mma_bytes(sums[0], a, b0, b1, sums[0]), mma_bytes(sums[1], a + 4, b0, b1, sums[1]);
+        }
+        add_sums<B, GPTQ>(sums, scales_at(t), unit, total[0]);
+    } else {
+#pragma unroll 1
+        for (int p = 0; p < panels; ++p, x += ROWS * 64, units += ROWS, codes += B * 128) {
+            read_words<B>(codes, lane, w);
+            operands<B>(w, a);
+            const Scales own = scales_at(p);
+#pragma unroll
+            for (int n = 0; n < ROWS / 4; ++n) {
+                int sums[2][4];
+                const uint2 b = *(const uint2*)(x + n * 256 + lane * 8);
+                mma_bytes(sums[0], a, b.x, b.y, zeros), mma_bytes(sums[1], a + 4, b.x, b.y, zeros);
+                add_sums<B, GPTQ>(sums, own, units[4 * n + t], total[n]);
+            }
+        }
+    }
 }

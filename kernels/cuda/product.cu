@@ -13,8 +13,8 @@ struct Share {
     int codes, scales, row;         // its start: bytes within that tile, row of the part
     int first_scales, last_scales;  // bytes of scales of the first and last segment
     int begin[2][3];  // per matrix: where codes and scales of the part begin; bytes of scales
-    int kinds[1];     // per step, up to MOST_PANELS panels of equal bits:
-};  // bits | panels << 4 | panels of a group << 8 | ends a segment << 12 | groups that end << 13
+    int kinds[1];     // per step, up to MOST_PANELS panels of equal bits: bits | panels << 4 | ends
+};  // a segment << 7 | per panel, groups after the first one's << 8 | groups that end << 16
 
 struct Matrix {
     const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel
@@ -36,13 +36,13 @@ struct Stage {  // a product with matrices that share x
     Matrix of[MOST_MATRICES];
     const half_bits* x;     // (rows, k), in the order of the matrices' rows
     const half_bits* norm;  // weights (k) in this order, if x is to be normalized; or null
-    const int* place;       // (k), if x is not in this order: place of each in-feature; or null
+    const int* place;       // (k), place of each in-feature; null if x is in this order; of `hidden`
     const int* to;          // (columns), for `copy`
-    // If x is a result whose norm is added to hidden states, which are to be multiplied; or null:
-    const half_bits* after;   // weights (k) of that norm, in the order of the rows
+    // If x is a result, of one row, whose norm is added to hidden states; these are multiplied:
+    const half_bits* after;   // weights (k) of that norm, in the order of the rows; or null
     const int* order;         // (k), the in-feature of each row
-    const half_bits* hidden;  // (rows, k) in the order of in-features; or null: zeros
-    half_bits* sum;           // (rows, k), the same
+    const half_bits* hidden;  // (k) in the order of in-features; or null: zeros
+    half_bits* sum;           // (k), the same
     int k, length, ctas, parts;         // length: panels of a part
     int words, share_at, scale_at;      // ints of a share; where it and its scales lie in a warp's
     int activation;  // not 0: y = activation(x Q of the first) · (x Q of the second)
@@ -125,14 +125,26 @@ struct Parts {
     }
 };
 
-// Store a segment's sums, m-tile i and 8 rows n at 2 n + i, as (rows, 32 columns).
-template <int NT>
-__device__ __forceinline__ void put(const float (*total)[4], int rows, float* to) {
-    const int lane = threadIdx.x % 32;
+// Store a segment's sums as (rows, 32 columns). One row: a lane has those of every fourth panel.
+template <int ROWS>
+__device__ __forceinline__ void put(float (*total)[4], int rows, float* to) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if constexpr (ROWS == 1) {
+        float own = 0.0f;
 #pragma unroll
-    for (int v = 0; v < NT * 8; ++v) {
-        const int r = v / 8 * 8 + lane % 4 * 2 + v % 2, column = 8 * (v / 2 % 4) + lane / 4;
-        if (r < rows) to[r * TILE_COLUMNS + column] = total[v / 8 * 2 + v / 4 % 2][v % 4];
+        for (int c = 0; c < 4; ++c) {
+            float sum = total[0][c];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (c == t) own = sum;
+        }
+        to[8 * t + g] = own;
+    } else {
+#pragma unroll
+        for (int n = 0; n < ROWS / 4; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (4 * n + t < rows) to[(4 * n + t) * TILE_COLUMNS + 8 * c + g] = total[n][c];
     }
 }
 
@@ -196,14 +208,14 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
-// NT: number of blocks of 8 rows.
-template <int NT, bool GPTQ>
+// ROWS: 1, 4, 8 or 16, for at most so many rows of x.
+template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
-    constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32, BLOCKS = ROWS > 4 ? ROWS / 4 : 1;
     extern __shared__ __align__(128) byte shared[];
-    __shared__ float squares[NT * 8][CTA_WARPS];
+    __shared__ float squares[ROWS][CTA_WARPS];
     __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one continues
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_the_next_begin();
 
     byte* ring = shared + warp * c.slots * STEP;
@@ -211,7 +223,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     int* all_shares = (int*)(all_scales + CTA_WARPS * c.scale_room);
     float* ended = (float*)(all_shares + CTA_WARPS * c.words);
     Barrier* barriers = (Barrier*)(ended + c.tiles * c.rows * TILE_COLUMNS);
-    half_bits* xs = (half_bits*)(barriers + CTA_WARPS * c.slots);
+    byte* xs = (byte*)(barriers + CTA_WARPS * c.slots);
     float* last = (float*)xs;  // after x has been read
     byte* own_scales = all_scales + warp * c.scale_room;
     int* own = all_shares + warp * c.words;
@@ -241,10 +253,10 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     open();
     auto fetch_next = [&](int slot) {
         if (next_stage == c.count) return;
-        const int kind = *next_kind++, bytes = (kind & 15) * (kind >> 4 & 15) * 128;
+        const int kind = *next_kind++, bytes = (kind & 15) * (kind >> 4 & 7) * 128;
         copy_bytes(barrier + 8 * slot, ring_at + slot * STEP, next, bytes);
         next += bytes;
-        if (!(kind >> 12 & 1)) return;
+        if (!(kind >> 7 & 1)) return;
         if (++next_segment < ahead.segments) {
             next = ahead.codes(next_segment);
         } else {
@@ -291,31 +303,37 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
         const Work work(stage, own);
-        const int stride = stage.length * PANEL_ROWS + (stage.length % 2 ? 0 : 32);
-        if (s) meet(c.meetings, blockIdx.x, gridDim.x);
-        if (work.tiles && NT == 1 && c.rows == 1)
-            stage_x<1, 1>(stage, work.part, 1, xs, stride, squares);
-        else if (work.tiles)
-            stage_x<8 * NT, 4>(stage, work.part, c.rows, xs, stride, squares);
+        unsigned met = 0;
+        if (s) met = arrive(c.meetings, blockIdx.x, gridDim.x);
+        if (ROWS == 1 && stage.after) load_hidden(stage, xs);
+        if (s) await(c.meetings, met);
+        // with hidden states all of x is there, else a part
+        const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
+        Unit* units = (Unit*)(xs + held);
+        byte* x_at = xs + (stage.after ? work.part * stage.length * 64 : 0);
+        if (work.tiles)
+            stage_x<ROWS, ROWS == 1 ? 1 : 4>(stage, work.part, c.rows, xs, x_at, units, squares);
         asm volatile("cp.async.wait_all;" ::: "memory");  // scales
         __syncwarp();
-        const half_bits* own_x = xs + (NT > 1 ? g : min(g, c.rows - 1)) * stride + t * 8;
         const byte* scales = own_scales + stage.scale_at;
         const int* kinds = work.share->kinds;
-        float total[2 * NT][4];
+        float total[BLOCKS][4];
         for (int segment = 0; segment < work.segments; ++segment) {
-            const half_bits* x = own_x + (segment ? 0 : work.share->row);
-            clear<2 * NT>(total);
+            const int panel = segment ? 0 : work.share->row / PANEL_ROWS;
+            const byte* x = x_at + panel * ROWS * 64;
+            const Unit* own_units = units + panel * ROWS;
+#pragma unroll
+            for (int i = 0; i < BLOCKS * 4; ++i) total[i / 4][i % 4] = 0.0f;
             int kind;
             do {
                 kind = *kinds++;
-                const int panels = kind >> 4 & 15, group = kind >> 8 & 15;
+                const int panels = kind >> 4 & 7;
                 const byte* codes = ring + slot * STEP;
                 wait_for_bytes(barrier + 8 * slot, parity);
                 if constexpr (GPTQ) {
-                    multiply<4, NT, true>(codes, scales, x, stride, panels, group, lane, total);
+                    multiply<4, ROWS, true>(codes, scales, x, own_units, kind, lane, total);
                 } else {
-#define CASE(B) multiply<B, NT, false>(codes, scales, x, stride, panels, group, lane, total)
+#define CASE(B) multiply<B, ROWS, false>(codes, scales, x, own_units, kind, lane, total)
                     switch (kind & 15) {
                         case 2: CASE(2); break;
                         case 3: CASE(3); break;
@@ -325,13 +343,14 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                         default: CASE(8);
                     }
                 }
-                scales += (kind >> 13) * SCALE_BYTES, x += panels * PANEL_ROWS;
+                scales += (kind >> 16) * SCALE_BYTES;
+                x += panels * ROWS * 64, own_units += panels * ROWS;
                 __syncwarp();
                 fetch_next(slot);
                 if (++slot == c.slots) slot = 0, parity ^= 1;
-            } while (!(kind >> 12 & 1));
+            } while (!(kind >> 7 & 1));
             if (segment + 1 < work.share->segments)
-                put<NT>(total, c.rows,
+                put<ROWS>(total, c.rows,
                         ended + (work.share->tile + segment) * c.rows * TILE_COLUMNS);
         }
         if (s + 1 < c.count) fetch_scales(s + 1);
@@ -341,7 +360,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         }
         __syncthreads();
         if (work.segments == work.share->segments && work.segments > 0)
-            put<NT>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
+            put<ROWS>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
         __syncthreads();
         finish(stage, work, c.rows, last, ended, warps);
     }

@@ -117,16 +117,20 @@ def test_codes_and_scales_of_a_step_lie_where_its_panels_have_them(name: str) ->
             own = panels[step.matrix][step.panel : step.panel + step.count]
             assert [bits for bits, _, _ in own] == [step.bits] * step.count
             assert step.codes == 4 * own[0][1]
-            assert step.count % step.group == 0
-            of_panels = [step.scales[i // step.group] for i in range(step.count)]
-            assert of_panels == [size * group for _, _, group in own]
+            assert step.scales == [size * group for _, _, group in own]
 
 
-def test_steps_are_full_where_groups_allow_it() -> None:
+def test_steps_are_full_where_shares_allow_it() -> None:
     uniform, mixed = case_named("one matrix"), case_named("short chain")
 
     assert {step.count for step in steps_of(uniform, 0)} == {MOST_PANELS}
     assert {step.count for index in range(4) for step in steps_of(mixed, index)} == {1}
+
+
+def test_panels_of_short_groups_make_a_step_together() -> None:
+    case = case_of([product(matrix(4096, 4096, (4, 32)))], 1, H200)
+
+    assert {step.count for step in steps_of(case, 0)} == {MOST_PANELS}
 
 
 @every_case
@@ -188,8 +192,8 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
         assert {len(share) for *_, share in shares} == {stage["words"]}
         words += stage["words"]
         scales += max(size * len(list(brought_scales(w, s, size))) for _, w, _, s in shares)
-        stride = stage["length"] * 32 + (0 if stage["length"] % 2 else 32)  # so banks differ
-        x_bytes.append(2 * stride * (case.rows if case.rows <= 8 else 16))
+        room = next(rows for rows in (1, 4, 8, 16) if rows >= case.rows)
+        x_bytes.append(stage["length"] * (2 * 32 + 8) * room)
     sums = 4 * 32 * case.rows  # bytes of a tile's
     assert (argument["words"], argument["scale_room"]) == (words, scales)
     slots = argument["slots"]
@@ -239,7 +243,7 @@ def test_a_norm_lies_in_the_order_of_the_rows() -> None:
     stage = plan.argument["stages"][0]
     assert torch.equal(pointed(plan, stage["norm"]), norm.weight[normed.order])
     assert stage["eps"] == np.float32(1e-3)
-    assert plan.name == "product<2, false>"
+    assert plan.name == "product<16, false>"
 
 
 def test_results_go_where_the_next_product_reads_them() -> None:
