@@ -1,9 +1,11 @@
 // Load x, for a part of the rows of the matrices and in their order, to shared memory, and turn each
-// panel of a row into 16-bit numbers with a unit. With a norm, x is RN16(RN16(x · size) · weight).
-// Before that, one row of x may be a result whose norm is added to hidden states.
+// panel of a row into 16-bit numbers with a unit. With a norm, its weights multiply x here and its
+// size multiplies the results. One row of x may be a result whose norm is added to hidden states.
 
+constexpr int MOST_TOGETHER = 4;  // rows of which a thread reads 8 numbers each at a time
 constexpr int X_PIECES = 3;  // of a row that is a result, 8 numbers each, that a thread holds
 constexpr float MOST_X = 32512.0f;  // the largest 16-bit number: its upper byte is still signed
+constexpr float LEAST_X = 1e-30f;   // less is nothing
 
 // Where 8 numbers of a row are in shared memory: piece c of a part.
 template <int ROWS> __device__ __forceinline__ byte* piece_of(byte* xs, int row, int c) {
@@ -26,16 +28,11 @@ __device__ __forceinline__ void scatter(const uint4& v, const int4* places, int 
     }
 }
 
-// Set the sizes of rows from the sums of the warps.
-__device__ __forceinline__ void measure(float (*squares)[CTA_WARPS], int rows, int k, float eps,
-                                        float* sizes) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (warp < rows) {
-        float square = squares[warp][lane % CTA_WARPS];
-        for (int o = CTA_WARPS / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-        if (lane == 0) sizes[warp] = rsqrtf(square / k + eps);
-    }
-    __syncthreads();
+// Return the size of a row, 1 / sqrt(mean square + eps), from the sums of the warps.
+__device__ __forceinline__ float size_of(const float* squares, int k, float eps) {
+    float square = squares[threadIdx.x % CTA_WARPS];
+    for (int o = CTA_WARPS / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+    return rsqrtf(square / k + eps);
 }
 
 // Add the squares of 8 numbers.
@@ -62,63 +59,52 @@ __device__ __forceinline__ uint4 normed(const uint4& v, float size, const uint4&
             times(halves(x[6] * size, x[7] * size), weights.w)};
 }
 
-// The largest magnitude of two fp16 numbers in both halves; NaN if one is.
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {
-    u32 r;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
+// Read piece c of rows of x from r on.
+template <int COUNT, class Stage>
+__device__ __forceinline__ void read_rows(const Stage& stage, int r, int rows, int c, uint4* v) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        if (r + i < rows) v[i] = __ldcg((const uint4*)(stage.x + (integer)(r + i) * stage.k) + c);
 }
 
-// Turn x, fp16 where its numbers will be, into numbers and units; with a norm, x is not normed yet.
-template <int ROWS, class Stage>
-__device__ __forceinline__ void quantize(const Stage& stage, int rows, int first, int end,
-                                         const float* sizes, byte* xs, Unit* units) {
-    for (int c = threadIdx.x; c / 32 * 32 < end - first; c += 32 * CTA_WARPS) {
-        const bool is_there = c < end - first;
-        uint4 weights;
-        if (stage.norm && is_there) weights = __ldg((const uint4*)stage.norm + first + c);
-#pragma unroll 1
-        for (int r = 0; r < rows; ++r) {
-            byte* at = piece_of<ROWS>(xs, r, c);
-            uint4 v = {0, 0, 0, 0};
-            if (is_there) v = *(const uint4*)at;
-            if (stage.norm) v = normed(v, sizes[r], weights);
-            constexpr u32 UNSIGNED = 0x7fff7fff;
-            u32 most = larger(larger(v.x & UNSIGNED, v.y & UNSIGNED),
-                              larger(v.z & UNSIGNED, v.w & UNSIGNED));
-            most = larger(most, most >> 16 | most << 16);
-            most = larger(most, __shfl_xor_sync(~0u, most, 1));
-            most = larger(most, __shfl_xor_sync(~0u, most, 2));
-            const float largest = from_half((half_bits)most);
-            const float inverse = largest > 0.0f ? MOST_X / largest : 0.0f;
-            float x[8];
-            u32 q[8], planes[2][2];
-            pairs_of(v, x);
+// Turn 8 numbers into 16-bit numbers of their panel, whose other 24 three adjacent lanes have.
+__device__ __forceinline__ Unit quantize(const float* x, u32 (*planes)[2]) {
+    u32 most = 0;  // as integers, so that NaN is the largest
 #pragma unroll
-            for (int e = 0; e < 8; ++e)  // q + 128, from bit 0 on
-                q[e] = __float_as_uint(fmaf(x[e], inverse, 12582912.0f + 128.0f));
+    for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
+    most = max(most, __shfl_xor_sync(~0u, most, 1));
+    most = max(most, __shfl_xor_sync(~0u, most, 2));
+    const float largest = __uint_as_float(most);
+    const float inverse = largest > LEAST_X ? __fdividef(MOST_X, largest) : 0.0f;
+    u32 q[8];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 low = __byte_perm(q[4 * i], q[4 * i + 1], 0x5140);
-                const u32 high = __byte_perm(q[4 * i + 2], q[4 * i + 3], 0x5140);
-                planes[0][i] = __byte_perm(low, high, 0x7632);
-                planes[1][i] = __byte_perm(low, high, 0x5410) ^ each_byte(128);
-            }
-            int sums[2];
+    for (int e = 0; e < 8; ++e)  // q + 128, from bit 0 on
+        q[e] = __float_as_uint(fmaf(x[e], inverse, 12582912.0f + 128.0f));
+    int sums[2];
 #pragma unroll
-            for (int p = 0; p < 2; ++p)
-                sums[p] = __dp4a((int)planes[p][0], 0x01010101, __dp4a((int)planes[p][1],
-                                                                      0x01010101, 0));
-            int sum = 256 * sums[0] + sums[1];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);  // after it, all have read their numbers
-            if (!is_there) continue;
-            byte* to = xs + (c / 4 * ROWS + r) * 64 + c % 4 * 8;
-            *(uint2*)to = {planes[0][0], planes[0][1]};
-            *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
-            if (c % 4 == 0) units[c / 4 * ROWS + r] = {largest / MOST_X, sum};
-        }
+    for (int i = 0; i < 2; ++i) {
+        const u32 low = __byte_perm(q[4 * i], q[4 * i + 1], 0x5140);
+        const u32 high = __byte_perm(q[4 * i + 2], q[4 * i + 3], 0x5140);
+        planes[0][i] = __byte_perm(low, high, 0x7632);
+        planes[1][i] = __byte_perm(low, high, 0x5410) ^ each_byte(128);
     }
+#pragma unroll
+    for (int p = 0; p < 2; ++p)
+        sums[p] = __dp4a((int)planes[p][0], 0x01010101,
+                         __dp4a((int)planes[p][1], 0x01010101, 0));
+    int sum = 256 * sums[0] + sums[1];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return {largest * (1.0f / MOST_X), sum};
+}
+
+// Whether a thread has the places of its first piece before x is there: more rows need the registers.
+template <int ROWS> constexpr bool AHEAD = ROWS <= 4;
+
+// Where piece c of a row that is not in order belongs.
+template <class Stage>
+__device__ __forceinline__ void places_of(const Stage& stage, int c, int4* places) {
+    for (int i = 0; i < 2; ++i) places[i] = __ldg((const int4*)stage.place + 2 * c + i);
 }
 
 // Put hidden states, to which the norm of a result will be added, where x will be.
@@ -128,7 +114,7 @@ __device__ __forceinline__ void load_hidden(const Stage& stage, byte* xs) {
         uint4 v = {0, 0, 0, 0};
         int4 places[2];
         if (stage.hidden) v = __ldcg((const uint4*)stage.hidden + c);
-        for (int i = 0; i < 2; ++i) places[i] = __ldg((const int4*)stage.place + 2 * c + i);
+        places_of(stage, c, places);
         scatter<1>(v, places, 0, stage.k, xs, 0);
     }
 }
@@ -137,7 +123,7 @@ __device__ __forceinline__ void load_hidden(const Stage& stage, byte* xs) {
 // stores a part of the sums, in the order of in-features.
 template <class Stage>
 __device__ __forceinline__ void add_normed(const Stage& stage, byte* xs,
-                                           float (*squares)[CTA_WARPS], float* sizes) {
+                                           float (*squares)[CTA_WARPS]) {
     uint4 v[X_PIECES];
     const int step = 32 * CTA_WARPS, all = stage.k / 8;
     float square = 0.0f, added = 0.0f;
@@ -145,26 +131,27 @@ __device__ __forceinline__ void add_normed(const Stage& stage, byte* xs,
     for (int i = 0; i < X_PIECES; ++i) {
         const int c = threadIdx.x + i * step;
         if (c >= all) break;
-        v[i] = __ldcg((const uint4*)stage.x + c);
+        read_rows<1>(stage, 0, 1, c, v + i);
         add_squares(v[i], square);
     }
     keep(square, squares[0]);
     __syncthreads();
-    measure(squares, 1, stage.k, stage.after_eps, sizes);
+    const float size = size_of(squares[0], stage.k, stage.after_eps);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < X_PIECES; ++i) {
         const int c = threadIdx.x + i * step;
         if (c >= all) break;
         uint4* at = (uint4*)piece_of<1>(xs, 0, c);
-        const uint4 change = normed(v[i], sizes[0], __ldg((const uint4*)stage.after + c));
-        float x[8], y[8];
+        const uint4 change = normed(v[i], size, __ldg((const uint4*)stage.after + c));
+        float old[8], y[8];
         u32 sum[4];
-        pairs_of(*at, x);
+        pairs_of(*at, old);
         pairs_of(change, y);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            sum[e] = halves(x[2 * e] + y[2 * e] * stage.after_multiplier,
-                            x[2 * e + 1] + y[2 * e + 1] * stage.after_multiplier);
+            sum[e] = halves(old[2 * e] + y[2 * e] * stage.after_multiplier,
+                            old[2 * e + 1] + y[2 * e + 1] * stage.after_multiplier);
         *at = {sum[0], sum[1], sum[2], sum[3]};
         add_squares(*at, added);
         if (blockIdx.x >= stage.ctas || c % stage.ctas != blockIdx.x) continue;
@@ -174,49 +161,81 @@ __device__ __forceinline__ void add_normed(const Stage& stage, byte* xs,
     keep(added, squares[0]);
 }
 
-// xs: where the part's x will be, which may begin within all of it. squares: per row, the sums of the
-// warps. TOGETHER: rows read at the same time.
+// Put rows of x that are not in order into shared memory, those of a part.
 // More than 8 rows must already be in order: reordering here costs more than a launch for it.
-template <int ROWS, int TOGETHER, class Stage>
-__device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, byte* all_xs,
-                                        byte* xs, Unit* units, float (*squares)[CTA_WARPS]) {
-    __shared__ float sizes[ROWS];
+template <int ROWS, class Stage>
+__device__ __forceinline__ void reorder(const Stage& stage, int rows, int first, int end,
+                                        int4* places, byte* xs, float (*squares)[CTA_WARPS]) {
+    constexpr int TOGETHER = ROWS < 4 ? ROWS : 4;
+    for (int r = 0; r < rows; r += TOGETHER) {
+        float square[TOGETHER] = {};
+        for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
+            uint4 v[TOGETHER];
+            if (!AHEAD<ROWS> || r || c != threadIdx.x) places_of(stage, c, places);
+            read_rows<TOGETHER>(stage, r, rows, c, v);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                if (r + i >= rows) break;
+                scatter<ROWS>(v[i], places, first * 8, (end - first) * 8, xs, r + i);
+                if (stage.norm) add_squares(v[i], square[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (stage.norm && r + i < rows) keep(square[i], squares[r + i]);
+    }
+}
+
+// Stage x. xs: where the part's x will be, which may begin within all of it. squares: per row, sums
+// of the warps, for `size_of`: results are multiplied by it.
+template <int ROWS, class Stage>
+__device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, int4* places,
+                                        byte* all_xs, byte* xs, Unit* units,
+                                        float (*squares)[CTA_WARPS]) {
     const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;  // pieces of 8
     const int end = min(all, first + stage.length * PANEL_ROWS / 8);
-    const int* place = ROWS > 8 ? nullptr : stage.place;
-    const bool needs_all = stage.norm || place;
-    if (ROWS == 1 && stage.after) {
-        add_normed(stage, all_xs, squares, sizes);
-    } else {
-        for (int r = 0; r < rows; r += TOGETHER) {
-            float square[TOGETHER] = {};
-            for (int c = threadIdx.x + (needs_all ? 0 : first); c < (needs_all ? all : end);
-                 c += 32 * CTA_WARPS) {
-                uint4 v[TOGETHER];
-                int4 places[2];
-                if (place)
-                    for (int i = 0; i < 2; ++i) places[i] = __ldg((const int4*)place + 2 * c + i);
+    constexpr int TOGETHER = ROWS < MOST_TOGETHER ? ROWS : MOST_TOGETHER;
+    const bool is_shared = ROWS <= 8 && stage.place;  // it is in shared memory first
+    if (ROWS == 1 && stage.after) add_normed(stage, all_xs, squares);
+    else if (is_shared) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
+    if (is_shared) __syncthreads();
+    const bool sums = stage.norm && !is_shared;
+#pragma unroll 1
+    for (int r0 = 0; r0 < rows; r0 += TOGETHER) {
+        float square[TOGETHER] = {};
+        for (int base = threadIdx.x / 32 * 32 + (sums ? 0 : first); base < (sums ? all : end);
+             base += 32 * CTA_WARPS) {
+            const int c = base + threadIdx.x % 32, at = c - first;
+            const bool is_own = c >= first && c < end;
+            uint4 v[TOGETHER] = {};
+            float weights[8] = {};
+            if (is_shared && is_own)
 #pragma unroll
                 for (int i = 0; i < TOGETHER; ++i)
-                    if (r + i < rows)
-                        v[i] = __ldcg((const uint4*)(stage.x + (integer)(r + i) * stage.k) + c);
+                    v[i] = *(const uint4*)piece_of<ROWS>(xs, r0 + i, at);
+            else if (c < all) read_rows<TOGETHER>(stage, r0, rows, c, v);
+            if (stage.norm && is_own) pairs_of(__ldg((const uint4*)stage.norm + c), weights);
 #pragma unroll
-                for (int i = 0; i < TOGETHER; ++i) {
-                    if (r + i >= rows) break;
-                    if (place)
-                        scatter<ROWS>(v[i], places, first * 8, (end - first) * 8, xs, r + i);
-                    else if (c >= first && c < end)
-                        *(uint4*)piece_of<ROWS>(xs, r + i, c - first) = v[i];
-                    if (stage.norm) add_squares(v[i], square[i]);
-                }
+            for (int i = 0; i < TOGETHER; ++i) {
+                if (r0 + i >= rows) break;
+                if (sums) add_squares(v[i], square[i]);
+                float numbers[8];
+                u32 planes[2][2];
+                pairs_of(v[i], numbers);
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if (stage.norm) numbers[e] *= weights[e];
+                const Unit unit = quantize(numbers, planes);
+                if (!is_own) continue;
+                byte* to = xs + (at / 4 * ROWS + r0 + i) * 64 + at % 4 * 8;
+                *(uint2*)to = {planes[0][0], planes[0][1]};
+                *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
+                if (at % 4 == 0) units[at / 4 * ROWS + r0 + i] = unit;
             }
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i)
-                if (stage.norm && r + i < rows) keep(square[i], squares[r + i]);
         }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (sums && r0 + i < rows) keep(square[i], squares[r0 + i]);
     }
-    __syncthreads();
-    if (stage.norm) measure(squares, rows, stage.k, stage.eps, sizes);
-    quantize<ROWS>(stage, rows, first, end, sizes, xs, units);
     __syncthreads();
 }

@@ -42,14 +42,13 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// D = A B + C for signed bytes: 16 columns x 32 rows, 32 rows x 8.
-__device__ __forceinline__ void mma_bytes(int* d, const u32* a, u32 b0, u32 b1, const int* c) {
+// D += A B for signed bytes: 16 columns x 32 rows, 32 rows x 8.
+__device__ __forceinline__ void mma_bytes(int* d, const u32* a, u32 b0, u32 b1) {
     asm(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%10,%11,%12,%13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]),
-          "r"(c[2]), "r"(c[3]));
+        "{%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // A lane's operands of two mma: register 4 m + 2 h + j has column c = 2 m + j, rows 8 t + 4 h to

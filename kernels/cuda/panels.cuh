@@ -41,7 +41,6 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
                                          const Unit* units, int kind, int lane,
                                          float (*total)[4]) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
-    constexpr int zeros[4] = {};
     const int panels = kind >> 4 & 7, g = lane / 4, t = lane % 4;
     auto scales_at = [&](int panel) {
         return scales_of<GPTQ>(scales + (kind >> (8 + 2 * panel) & 3) * SCALE_BYTES, g);
@@ -58,7 +57,7 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
             read_words<B>(codes + p * B * 128, lane, w);
             operands<B>(w, a);
             const u32 b0 = lane / 8 == p ? own.x : 0, b1 = lane / 8 == p ? own.y : 0;
-            mma_bytes(sums[0], a, b0, b1, sums[0]), mma_bytes(sums[1], a + 4, b0, b1, sums[1]);
+            mma_bytes(sums[0], a, b0, b1), mma_bytes(sums[1], a + 4, b0, b1);
         }
         add_sums<B, GPTQ>(sums, scales_at(t), unit, total[0]);
     } else {
@@ -69,9 +68,9 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
             const Scales own = scales_at(p);
 #pragma unroll
             for (int n = 0; n < ROWS / 4; ++n) {
-                int sums[2][4];
+                int sums[2][4] = {};
                 const uint2 b = *(const uint2*)(x + n * 256 + lane * 8);
-                mma_bytes(sums[0], a, b.x, b.y, zeros), mma_bytes(sums[1], a + 4, b.x, b.y, zeros);
+                mma_bytes(sums[0], a, b.x, b.y), mma_bytes(sums[1], a + 4, b.x, b.y);
                 add_sums<B, GPTQ>(sums, own, units[4 * n + t], total[n]);
             }
         }

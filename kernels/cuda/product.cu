@@ -148,11 +148,30 @@ __device__ __forceinline__ void put(float (*total)[4], int rows, float* to) {
     }
 }
 
+// What a lane needs to end a column of a row, besides sums: read before they are there.
+struct Ending {
+    int column, to;
+    bool is_there;
+    half_bits added;
+
+    __device__ __forceinline__ Ending(const Stage& stage, const Work& work, int unit, int rows)
+        : to(0), added(0) {
+        const Matrix& m = work.of[work.together - 1];
+        column = (work.first + unit / rows) * TILE_COLUMNS + threadIdx.x % 32;
+        is_there = unit < work.tiles / work.together * rows && column < m.columns;
+        if (!is_there) return;
+        if (m.copy) to = __ldg(stage.to + column);
+        if (m.residual) added = __ldcg(m.residual + (integer)(unit % rows) * m.columns + column);
+    }
+};
+
 // Add up the warps' sums of each tile, and write it: a warp has 32 columns of a row.
-// last: per warp the sums of its last segment; ended: per tile those of a warp that continues.
+// last: per warp the sums of its last segment; ended: per tile those of a warp that continues;
+// first: the first ending of this warp; squares: see stage_x.
 __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
-                                       const float* last, const float* ended,
-                                       const u32* warps) {
+                                       const float* last, const float* ended, const u32* warps,
+                                       const Ending& first,
+                                       const float (*squares)[CTA_WARPS]) {
     const int lane = threadIdx.x % 32, together = work.together, step = rows * TILE_COLUMNS;
     const Matrix &gating = work.of[0], &m = work.of[together - 1];
     auto summed = [&](int i, int row) {
@@ -176,35 +195,49 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         }
         if (!is_last(m.arrived + blockIdx.x % stage.ctas, stage.parts)) return;
     }
-    for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
+    constexpr int BATCH = 4;  // units whose sums a warp reads at a time
+    float values[BATCH], gates[BATCH];
+    for (int turn = 0; turn * CTA_WARPS < units; ++turn) {
+        const int unit = turn * CTA_WARPS + threadIdx.x / 32;
+        if (stage.parts > 1 && turn % BATCH == 0) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) values[i] = gates[i] = 0.0f;
+            for (int q = 0; q < stage.parts; ++q)
+#pragma unroll
+                for (int i = 0; i < BATCH; ++i) {
+                    if (unit + i * CTA_WARPS >= units) break;
+                    const integer at = place_of(unit + i * CTA_WARPS, q);
+                    values[i] += __ldcg(m.partial + at);
+                    if (together == 2) gates[i] += __ldcg(gating.partial + at);
+                }
+        }
+        if (unit >= units) break;
         const int row = unit % rows, i = unit / rows * together;
-        const int column = (work.first + unit / rows) * TILE_COLUMNS + lane;
-        const bool is_there = column < m.columns;
+        const Ending end = turn ? Ending(stage, work, unit, rows) : first;
         const integer at = (integer)row * m.columns;
-        const half_bits added = m.residual && is_there ? __ldcg(m.residual + at + column) : 0;
-        const int to = m.copy && is_there ? stage.to[column] : 0;
-        float value = 0.0f, gate = 0.0f;
+        float value = values[0], gate = gates[0];
         if (stage.parts == 1) {
             value = summed(i + together - 1, row);
             if (together == 2) gate = summed(i, row);
-        } else {
-            for (int q = 0; q < stage.parts; ++q) {
-                value += __ldcg(m.partial + place_of(unit, q));
-                if (together == 2) gate += __ldcg(gating.partial + place_of(unit, q));
-            }
         }
-        if (!is_there) continue;
-        if (m.bias) value += from_half(m.bias[column]);
+#pragma unroll
+        for (int j = 1; j < BATCH; ++j) values[j - 1] = values[j], gates[j - 1] = gates[j];
+        if (stage.norm) {
+            const float size = size_of(squares[row], stage.k, stage.eps);
+            value *= size, gate *= size;
+        }
+        if (!end.is_there) continue;
+        if (m.bias) value += from_half(m.bias[end.column]);
         value *= stage.multiplier;
-        if (m.exact) m.exact[at + column] = value;
+        if (m.exact) m.exact[at + end.column] = value;
         half_bits y = to_half(value);
         if (together == 2) {
-            if (gating.bias) gate += from_half(gating.bias[column]);
+            if (gating.bias) gate += from_half(gating.bias[end.column]);
             y = to_half(activated(stage.activation, from_half(to_half(gate))) * from_half(y));
         }
-        if (m.residual) y = to_half(from_half(added) + from_half(y));
-        if (m.y) m.y[at + column] = y;
-        if (m.copy) m.copy[at + to] = y;
+        if (m.residual) y = to_half(from_half(end.added) + from_half(y));
+        if (m.y) m.y[at + end.column] = y;
+        if (m.copy) m.copy[at + end.to] = y;
     }
 }
 
@@ -218,6 +251,9 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_the_next_begin();
 
+    int4 places[2];  // of the first piece of x that this thread moves: before memory is busy
+    if (AHEAD<ROWS> && c.stages[0].place && (int)threadIdx.x < c.stages[0].k / 8)
+        places_of(c.stages[0], threadIdx.x, places);
     byte* ring = shared + warp * c.slots * STEP;
     byte* all_scales = shared + CTA_WARPS * c.slots * STEP;
     int* all_shares = (int*)(all_scales + CTA_WARPS * c.scale_room);
@@ -295,7 +331,10 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
             asm volatile("prefetch.global.L2 [%0];" ::"l"(
                 stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS));
     };
-    fetch_scales(0);
+    for (int s = 0; s < 2; ++s) {
+        if (s < c.count) fetch_scales(s);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
     wait_for_input();
 
     int slot = 0, parity = 0;
@@ -305,22 +344,27 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         const Work work(stage, own);
         unsigned met = 0;
         if (s) met = arrive(c.meetings, blockIdx.x, gridDim.x);
+        if (s && s + 1 < c.count) fetch_scales(s + 1);
+        if (s) asm volatile("cp.async.commit_group;" ::: "memory");
+        if ((int)threadIdx.x < work.tiles) {
+            const Parts parts(stage, work, threadIdx.x);
+            warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
+        }
         if (ROWS == 1 && stage.after) load_hidden(stage, xs);
         if (s) await(c.meetings, met);
         // with hidden states all of x is there, else a part
         const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
         Unit* units = (Unit*)(xs + held);
         byte* x_at = xs + (stage.after ? work.part * stage.length * 64 : 0);
-        if (work.tiles)
-            stage_x<ROWS, ROWS == 1 ? 1 : 4>(stage, work.part, c.rows, xs, x_at, units, squares);
-        asm volatile("cp.async.wait_all;" ::: "memory");  // scales
+        if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");  // scales, but those of the next stage
         __syncwarp();
         const byte* scales = own_scales + stage.scale_at;
         const int* kinds = work.share->kinds;
         float total[BLOCKS][4];
         for (int segment = 0; segment < work.segments; ++segment) {
             const int panel = segment ? 0 : work.share->row / PANEL_ROWS;
-            const byte* x = x_at + panel * ROWS * 64;
+            const byte* from = x_at + panel * ROWS * 64;
             const Unit* own_units = units + panel * ROWS;
 #pragma unroll
             for (int i = 0; i < BLOCKS * 4; ++i) total[i / 4][i % 4] = 0.0f;
@@ -331,9 +375,9 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                 const byte* codes = ring + slot * STEP;
                 wait_for_bytes(barrier + 8 * slot, parity);
                 if constexpr (GPTQ) {
-                    multiply<4, ROWS, true>(codes, scales, x, own_units, kind, lane, total);
+                    multiply<4, ROWS, true>(codes, scales, from, own_units, kind, lane, total);
                 } else {
-#define CASE(B) multiply<B, ROWS, false>(codes, scales, x, own_units, kind, lane, total)
+#define CASE(B) multiply<B, ROWS, false>(codes, scales, from, own_units, kind, lane, total)
                     switch (kind & 15) {
                         case 2: CASE(2); break;
                         case 3: CASE(3); break;
@@ -344,7 +388,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                     }
                 }
                 scales += (kind >> 16) * SCALE_BYTES;
-                x += panels * ROWS * 64, own_units += panels * ROWS;
+                from += panels * ROWS * 64, own_units += panels * ROWS;
                 __syncwarp();
                 fetch_next(slot);
                 if (++slot == c.slots) slot = 0, parity ^= 1;
@@ -353,15 +397,11 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                 put<ROWS>(total, c.rows,
                         ended + (work.share->tile + segment) * c.rows * TILE_COLUMNS);
         }
-        if (s + 1 < c.count) fetch_scales(s + 1);
-        if ((int)threadIdx.x < work.tiles) {
-            const Parts parts(stage, work, threadIdx.x);
-            warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
-        }
+        const Ending ending(stage, work, warp, c.rows);
         __syncthreads();
         if (work.segments == work.share->segments && work.segments > 0)
             put<ROWS>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
         __syncthreads();
-        finish(stage, work, c.rows, last, ended, warps);
+        finish(stage, work, c.rows, last, ended, warps, ending, squares);
     }
 }
