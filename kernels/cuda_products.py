@@ -25,7 +25,6 @@ from exl2flow.kernels.cuda_timing import ColdTimer
 from exl2flow.kernels.ops import FEW_ROWS
 from exl2flow.kernels.packed import TILE, PackedMatrix, Product
 from exl2flow.kernels.product import (
-    WARPS,
     Plan,
     are_known,
     filled,
@@ -35,6 +34,7 @@ from exl2flow.kernels.product import (
     plan_of,
 )
 from exl2flow.kernels.recording import bucket
+from exl2flow.kernels.shares import WARPS
 from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
 
 _TABLES: WeakKeyDictionary[PackedMatrix, torch.Tensor] = WeakKeyDictionary()

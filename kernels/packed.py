@@ -145,9 +145,7 @@ def inverted(bits: int) -> tuple[int, ...]:
     """
     shared = _columns_of_byte(bits)
     columns = [r // 4 * 2 + r % 2 for r in range(8)]
-    return tuple(
-        0 if (c + 1) % shared else 1 << (bits - 1) for c in columns for _ in range(4)
-    )
+    return tuple(0 if (c + 1) % shared else 1 << (bits - 1) for c in columns for _ in range(4))
 
 
 def _columns_of_byte(bits: int) -> int:

@@ -6,23 +6,21 @@ share its panels equally. Products that each read the previous result are one la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
 
 import numpy as np
 import torch
 
 from exl2flow.kernels.activations import ACTIVATIONS
 from exl2flow.kernels.groups import PANEL_ROWS
-from exl2flow.kernels.packed import TILE, PackedMatrix, Product
+from exl2flow.kernels.packed import LANES, TILE, PackedMatrix, Product
+from exl2flow.kernels.shares import STEP, WARPS, scale_bytes, shares_of
 
-WARPS = 16  # per CTA
 ROWS = (1, 4, 8, 16)  # kernels, by the most rows of x
 FEWEST_SHARED_ROWS = 8  # that any device has room for
 IN_ORDER = 8  # more rows of x are put in order beforehand
-MOST_ADDED = 3 * 8 * WARPS * 32  # numbers of a row of x whose norm is added to hidden states
+X_PIECES = 2  # of a result whose norm is added to hidden states, that a thread holds of a row
+MOST_ADDED_ROWS = 4  # of such a result
 UNIT = 8  # bytes that belong to a panel of a row of x
-STEP = 2048  # bytes of codes that a warp fetches at once
-MOST_PANELS = 4  # per step
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
 SLOT = WARPS * (STEP + 8)  # bytes of one step of all warps, barriers included
 MANY_SHARED = 160 << 10  # bytes of shared memory per CTA that suffice for 16 rows
@@ -31,7 +29,6 @@ MOST_MATRICES = 3  # per product
 MOST_TILES = 14  # per CTA, because it holds their sums
 MOST_CHAINED = 4  # products per launch
 NO_CTA = 1 << 30
-HEADER = 13  # ints of a `Share` before its steps
 MATRIX = np.dtype(
     [
         (name, np.uint64)
@@ -98,9 +95,7 @@ def kernel_rows(rows: int) -> int:
 def are_known(products: Sequence[Product], rows: int) -> bool:
     """Return whether the kernel computes all of a chain for so many rows of x."""
     pairs = [*zip(products, [*products[1:], None], strict=True)]
-    return all(
-        not has_own_norm(one) and not needs_more(one, behind, rows) for one, behind in pairs
-    )
+    return all(not has_own_norm(one) and not needs_more(one, behind, rows) for one, behind in pairs)
 
 
 def has_own_norm(product: Product) -> bool:
@@ -111,16 +106,16 @@ def has_own_norm(product: Product) -> bool:
 def needs_more(product: Product, following: Product | None, rows: int) -> bool:
     """Return whether the kernel leaves out what follows from a product's result.
 
-    A norm of the result is the work of the product behind it, for one row: each of its CTAs does
+    A norm of the result is the work of the product behind it, for a few rows: each of its CTAs does
     it, so for more rows a launch is faster.
     """
     if product.activation is not None and not product.is_gated:
         return True
     if product.after is None:
         return False
-    if following is None or has_own_norm(following) or rows > 1:
+    if following is None or has_own_norm(following) or rows > MOST_ADDED_ROWS:
         return True
-    if len(following.order) > MOST_ADDED:
+    if len(following.order) > X_PIECES * 8 * WARPS * LANES:
         return True
     return not (product.adds and product.after.is_plain)
 
@@ -231,7 +226,7 @@ class _Division:
         parts = -(-panels // length)
         each = _tiles_each(sets, tiles, processors / parts)
         shares = [
-            [_shares(together, e, part, length) for part in range(parts)]
+            [shares_of(together, e, part, length) for part in range(parts)]
             for together, e in zip(sets, each, strict=True)
         ]
         flat = [share for of_set in shares for part in of_set for share in part]
@@ -243,7 +238,7 @@ class _Division:
             ctas=sum(-(-count // e) for count, e in zip(tiles, each, strict=True)),
             tiles=max(each) * len(sets[0]),
             words=max(map(len, flat)),
-            scales=max(_scale_bytes(share, matrices[0].scale_bytes) for share in flat),
+            scales=max(scale_bytes(share, matrices[0].scale_bytes) for share in flat),
         )
 
     def shorter(self, product: Product, processors: int) -> "_Division":
@@ -357,59 +352,3 @@ def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
             value = value.data_ptr()
         entry[name] = value
     return entry
-
-
-def _shares(
-    together: Sequence[PackedMatrix], each: int, part: int, length: int
-) -> list[tuple[int, ...]]:
-    """Return each warp's share of a part of `length` panels: `Share` in product.cu."""
-    size = together[0].scale_bytes
-    of_part = [matrix.panels()[part * length : (part + 1) * length] for matrix in together]
-    held, tiles = len(of_part[0]), each * len(together)
-    begins = [
-        x
-        for panels in (of_part[0], of_part[-1])
-        for x in (4 * panels[0][1], size * panels[0][2], _groups(panels) * size)
-    ]
-    cuts = [held * tiles * warp // WARPS for warp in range(WARPS + 1)]
-    shares = []
-    for begin, end in pairwise(cuts):
-        kinds: list[int] = []
-        scales: list[int] = []  # bytes of each segment
-        at = begin
-        while at < end:
-            tile, row = divmod(at, held)
-            run = of_part[tile % len(together)][row : min(held, row + end - at)]
-            kinds += _kinds(run)
-            scales.append(size * _groups(run))
-            at += len(run)
-        tile, row = divmod(begin, held)
-        _, word, group = of_part[tile % len(together)][row] if scales else (0, 0, 0)
-        header = (tile, len(scales), 4 * word, size * group, row * PANEL_ROWS)
-        ends = (scales[0], scales[-1]) if scales else (0, 0)
-        shares.append((*header, *ends, *begins, *kinds))
-    return shares
-
-
-def _groups(panels: Sequence[tuple[int, int, int]]) -> int:
-    return panels[-1][2] + 1 - panels[0][2]
-
-
-def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Return the steps of a run of panels that ends a segment: see `Share` in product.cu."""
-    kinds, first = [], 0
-    while first < len(run):
-        bits, _, group = run[first]
-        most = min(MOST_PANELS, STEP // (128 * bits))
-        step = [*takewhile(lambda panel, bits=bits: panel[0] == bits, run[first : first + most])]
-        first += len(step)
-        is_end = first == len(run)
-        of_panels = sum((of - group) << 2 * i for i, (_, _, of) in enumerate(step))
-        ended = (run[-1][2] + 1 if is_end else run[first][2]) - group
-        kinds.append(bits | len(step) << 4 | is_end << 7 | of_panels << 8 | ended << 16)
-    return kinds
-
-
-def _scale_bytes(share: Sequence[int], size: int) -> int:
-    """Return the bytes of scales in a share."""
-    return size * sum(kind >> 16 for kind in share[HEADER:])

@@ -77,6 +77,7 @@ def key_of(products: Sequence[Product], rows: int, *, gpu: str, kernel: object) 
         {
             "matrices": [_shape(matrix) for matrix in one.matrices],
             "norm": one.norm is not None,
+            "after": one.after is not None,
             "activation": one.activation,
             "adds": one.adds,
         }
@@ -94,7 +95,7 @@ def _shape(matrix: PackedMatrix) -> object:
 @cache
 def _planning() -> str:
     """Return a digest of the rules and constants of plans."""
-    return digest(Path(__file__).with_name("product.py"))
+    return "".join(digest(Path(__file__).with_name(name)) for name in ("product.py", "shares.py"))
 
 
 class Tuning:

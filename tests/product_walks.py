@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from exl2flow.kernels import Group, PackedMatrix, Product
-from exl2flow.kernels.product import HEADER, WARPS, Plan, plan_of
+from exl2flow.kernels.product import Plan, plan_of
+from exl2flow.kernels.shares import HEADER, WARPS
 
 H200, A100, RTX_4090 = (132, 227 << 10), (108, 163 << 10), (128, 99 << 10)
 DEVICES = (H200, A100, RTX_4090)  # multiprocessors, bytes of shared memory

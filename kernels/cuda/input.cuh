@@ -1,11 +1,13 @@
 // Load x, for a part of the rows of the matrices and in their order, to shared memory, and turn each
 // panel of a row into 16-bit numbers with a unit. With a norm, its weights multiply x here and its
-// size multiplies the results. One row of x may be a result whose norm is added to hidden states.
+// size multiplies the results. A few rows may be a result whose norm is added to hidden states.
 
 constexpr int MOST_TOGETHER = 4;  // rows of which a thread reads 8 numbers each at a time
-constexpr int X_PIECES = 3;  // of a row that is a result, 8 numbers each, that a thread holds
 constexpr float MOST_X = 32512.0f;  // the largest 16-bit number: its upper byte is still signed
 constexpr float LEAST_X = 1e-30f;   // less is nothing
+
+// Whether x may be a result whose norm is added to hidden states.
+template <int ROWS> constexpr bool ADDS = ROWS <= MOST_ADDED_ROWS;
 
 // Where 8 numbers of a row are in shared memory: piece c of a part.
 template <int ROWS> __device__ __forceinline__ byte* piece_of(byte* xs, int row, int c) {
@@ -108,57 +110,73 @@ __device__ __forceinline__ void places_of(const Stage& stage, int c, int4* place
 }
 
 // Put hidden states, to which the norm of a result will be added, where x will be.
-template <class Stage>
-__device__ __forceinline__ void load_hidden(const Stage& stage, byte* xs) {
+template <int ROWS, class Stage>
+__device__ __forceinline__ void load_hidden(const Stage& stage, int rows, byte* xs) {
     for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
-        uint4 v = {0, 0, 0, 0};
         int4 places[2];
-        if (stage.hidden) v = __ldcg((const uint4*)stage.hidden + c);
         places_of(stage, c, places);
-        scatter<1>(v, places, 0, stage.k, xs, 0);
+        for (int r = 0; r < rows; ++r) {
+            uint4 v = {0, 0, 0, 0};
+            if (stage.hidden) v = __ldcg((const uint4*)(stage.hidden + (integer)r * stage.k) + c);
+            scatter<ROWS>(v, places, 0, stage.k, xs, r);
+        }
     }
 }
 
 // Add RN16(RN16(x · size) · weight) · multiplier to the hidden states where x will be. Each CTA
 // stores a part of the sums, in the order of in-features.
-template <class Stage>
-__device__ __forceinline__ void add_normed(const Stage& stage, byte* xs,
+template <int ROWS, class Stage>
+__device__ __forceinline__ void add_normed(const Stage& stage, int rows, byte* xs,
                                            float (*squares)[CTA_WARPS]) {
-    uint4 v[X_PIECES];
     const int step = 32 * CTA_WARPS, all = stage.k / 8;
-    float square = 0.0f, added = 0.0f;
+    uint4 v[X_PIECES][ROWS];
+    float square[ROWS] = {}, added[ROWS] = {}, sizes[ROWS];
 #pragma unroll
     for (int i = 0; i < X_PIECES; ++i) {
         const int c = threadIdx.x + i * step;
         if (c >= all) break;
-        read_rows<1>(stage, 0, 1, c, v + i);
-        add_squares(v[i], square);
+        read_rows<ROWS>(stage, 0, rows, c, v[i]);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (r < rows) add_squares(v[i][r], square[r]);
     }
-    keep(square, squares[0]);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (r < rows) keep(square[r], squares[r]);
     __syncthreads();
-    const float size = size_of(squares[0], stage.k, stage.after_eps);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (r < rows) sizes[r] = size_of(squares[r], stage.k, stage.after_eps);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < X_PIECES; ++i) {
         const int c = threadIdx.x + i * step;
         if (c >= all) break;
-        uint4* at = (uint4*)piece_of<1>(xs, 0, c);
-        const uint4 change = normed(v[i], size, __ldg((const uint4*)stage.after + c));
-        float old[8], y[8];
-        u32 sum[4];
-        pairs_of(*at, old);
-        pairs_of(change, y);
+        const uint4 weights = __ldg((const uint4*)stage.after + c);
+        const bool stores = blockIdx.x < stage.ctas && c % stage.ctas == blockIdx.x;
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            sum[e] = halves(old[2 * e] + y[2 * e] * stage.after_multiplier,
-                            old[2 * e + 1] + y[2 * e + 1] * stage.after_multiplier);
-        *at = {sum[0], sum[1], sum[2], sum[3]};
-        add_squares(*at, added);
-        if (blockIdx.x >= stage.ctas || c % stage.ctas != blockIdx.x) continue;
-        for (int e = 0; e < 8; ++e)
-            stage.sum[__ldg(stage.order + 8 * c + e)] = (half_bits)(sum[e / 2] >> (16 * (e % 2)));
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) break;
+            uint4* at = (uint4*)piece_of<ROWS>(xs, r, c);
+            float old[8], y[8];
+            u32 sum[4];
+            pairs_of(*at, old);
+            pairs_of(normed(v[i][r], sizes[r], weights), y);
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                sum[e] = halves(old[2 * e] + y[2 * e] * stage.after_multiplier,
+                                old[2 * e + 1] + y[2 * e + 1] * stage.after_multiplier);
+            *at = {sum[0], sum[1], sum[2], sum[3]};
+            add_squares(*at, added[r]);
+            if (!stores) continue;
+            for (int e = 0; e < 8; ++e)
+                stage.sum[(integer)r * stage.k + __ldg(stage.order + 8 * c + e)] =
+                    (half_bits)(sum[e / 2] >> (16 * (e % 2)));
+        }
     }
-    keep(added, squares[0]);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (r < rows) keep(added[r], squares[r]);
 }
 
 // Put rows of x that are not in order into shared memory, those of a part.
@@ -196,7 +214,7 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
     const int end = min(all, first + stage.length * PANEL_ROWS / 8);
     constexpr int TOGETHER = ROWS < MOST_TOGETHER ? ROWS : MOST_TOGETHER;
     const bool is_shared = ROWS <= 8 && stage.place;  // it is in shared memory first
-    if (ROWS == 1 && stage.after) add_normed(stage, all_xs, squares);
+    if (ADDS<ROWS> && stage.after) add_normed<ROWS>(stage, rows, all_xs, squares);
     else if (is_shared) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
     if (is_shared) __syncthreads();
     const bool sums = stage.norm && !is_shared;

@@ -38,11 +38,11 @@ struct Stage {  // a product with matrices that share x
     const half_bits* norm;  // weights (k) in this order, if x is to be normalized; or null
     const int* place;       // (k), place of each in-feature; null if x is in this order; of `hidden`
     const int* to;          // (columns), for `copy`
-    // If x is a result, of one row, whose norm is added to hidden states; these are multiplied:
+    // If x is a result, of a few rows, whose norm is added to hidden states; these are multiplied:
     const half_bits* after;   // weights (k) of that norm, in the order of the rows; or null
     const int* order;         // (k), the in-feature of each row
-    const half_bits* hidden;  // (k) in the order of in-features; or null: zeros
-    half_bits* sum;           // (k), the same
+    const half_bits* hidden;  // (rows, k) in the order of in-features; or null: zeros
+    half_bits* sum;           // (rows, k), the same
     int k, length, ctas, parts;         // length: panels of a part
     int words, share_at, scale_at;      // ints of a share; where it and its scales lie in a warp's
     int activation;  // not 0: y = activation(x Q of the first) · (x Q of the second)
@@ -350,12 +350,12 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
             const Parts parts(stage, work, threadIdx.x);
             warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
         }
-        if (ROWS == 1 && stage.after) load_hidden(stage, xs);
+        if (ADDS<ROWS> && stage.after) load_hidden<ROWS>(stage, c.rows, xs);
         if (s) await(c.meetings, met);
         // with hidden states all of x is there, else a part
         const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
         Unit* units = (Unit*)(xs + held);
-        byte* x_at = xs + (stage.after ? work.part * stage.length * 64 : 0);
+        byte* x_at = xs + (stage.after ? work.part * stage.length * ROWS * 64 : 0);
         if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
         asm volatile("cp.async.wait_group 1;" ::: "memory");  // scales, but those of the next stage
         __syncwarp();

@@ -226,9 +226,9 @@ def test_norms_of_results_are_added_by_what_reads_them(launches: list) -> None:
         replace(down, after=RMS),
         replace(last, norm=RMS),
     ]
-    hidden = inputs(1, 64)
+    hidden = inputs(4, 64)
 
-    found, states = multiply(inputs(1, 64), products, hidden)
+    found, states = multiply(inputs(4, 64), products, hidden)
 
     [(argument, _)] = launches
     of_out, of_gated, of_down, of_last = argument["stages"]
@@ -249,11 +249,11 @@ def test_norms_of_results_are_added_by_what_reads_them(launches: list) -> None:
     assert of_last["of"]["y"].tolist() == where(*found)
 
 
-def test_norms_of_results_of_several_rows_are_added_by_themselves(launches: list) -> None:
+def test_norms_of_results_of_many_rows_are_added_by_themselves(launches: list) -> None:
     out, gated, *_ = chain(64, 96, 32)
     products = [replace(out, after=RMS), replace(gated, norm=RMS)]
 
-    multiply(inputs(2, 64), products, inputs(2, 64))
+    multiply(inputs(5, 64), products, inputs(5, 64))
 
     assert names(launches) == [1, "add_normed", 1]
 

@@ -27,15 +27,13 @@ from exl2flow.kernels import Norm
 from exl2flow.kernels.product import (
     FIXED_SHARED,
     LEAST_SLOTS,
-    MOST_PANELS,
     MOST_SLOTS,
     NO_CTA,
-    STEP,
-    WARPS,
     Plan,
     most_rows,
     plan_of,
 )
+from exl2flow.kernels.shares import MOST_PANELS, STEP, WARPS
 
 MADE = {
     "one group": lambda: case_of([product(matrix(32, 32, (4, 32)))], 1, H200),
