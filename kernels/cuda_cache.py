@@ -33,10 +33,14 @@ from exl2flow.kernels.product import filled
 PUT_THREADS = 256  # per copying CTA, 16 bytes each
 WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units that cover a head
 HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
+TOGETHER_WIDTH = 128  # of heads that may share a CTA
+MOST_TOGETHER = 4  # of them, of one column each
+ROW_BYTES = 256  # most bytes of a position's keys that a CTA of several heads reads
 MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
 APART = 256  # least positions of a part, at full length
 MOST_STAGES = 4  # steps that a warp has in flight
 CTAS = 1  # per multiprocessor, at full length
+CODED_CTAS = 2  # the same if keys and values are codes, which take time to decode
 ALL = 2**31 - 1  # a window that hides nothing
 SET = 8  # columns of an mma: pairs of a new token and a query head
 WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
@@ -133,24 +137,31 @@ def attend_step(
     assert width is not None
     elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
     bits, most = sum(element.bits for element in elements), 1 if t == 1 else STEP_TOKENS
-    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS)
-    parts = -(-pairs // columns)
+    is_coded = all(element.has_scales for element in elements)
+    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS, is_coded=is_coded)
     processors, most_shared = limits(q.device.index)
+    together = 1
+    if columns == pairs and is_coded and most == 1 and width == head_dim == TOGETHER_WIDTH:
+        together = _heads_together(
+            pairs, elements[0].bits, kv_heads, batch=b, processors=processors
+        )
+    columns, teams, parts = columns * together, kv_heads // together, -(-pairs // columns)
+    ctas = CODED_CTAS if is_coded and most == 1 else CTAS
     splits = min(
         MOST_SPLITS,
-        max(1, CTAS * processors // (b * kv_heads * parts)),
+        max(1, ctas * processors // (b * teams * parts)),
         max(1, pages * PAGE_TOKENS // APART),
     )
     warps, stages, shared = _stages(
-        bits, width, columns, positions=-(-pages * PAGE_TOKENS // splits),
-        room=most_shared // CTAS - max(LEAST_BESIDE, _beside(bits, width, most, columns)),
+        bits, together * width, columns, positions=-(-pages * PAGE_TOKENS // splits),
+        room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
     )  # fmt: skip
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
-    partial = torch.empty(b, kv_heads, parts, splits, columns, width + 2, device=q.device)
+    partial = torch.empty(b, teams, parts, splits, columns, width + 2, device=q.device)
     # without rotation, the first angle is read all the same
     angles = (cos, sin) if cos.numel() else (q, q)
-    arrived = _counters(store, b * kv_heads * parts)
+    arrived = _counters(store, b * teams * parts)
     call = filled(
         np.zeros(1, CALL)[0],
         q=q, k=k, v=v, keys=store.keys.data, key_scales=store.keys.scales,
@@ -163,9 +174,9 @@ def attend_step(
         softcap=rule.softcap or 0.0, interleaved=interleaved,
     )  # fmt: skip
     formats = ", ".join(element.name for element in elements)
-    name = f"attend<{width}, {formats}, {most}, {columns}>"
+    name = f"attend<{width}, {formats}, {most}, {columns}, {together}>"
     launch(
-        "attention.cu", name, (splits, kv_heads * parts, b), call,
+        "attention.cu", name, (splits, teams * parts, b), call,
         threads=32 * warps, shared=shared, device=q.device, early=True,
     )  # fmt: skip
     return out
@@ -185,16 +196,46 @@ def _width(head_dim: int) -> int | None:
     return next((width for width in WIDTHS if width >= reach), None)
 
 
-def _columns(tokens: int, width: int, pairs: int, positions: int) -> int:
+def _columns(tokens: int, width: int, pairs: int, positions: int, *, is_coded: bool) -> int:
     """Return how many pairs of a new token and a query head share a CTA, one or two sets.
 
-    Two sets read positions half as often, but take more time before and after.
+    Two sets read positions half as often, but take more time before and after. If keys and values
+    are codes, up to half a set of heads divides an mma's columns among its parts.
     """
+    if tokens == 1 and is_coded and 2 * pairs <= SET and width < WIDTHS[-1]:
+        return 1 << (pairs - 1).bit_length()
     is_wide = tokens > 1 and pairs > SET and width < WIDTHS[-1] and positions >= WIDE_FROM
     return 2 * SET if is_wide else SET
 
 
-def _beside(bits: int, width: int, tokens: int, columns: int) -> int:
+def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, processors: int) -> int:
+    """Return how many key heads of `pairs` columns each share a CTA.
+
+    A position's 64 bytes of one head in 4 bits are read at two thirds of memory's rate.
+
+    Args:
+        pairs: a power of two, up to half a set.
+        bits: of an element of a key.
+        kv_heads: of the layer.
+        batch: sequences.
+        processors: of the device.
+    """
+    together = MOST_TOGETHER if pairs == 1 else 2
+    while together > 1 and (
+        kv_heads % together
+        or together * TOGETHER_WIDTH * bits // 8 > ROW_BYTES
+        or 4 * batch * kv_heads * MOST_SPLITS < 3 * processors * together
+    ):
+        together //= 2
+    return together
+
+
+def _pad(width: int) -> int:
+    """Return the bytes after each key or value of this many elements, in shared memory."""
+    return 48 if width > WIDTHS[-1] else 16
+
+
+def _beside(bits: int, width: int, tokens: int, columns: int, together: int = 1) -> int:
     """Return most bytes of a CTA's shared memory that are not for stages: arrays of attention.cu.
 
     Args:
@@ -202,10 +243,12 @@ def _beside(bits: int, width: int, tokens: int, columns: int) -> int:
         width: elements read per position.
         tokens: most new tokens.
         columns: of a CTA.
+        together: its key heads.
     """
     of_column = width + width // 2 + 4 + 2 * ATTENTION_WARPS + MOST_SPLITS  # and 2 rows of a token
-    fresh = tokens * (width * bits // 8 + 32)
-    return 4 * (columns * of_column + 2 * tokens * width) + fresh + RESERVED
+    new = tokens * together * width
+    fresh = new * bits // 8 + 2 * tokens * _pad(together * width)
+    return 4 * (columns * of_column + 2 * new) + fresh + RESERVED
 
 
 def _stages(
@@ -222,7 +265,7 @@ def _stages(
     """
     row = width * bits // 8
     step = 32 if 32 * row <= ATTENTION_STEP else 16
-    stage, warps = step * (row + 32), ATTENTION_WARPS  # 16 bytes after each key and value
+    stage, warps = step * (row + 2 * _pad(width)), ATTENTION_WARPS
     while warps > 1 and 2 * warps * stage > room:
         warps //= 2
     least, most = -(-4 * columns * width // stage), max(1, room // (warps * stage))

@@ -2,6 +2,7 @@
 
 #define NOTHING -1e28f
 #define LOG2_E 1.44269504f
+#define HIDDEN -1e30f  // less than NOTHING, so that its weight is 0 even if no position is visible
 
 // What an element rotated by position is made of. All of it is loaded, whatever the kind, because
 // loads without branches wait for each other only once.
@@ -52,6 +53,17 @@ struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv
     }
     __device__ __forceinline__ Loaded loaded(const Source& of) const {
         return {*of.x, of.x[of.other], cosines[of.angle], sines[of.angle]};
+    }
+};
+
+// Scores in base-2 exponents, capped to softcap · tanh(s / softcap).
+struct Cap {
+    float most, slope;
+
+    __device__ __forceinline__ Cap(float softcap)
+        : most(softcap * LOG2_E), slope(__fdividef(2.0f, softcap)) {}
+    __device__ __forceinline__ float operator()(float s) const {
+        return most - __fdividef(2.0f * most, 1.0f + power(s * slope));
     }
 };
 

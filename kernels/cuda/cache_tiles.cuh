@@ -10,14 +10,26 @@ __device__ __forceinline__ float power(float x) {  // 2^x; 0 below the normal nu
     return r;
 }
 // Copy B bytes, or write B zeros.
+#ifndef DATA_HINT
+#define DATA_HINT ""
+#endif
+#ifndef SCALE_HINT
+#define SCALE_HINT ""
+#endif
 template <int B>
 __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_there) {
+#ifdef NO_LOADS
+    return;
+#endif
     if constexpr (B == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        asm volatile("cp.async.cg.shared.global" DATA_HINT " [%0], [%1], 16, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+    else {
+#ifndef NO_SCALES
+        asm volatile("cp.async.ca.shared.global" SCALE_HINT " [%0], [%1], 4, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
+#endif
+    }
 }
 __device__ __forceinline__ void end_step() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until all but the last (up to 3) steps have arrived.
@@ -62,15 +74,27 @@ template <int E> __device__ __forceinline__ u32 center(int j) {
     return E == ROTATED_4 ? zero_of<4>(j) : zero_of<8>(j);
 }
 
-// How a warp copies and reads WIDTH elements per position: in shared memory, the 16 bytes after
-// each row hold its scales, and also keep rows out of each other's banks.
-template <int WIDTH, int E> struct Tiles {
-    static constexpr int BYTES = WIDTH * bits_of<E>() / 8, ROW = BYTES + 16, CHUNKS = BYTES / 16;
+#define NOWHERE (1 << 30)
+
+// Have the compiler keep a number in a register, because it takes longer to make it again.
+__device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
+
+// How a warp copies and reads WIDTH elements per position: in shared memory, the bytes after each
+// row hold its scales, and also keep rows out of each other's banks. OF_WHOLE: of heads of 128
+// elements, at least two, so that scales are copied 16 bytes at a time.
+template <int WIDTH, int E, bool OF_WHOLE = false> struct Tiles {
+    static constexpr int BYTES = WIDTH * bits_of<E>() / 8, CHUNKS = BYTES / 16;
+    static constexpr int ROW = BYTES + (WIDTH > 256 ? 48 : 16);
     static constexpr int PAIRS = 16 / bits_of<E>();  // per word
-    static constexpr int UNITS = WIDTH / 64;         // the two scales of each are copied together
+    static constexpr int UNITS = WIDTH / 64;         // with two scales each
+    static constexpr int COPIED = OF_WHOLE ? 4 : 1;  // units whose scales a lane copies
+    static constexpr int COPIERS = UNITS / COPIED;   // lanes that copy the scales of a position
     const byte *data, *scales;  // a lane's first bytes in slot 0
     u32 row, scale_row;         // bytes from a slot to the next
-    bool is_used, has_scales;   // whether the head needs what the lane copies
+    u32 at, behind;             // where a lane copies its first bytes and scales to
+    bool is_used;               // whether the head needs the bytes that the lane copies
+    int scale_place;            // of a lane's first scales; beyond all if it has none
 
     // first: of WIDTH elements in a slot of `padded`; the head's own run from `low` to `high`.
     __device__ __forceinline__ Tiles(const Rows& rows, u32 padded, u32 first, int low, int high,
@@ -78,28 +102,34 @@ template <int WIDTH, int E> struct Tiles {
         row = padded / 8 * bits_of<E>(), scale_row = padded / 16;
         const int chunk = lane % CHUNKS, elements = 128 / bits_of<E>();
         data = rows.data + first / 8 * bits_of<E>() + lane / CHUNKS * row + chunk * 16;
-        scales = (const byte*)rows.scales + first / 16 + lane % UNITS * 4;
-        scales += lane / UNITS * scale_row;
+        scales = (const byte*)rows.scales + first / 16 + lane % COPIERS * COPIED * 4;
+        scales += lane / COPIERS * scale_row;
         if (is_rotated<E>()) low = 0, high = (high + 63) / 64 * 64;
         is_used = chunk * elements >= low && chunk * elements < high;
-        has_scales = lane % UNITS * 64 < high;
+        scale_place = lane % COPIERS * COPIED * 64 < high ? lane / COPIERS : NOWHERE;
+        at = lane / CHUNKS * ROW + chunk * 16;
+        behind = lane / COPIERS * ROW + BYTES + lane % COPIERS * COPIED * 4;
+        if (is_rotated<E>()) {
+            keep(at), keep(behind), keep(scale_place);
+            asm volatile("" : "+l"(data), "+l"(scales));
+        }
     }
-    // Copy POSITIONS positions from a slot on; those beyond `left` become zeros.
+    // Copy POSITIONS positions from a slot on. Of those beyond `left` numbers become zeros, and
+    // codes remain what the page holds, because the scales become zeros.
     template <int POSITIONS> __device__ __forceinline__ void begin(u32 to, u32 slot, int left,
                                                               int lane) const {
         const byte* from = data + (unsigned long long)slot * row;
-        const int in_chunk = is_used ? left : 0;
-        const u32 at = to + lane / CHUNKS * ROW + lane % CHUNKS * 16;
 #pragma unroll
         for (int i = 0; i < POSITIONS; i += 32 / CHUNKS)
-            begin_copy<16>(at + i * ROW, from + i * row, lane / CHUNKS + i < in_chunk);
+            begin_copy<16>(to + at + i * ROW, from + i * row,
+                           is_used && (is_rotated<E>() || lane / CHUNKS + i < left));
         if constexpr (is_rotated<E>()) {
             const byte* scale = scales + (unsigned long long)slot * scale_row;
-            const int in_unit = has_scales ? left : 0;
-            const u32 behind = to + lane / UNITS * ROW + BYTES + lane % UNITS * 4;
 #pragma unroll
-            for (int i = 0; i < POSITIONS; i += 32 / UNITS)
-                begin_copy<4>(behind + i * ROW, scale + i * scale_row, lane / UNITS + i < in_unit);
+            for (int i = 0; i < POSITIONS; i += 32 / COPIERS)
+                if (32 / COPIERS <= POSITIONS || lane / COPIERS < POSITIONS)
+                    begin_copy<4 * COPIED>(to + behind + i * ROW, scale + i * scale_row,
+                                           scale_place < left - i);
         }
     }
     // Put `count` rows of shared memory, from position `place` on, among those of a step.
@@ -112,7 +142,7 @@ template <int WIDTH, int E> struct Tiles {
                 *(uint4*)(to + (place + i) * ROW + chunk) = *(const uint4*)(rows + i * ROW + chunk);
         if constexpr (is_rotated<E>())
             for (int i = lane / UNITS; i < count; i += 32 / UNITS)
-                if (has_scales && (unsigned)(place + i) < POSITIONS)
+                if ((OF_WHOLE || scale_place != NOWHERE) && (unsigned)(place + i) < POSITIONS)
                     *(u32*)(to + (place + i) * ROW + scale) = *(const u32*)(rows + i * ROW + scale);
     }
     // Address of a lane's matrix row, for 16 positions of two chunks.

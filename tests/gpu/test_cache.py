@@ -162,7 +162,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, *note: object) -> N
     assert (error <= 2e-3 * expected.float().flatten(2).norm(dim=2)).all(), note
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (28, 4), (32, 2), (3, 3), (6, 2)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (28, 4), (32, 2), (3, 3), (6, 2)])
 @pytest.mark.parametrize(
     ("head_dim", "half"),
     [(48, 24), (64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (128, 16), (128, 0), (256, 128)],
@@ -189,7 +189,7 @@ def test_new_tokens_are_stored_and_attend_to_what_is_stored(
         assert torch.equal(steps.step(0, new, **options), found)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2)])
 @pytest.mark.parametrize("head_dim", [96, 128, 256])
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_new_tokens_attend_to_many_parts_in_many_steps(

@@ -50,7 +50,10 @@ def bits_of(name: str) -> int:
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_stages_fit(name: str, width: int, room: int) -> None:
     bits = bits_of(name)
-    columns = {_columns(tokens, width, 32, WIDE_FROM) for tokens in (1, STEP_TOKENS)}
+    columns = {
+        _columns(tokens, width, pairs, WIDE_FROM, is_coded=name.startswith("q"))
+        for tokens, pairs in product((1, STEP_TOKENS), (1, 4, 32))
+    }
     for positions, count in product((1, 256, 8192), columns):
         warps, stages, shared = _stages(bits, width, count, positions=positions, room=room)
 
@@ -61,9 +64,21 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
         assert shared // warps >= 4 * count * width  # sums of values
 
 
+def columns_of(tokens: int, width: int, pairs: int, positions: int = WIDE_FROM) -> int:
+    return _columns(tokens, width, pairs, positions, is_coded=False)
+
+
 def test_several_new_tokens_have_two_sets_of_columns_where_that_saves_reading() -> None:
-    assert [_columns(1, 128, pairs, WIDE_FROM) for pairs in (1, 8, 16)] == [SET] * 3
-    wide = [_columns(STEP_TOKENS, 128, pairs, WIDE_FROM) for pairs in (2, 8, 9, 32)]
+    assert [columns_of(1, 128, pairs) for pairs in (1, 8, 16)] == [SET] * 3
+    wide = [columns_of(STEP_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)]
     assert wide == [SET, SET, 2 * SET, 2 * SET]
-    assert _columns(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
-    assert _columns(STEP_TOKENS, 256, 32, WIDE_FROM) == SET
+    assert columns_of(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
+    assert columns_of(STEP_TOKENS, 256, 32) == SET
+
+
+def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> None:
+    found = [_columns(1, 128, pairs, 1, is_coded=True) for pairs in range(1, 9)]
+
+    assert found == [1, 2, 4, 4, SET, SET, SET, SET]
+    assert _columns(1, 256, 1, 1, is_coded=True) == SET
+    assert _columns(STEP_TOKENS, 128, 1, 1, is_coded=True) == SET

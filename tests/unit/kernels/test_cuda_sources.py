@@ -10,7 +10,14 @@ from cupy_backends.cuda.libs import nvrtc
 
 from exl2flow.kernels.cache_formats import CACHE_FORMATS, Element
 from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
-from exl2flow.kernels.cuda_cache import RESERVED, SET, STEP_TOKENS, WIDTHS, _beside
+from exl2flow.kernels.cuda_cache import (
+    RESERVED,
+    SET,
+    STEP_TOKENS,
+    TOGETHER_WIDTH,
+    WIDTHS,
+    _beside,
+)
 
 DEVICES = [
     [90],
@@ -19,12 +26,20 @@ DEVICES = [
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
 SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
+CODES = [(keys, values) for keys, values in FORMATS if Element[keys].has_scales]
+FEW = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_4")]
 SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
 INSTANCES = {
     "attention.cu": [
-        f"attend<{width}, {keys}, {values}, {tokens}, {columns}>"
+        f"attend<{width}, {keys}, {values}, {tokens}, {columns}, 1>"
         for width, (keys, values), (tokens, columns) in product(WIDTHS, sorted(FORMATS), SHAPES)
         if (columns == SET or width < WIDTHS[-1]) and (tokens == 1 or (keys, values) in SOME)
+    ]
+    + [
+        f"attend<{width}, {keys}, {values}, 1, {columns}, {together}>"
+        for width, (keys, values) in product(WIDTHS[:-1], sorted(CODES))
+        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (4, 2), (8, 2))
+        if (columns < 4 or (keys, values) in FEW) and (together == 1 or width == TOGETHER_WIDTH)
     ],
     "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],
 }
@@ -61,9 +76,9 @@ def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> Non
         assert all(names)
         if file == "attention.cu":
             for instance, name in zip(instances, names, strict=True):
-                width, keys, values, tokens, columns = instance[7:-1].split(", ")
+                width, keys, values, *counts = instance[7:-1].split(", ")
                 bits = Element[keys].bits + Element[values].bits
-                most = _beside(bits, int(width), int(tokens), int(columns))
+                most = _beside(bits, int(width), *map(int, counts))
                 assert most - RESERVED <= shared[name] <= most, instance
 
     with ThreadPoolExecutor() as threads:
