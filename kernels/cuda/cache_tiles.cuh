@@ -62,6 +62,15 @@ __device__ __forceinline__ void mma_onto(float* d, const u32* a, const u32* b, c
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]));
 }
 
+// The offset of a code as an fp16 pair, of column j of a word: a field that begins at bit 0 or 4 of a
+// mantissa counts units below the exponent of 1024 or 64. `zero_of` adds the zero point, exactly.
+template <int B> __device__ __forceinline__ constexpr u32 base_of(int j) {
+    return B == 8 || j % 2 == 0 ? 0x6400 : 0x5400;
+}
+template <int B> __device__ __forceinline__ constexpr u32 zero_of(int j) {
+    return twice(base_of<B>(j) + ((1u << (B - 1)) << (B == 8 ? 0 : 4 * (j % 2))));
+}
+
 // Pair j of a word: one element of its lower and one of its upper half. Codes are above a base.
 template <int E> __device__ __forceinline__ u32 pair(u32 word, int j) {
     if constexpr (E == HALF) return word;
