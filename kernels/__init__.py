@@ -19,6 +19,7 @@ from exl2flow.kernels.norm import Norm
 from exl2flow.kernels.ops import (
     CHUNK_ELEMENTS,
     FEW_ROWS,
+    MOST_BESIDE,
     MOST_COLUMNS,
     BegunGroups,
     Ops,
@@ -54,6 +55,7 @@ __all__ = [
     "CHUNK_ELEMENTS",
     "FEW_ROWS",
     "LARGEST_HALF",
+    "MOST_BESIDE",
     "MOST_COLUMNS",
     "MOST_MATRICES",
     "NOT_FINITE",

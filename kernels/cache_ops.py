@@ -27,9 +27,12 @@ class CacheOps(Protocol):
         ...
 
     def read_cache(
-        self, store: LayerStore, slots: torch.Tensor
+        self, store: LayerStore, slots: torch.Tensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values at slots int64 (t,), each fp16 (t, kv_heads, head_dim)."""
+        """Return keys and values at slots int64 (t,), each fp16 (t, kv_heads, head_dim).
+
+        Those of a slice that are stored as they are returned are not copied.
+        """
         ...
 
     def attend_step(

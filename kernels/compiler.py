@@ -5,6 +5,8 @@ CuPy compiles with NVRTC for the current device and caches the result on disk.
 
 import ctypes
 import re
+import sys
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +30,10 @@ from exl2flow.kernels.packed import TILE
 
 FOLDER = Path(__file__).with_name("cuda")
 THREADS = 128  # per CTA, with one column per thread
+WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is no struct; arguments
 ATTENTION_WARPS = 8  # most warps of an attention CTA
 ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
-DECODE_WARPS = 8  # of a decoding CTA, each with one tile of one panel
+DECODE_WARPS, DECODE_TILES = 4, 4  # warps of a decoding CTA, and tiles of each, of one panel
 NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
 GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
 PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
@@ -56,6 +59,7 @@ DEFINITIONS = {
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "ATTENTION_STEP": ATTENTION_STEP,
     "DECODE_WARPS": DECODE_WARPS,
+    "DECODE_TILES": DECODE_TILES,
     "PAGE_TOKENS": PAGE_TOKENS,
     "NORM_PIECES": NORM_PIECES,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
@@ -142,35 +146,44 @@ def launch(
         together: its CTAs wait for each other, so all must be resident at once.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
-    count = len(arguments)
-    words = (ctypes.c_longlong * count)()  # for tensors and integers; others lie elsewhere
-    first = ctypes.addressof(words)
-    pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
-    others: list[np.ndarray] = []
-    for index, argument in enumerate(arguments):
-        if isinstance(argument, torch.Tensor):
+    call, words, others = _CALL, _CALL.words, list[tuple[int, np.ndarray]]()
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, int):
+            words[place] = argument
+        elif isinstance(argument, torch.Tensor):
             assert argument.is_contiguous(), f"{name} needs contiguous tensors"
-            words[index] = argument.data_ptr()
-        elif isinstance(argument, int):
-            words[index] = argument
+            words[place] = argument.data_ptr()
+        elif argument.nbytes <= WORD:
+            words[place] = int.from_bytes(argument.tobytes(), sys.byteorder)
         else:
-            others.append(np.asarray(argument))
-            pointers[index] = others[-1].ctypes.data
-    with cupy.cuda.Device(device.index):
-        kernel = function(file, name)
-        if shared and shared > kernel.max_dynamic_shared_size_bytes:
-            kernel.max_dynamic_shared_size_bytes = shared
-        how = _Launch(
-            grid=(*grid, *(1 for _ in range(3 - len(grid)))), block=(threads, 1, 1), shared=shared,
-            stream=torch.cuda.current_stream(device).cuda_stream,
-            attributes=ctypes.pointer(_ATTRIBUTES[0 if together else 1]),
-            count=together + (early and _can_be_early(device.index)),
-        )  # fmt: skip
-        status = _driver().cuLaunchKernelEx(
-            ctypes.byref(how), ctypes.c_void_p(kernel.kernel.ptr), pointers, None
-        )
+            others.append((place, np.asarray(argument)))
+            call.pointers[place] = others[-1][1].ctypes.data
+    index, how = device.index, call.how
+    how.x, how.y, how.z = (*grid, 1, 1)[:3]
+    how.threads, how.shared, how.stream = threads, shared, _stream(index)
+    how.attributes = _EARLY_AT if not together else _TOGETHER_AT
+    how.count = together + (early and _can_be_early(index))
+    with cupy.cuda.Device(index):
+        kernel = _kernel(file, name, index, shared)
+        status = _driver().cuLaunchKernelEx(call.at, kernel, call.pointers, None)
+    for place, _ in others:
+        call.pointers[place] = call.places[place]
     if status:
         raise RuntimeError(f"{name} of {file} could not be launched: CUDA error {status}")
+
+
+@cache
+def _kernel(file: str, name: str, device: int, shared: int) -> ctypes.c_void_p:
+    """Return the handle of a function on the current device, which may use so much memory."""
+    kernel = function(file, name)
+    if shared and shared > kernel.max_dynamic_shared_size_bytes:
+        kernel.max_dynamic_shared_size_bytes = shared
+    return ctypes.c_void_p(kernel.kernel.ptr)
+
+
+def _stream(device: int) -> int:
+    """Return the handle of torch's current stream; that of a `torch.cuda.Stream` takes 2 us."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 @cache
@@ -192,20 +205,36 @@ class _Attribute(ctypes.Structure):
 
 
 class _Launch(ctypes.Structure):
-    """`CUlaunchConfig`."""
+    """`CUlaunchConfig`; blocks are one-dimensional."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
+        *((axis, ctypes.c_uint) for axis in ("x", "y", "z", "threads", "block_y", "block_z")),
         ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     ]
 
 
 # CU_LAUNCH_ATTRIBUTE_COOPERATIVE and _PROGRAMMATIC_STREAM_SERIALIZATION
 _ATTRIBUTES = (_Attribute * 2)(*(_Attribute(kind=kind, value=(1,)) for kind in (2, 6)))
+_TOGETHER_AT = ctypes.addressof(_ATTRIBUTES)
+_EARLY_AT = _TOGETHER_AT + ctypes.sizeof(_Attribute)
+
+
+class _Call(threading.local):
+    """What a thread tells the driver, written anew by each launch: making it would take longer."""
+
+    def __init__(self) -> None:
+        self.words = (ctypes.c_longlong * MOST_ARGUMENTS)()  # tensors and numbers
+        first = ctypes.addressof(self.words)
+        self.places = range(first, first + WORD * MOST_ARGUMENTS, WORD)
+        self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*self.places)
+        self.how = _Launch(block_y=1, block_z=1)
+        self.at = ctypes.byref(self.how)
+
+
+_CALL = _Call()
 
 
 @cache

@@ -79,30 +79,49 @@ CALL = np.dtype(
 def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """See `Ops.write_cache`."""
     for rows, x in ((store.keys, k), (store.values, v)):
-        _write_rows(rows, slots, x.reshape(len(slots), rows.width).half().contiguous())
+        _write_rows(rows, slots, x.reshape(len(slots), rows.width).half())
 
 
 def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
-    if rows.element is Element.HALF and rows.width % UNIT == 0 and x.data_ptr() % 16 == 0:
+    is_wide = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    if is_wide and _is_copied(rows):
         pieces = rows.width // 8
         launch(
             "elementwise.cu", "put_rows", (len(slots), -(-pieces // PUT_THREADS)),
-            x, slots, rows.data, pieces, threads=PUT_THREADS, early=True,
+            x.data_ptr(), slots, rows.data, pieces, x.stride(0) // 8,
+            threads=PUT_THREADS, early=True,
         )  # fmt: skip
         return
-    _launch_rows("write_rows", rows, slots, x)
+    _launch_rows("write_rows", rows, slots, x.contiguous())
 
 
-def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.read_cache`."""
-    keys, values = (
-        torch.empty(len(slots), rows.width, dtype=torch.float16, device=slots.device)
-        for rows in (store.keys, store.values)
-    )
-    _launch_rows("read_rows", store.keys, slots, keys)
-    _launch_rows("read_rows", store.values, slots, values)
-    shape = (len(slots), store.kv_heads, store.head_dim)
-    return keys.view(shape), values.view(shape)
+    shape = (-1, store.kv_heads, store.head_dim)
+    keys, values = (_read_rows(rows, slots).view(shape) for rows in (store.keys, store.values))
+    return keys, values
+
+
+def _read_rows(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
+    if isinstance(slots, slice):
+        if rows.element is Element.HALF:
+            return rows.data[slots].view(torch.float16)[:, : rows.width]
+        slots = torch.arange(slots.start, slots.stop, device=rows.data.device)
+    x = torch.empty(len(slots), rows.width, dtype=torch.float16, device=slots.device)
+    if not _is_copied(rows):
+        _launch_rows("read_rows", rows, slots, x)
+        return x
+    pieces = rows.width // 8
+    launch(
+        "elementwise.cu", "get_rows", (len(slots), -(-pieces // PUT_THREADS)),
+        x, slots, rows.data, pieces, threads=PUT_THREADS, early=True,
+    )  # fmt: skip
+    return x
+
+
+def _is_copied(rows: CacheRows) -> bool:
+    """Return whether rows are stored as they are, without padding."""
+    return rows.element is Element.HALF and rows.width % UNIT == 0
 
 
 def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from exl2flow.core.background import helpers, own_stream
-from exl2flow.kernels import cuda_cache, cuda_packed, cuda_products, cuda_sampler, cuda_steps
+from exl2flow.kernels import (
+    cuda_cache,
+    cuda_packed,
+    cuda_products,
+    cuda_prompts,
+    cuda_sampler,
+    cuda_steps,
+)
 from exl2flow.kernels.compiler import GRID_TOGETHER, THREADS, build, launch
 from exl2flow.kernels.cuda_packed import panel_table
 from exl2flow.kernels.groups import PANEL_ROWS, Group
@@ -50,6 +57,7 @@ class CudaOps(TorchOps):
 
     norm = staticmethod(cuda_steps.norm)
     rotate = staticmethod(cuda_steps.rotate)
+    joined = staticmethod(cuda_steps.joined)
     gated = staticmethod(cuda_steps.gated)
     activated = staticmethod(cuda_steps.activated)
     lay_out = staticmethod(cuda_packed.lay_out)
@@ -57,7 +65,7 @@ class CudaOps(TorchOps):
     write_cache = staticmethod(cuda_cache.write_cache)
     read_cache = staticmethod(cuda_cache.read_cache)
     attend_step = staticmethod(cuda_cache.attend_step)
-    decode_packed = staticmethod(cuda_products.decode_packed)
+    decode_packed = staticmethod(cuda_prompts.decode_packed)
     multiply = staticmethod(cuda_products.multiply)
     sample = staticmethod(cuda_sampler.sample)
 

@@ -1,4 +1,4 @@
-"""Products with packed matrices on a GPU: few rows read the codes, many use decoded matrices."""
+"""Products of few rows with packed matrices on a GPU: kernels read the codes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,19 +11,12 @@ import torch
 
 from exl2flow.core.config import tuning_file
 from exl2flow.core.files import digest_of
-from exl2flow.kernels import packed
-from exl2flow.kernels.compiler import DECODE_WARPS, OPTIONS, launch, limits, source
-from exl2flow.kernels.cuda_packed import panel_table
-from exl2flow.kernels.cuda_steps import (
-    activated,
-    add_normed,
-    gated,
-    norm,
-    reordered,
-)
+from exl2flow.kernels import cuda_prompts
+from exl2flow.kernels.compiler import OPTIONS, launch, limits, source
+from exl2flow.kernels.cuda_steps import activated, add_normed, norm, reordered
 from exl2flow.kernels.cuda_timing import ColdTimer
 from exl2flow.kernels.ops import FEW_ROWS
-from exl2flow.kernels.packed import TILE, PackedMatrix, Product
+from exl2flow.kernels.packed import Product
 from exl2flow.kernels.product import (
     Plan,
     are_known,
@@ -37,24 +30,6 @@ from exl2flow.kernels.recording import bucket
 from exl2flow.kernels.shares import WARPS
 from exl2flow.kernels.tuning import Parts, Tuning, candidates, fastest, key_of
 
-_TABLES: WeakKeyDictionary[PackedMatrix, torch.Tensor] = WeakKeyDictionary()
-
-
-def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
-    """See `Ops.decode_packed`."""
-    (k, columns), tiles, device = matrix.shape, len(matrix.codes), matrix.codes.device
-    decoded = torch.empty(k, TILE * tiles, dtype=torch.float16, device=device)
-    table = _TABLES.get(matrix)
-    if table is None:  # a lookup by all groups takes longer than a launch
-        table = _TABLES[matrix] = panel_table(matrix.groups, device)[0]
-    launch(
-        "decode.cu", "decode_gptq" if matrix.has_zeros else "decode_exl2",
-        (-(-tiles // DECODE_WARPS), len(table)),
-        matrix.codes, matrix.scales, table, matrix.order, decoded, len(table), tiles,
-        4 * matrix.codes.shape[1], len(matrix.groups), threads=32 * DECODE_WARPS,
-    )  # fmt: skip
-    return decoded[:, :columns]
-
 
 def multiply(
     x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
@@ -62,10 +37,7 @@ def multiply(
     """See `Ops.multiply`."""
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     if len(x) > FEW_ROWS or not is_one_form:
-        return packed.multiply(
-            x, products, hidden, norm=norm, gated=gated, activated=activated,
-            product=_decoded_product,
-        )  # fmt: skip
+        return cuda_prompts.multiply(x, products, hidden)
     most = most_rows(limits(x.device.index)[1])
     if len(x) > most:
         parts = [
@@ -179,11 +151,6 @@ def _launched(
         together=is_chain,
     )  # fmt: skip
     return found, found[0] if hidden is None else hidden
-
-
-def _decoded_product(x: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    decoded = decode_packed(matrix)
-    return x @ decoded if dtype == x.dtype else torch.mm(x, decoded, out_dtype=dtype)
 
 
 _PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionary()

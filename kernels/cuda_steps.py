@@ -9,6 +9,7 @@ from exl2flow.kernels.norm import Norm
 
 STEP_THREADS, NORM_THREADS = 256, 512
 MOST_THREADS = 1024  # per CTA
+MOST_ROWS = 65535  # of a grid's second axis
 WIDE = 8  # numbers in 16 bytes
 
 
@@ -70,11 +71,11 @@ def _add_normed(
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See `Ops.rotate`."""
     half = cos.shape[-1]
-    y = _room_like(x) if half and _is_plain(x) else None
-    if y is None:
+    if not half or not _is_plain(x) or x.stride(-1) != 1:
         return torch_steps.rotate(x, cos, sin)
+    y = torch.empty_like(x)  # its axes in memory are ordered as those of x
     b, heads, t, head_dim = x.shape
-    of_row, steps = cos.stride(0) if cos.dim() == 4 else 0, x.stride()[:3]
+    of_row, steps = cos.stride(0) if cos.dim() == 4 else 0, (*x.stride()[:3], *y.stride()[:3])
     is_wide = _is_wide(half, x, cos, sin) and all(n % WIDE == 0 for n in (head_dim, *steps))
     width = WIDE if is_wide else 1
     units = heads * (head_dim - half) // width  # pairs, and elements that are not rotated
@@ -91,12 +92,18 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     """See `Ops.gated`."""
     if not _is_plain(gate, up) or gate.shape != up.shape:
         return torch_steps.gated(gate, up, activation)
-    gate, up = gate.contiguous(), up.contiguous()
-    y, width = torch.empty_like(gate), WIDE if _is_wide(gate.numel(), gate, up) else 1
-    count = gate.numel() // width
+    rows, step = len(gate), gate.stride(0)
+    is_beside = gate.dim() == 2 and gate.stride() == up.stride() == (step, 1) and rows <= MOST_ROWS
+    if not is_beside or gate.is_contiguous():
+        gate, up = gate.contiguous(), up.contiguous()
+        rows, step = 1, gate.numel()
+    y, each = torch.empty_like(gate, memory_format=torch.contiguous_format), gate.numel() // rows
+    width = WIDE if _is_wide(each, gate, up) and step % WIDE == 0 else 1
     launch(
-        "elementwise.cu", f"gated_{activation}_{width}", (-(-count // STEP_THREADS),),
-        gate, up, y, count, threads=STEP_THREADS, early=True,
+        "elementwise.cu", f"gated_{activation}_{width}",
+        (-(-each // width // STEP_THREADS), rows),
+        gate.data_ptr(), up.data_ptr(), y, each // width, step // width,
+        threads=STEP_THREADS, early=True,
     )  # fmt: skip
     return y
 
@@ -113,6 +120,24 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
         x, y, count, threads=STEP_THREADS, early=True,
     )  # fmt: skip
     return y
+
+
+def joined(
+    a: torch.Tensor, b: torch.Tensor, a_sums: torch.Tensor, b_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.joined`."""
+    (rows, heads, t, head_dim), y = a.shape, torch.empty_like(a)
+    in_order, strides = a.transpose(1, 2), y.stride()
+    is_plain = _is_plain(a, b) and in_order.is_contiguous() and a.stride() == b.stride() == strides
+    if rows != 1 or not is_plain or not _is_wide(head_dim, a, b):
+        return torch_steps.joined(a, b, a_sums, b_sums)
+    sums = torch.empty_like(a_sums, memory_format=torch.contiguous_format)
+    launch(
+        "elementwise.cu", "joined", (-(-a.numel() // WIDE // STEP_THREADS),),
+        in_order, b.data_ptr(), a_sums.contiguous(), b_sums.contiguous(), y.data_ptr(), sums,
+        t, heads, head_dim // WIDE, threads=STEP_THREADS, early=True,
+    )  # fmt: skip
+    return y, sums
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

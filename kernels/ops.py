@@ -17,6 +17,7 @@ from exl2flow.kernels.streams import kept, sent
 
 MOST_COLUMNS = 1024  # per block of the output factor; torch waits for the GPU on wider ones
 CHUNK_ELEMENTS = 1 << 26  # of a wide matrix that are processed together
+MOST_BESIDE = 192 << 20  # bytes of matrices that are decoded and multiplied together
 FEW_ROWS = 32  # most rows for which a product reads the codes of a packed matrix directly
 
 
@@ -276,6 +277,19 @@ class Ops(CacheOps, SamplerOps, Protocol):
 
         Returns:
             Rotated x, in its shape and dtype.
+        """
+        ...
+
+    def joined(
+        self, a: torch.Tensor, b: torch.Tensor, a_sums: torch.Tensor, b_sums: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention to two sets of positions from attention to each, and the sums.
+
+        Args:
+            a: what queries (b, h, t, head_dim) find among the first ones.
+            b: among the second ones.
+            a_sums: logarithms of the sums of exp(score), fp32 (b, h, t).
+            b_sums: of the second ones.
         """
         ...
 

@@ -60,7 +60,7 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
         rows.data[slots], rows.scales[slots] = data, scales
 
 
-def read_cache(store: LayerStore, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.read_cache`."""
     return _read(store, slots)
 

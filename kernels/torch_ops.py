@@ -47,6 +47,7 @@ class TorchOps:
     gated = staticmethod(torch_steps.gated)
     activated = staticmethod(torch_steps.activated)
     rotate = staticmethod(torch_steps.rotate)
+    joined = staticmethod(torch_steps.joined)
     sample = staticmethod(torch_sampler.sample)
 
     def multiply(

@@ -40,6 +40,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
 
 
+def joined(
+    a: torch.Tensor, b: torch.Tensor, a_sums: torch.Tensor, b_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.joined`."""
+    share = torch.sigmoid(b_sums - a_sums)[..., None]
+    found = torch.lerp(a.float(), b.float(), share).to(a.dtype)
+    return found, torch.logaddexp(a_sums, b_sums)
+
+
 def halved(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Bring the pairs (2i, 2i + 1) of the first `dim` elements of heads to (i, i + dim/2).
 

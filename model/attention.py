@@ -1,14 +1,17 @@
 """Attention over grouped heads: the half-layer, and the cache interface it needs."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl2flow.kernels import AttentionRule
+from exl2flow.kernels import AttentionRule, get_ops
 from exl2flow.model.blockwise import attend_in_blocks
 from exl2flow.model.family import HeadNorms
 from exl2flow.model.half_layer import HalfLayer
@@ -20,6 +23,7 @@ from exl2flow.model.spec import AttentionSpec
 from exl2flow.model.sublayer_spec import SublayerSpec
 
 COMMON_TOKENS = 256  # cuDNN keeps a plan of 1.4 MB per shape: for texts of multiples of this only
+FAR_STEP, NEAR_STEP = 2048, 1024  # as above, for a piece of a prompt: of positions, of its tokens
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -44,6 +48,10 @@ class LayerCache(Protocol):
             table: how queries and keys are rotated.
             rule: what happens to the scores.
         """
+        ...
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, *, table: RopeTable) -> None:
+        """Add keys and values; arguments as of `attend`."""
         ...
 
 
@@ -95,6 +103,27 @@ class AttentionSublayer(HalfLayer):
         self, projected: Projected, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return the attention output (b, t, heads · dim) of given projection outputs."""
+        q, k, v, table = self._inputs(projected, start, with_cache=cache is not None)
+        rule = self.attention.rule
+        if cache is None:
+            result = attend(q, k, v, rule)  # (b, h, t, d)
+        else:
+            result = cache.attend(q, k, v, table=table, rule=rule)
+        return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
+
+    def store(self, projected: Projected, *, start: int | RopeTable, cache: LayerCache) -> None:
+        """Add the keys and values of given projection outputs to a cache."""
+        _, k, v, table = self._inputs(projected, start, with_cache=True)
+        cache.store(k, v, table=table)
+
+    def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:
+        """Add the keys and values of hidden states (b, t, hidden) to a cache."""
+        self.store(self.project(self.normed("before", hidden)), start=start, cache=cache)
+
+    def _inputs(
+        self, projected: Projected, start: int | RopeTable, *, with_cache: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RopeTable]:
+        """Return queries, keys and values (b, h, t, d), and the rotation that is left."""
         q, k, v = projected.q, projected.k, projected.v
         if self.attention.head_norms is HeadNorms.WHOLE:
             q, k = self.normed("q", q), self.normed("k", k)
@@ -103,15 +132,10 @@ class AttentionSublayer(HalfLayer):
             table = start
         else:
             table = rope_table(self.attention.rope, start, q.shape[-2], q.device)
-        q, k, table = self._positioned(q, k, table, with_cache=cache is not None)
+        q, k, table = self._positioned(q, k, table, with_cache=with_cache)
         if next(iter(self.norms.values())).weight.dtype == torch.float16:
             q, k, v = narrowed(q), narrowed(k), narrowed(v)
-        rule = self.attention.rule
-        if cache is None:
-            result = attend(q, k, v, rule)  # (b, h, t, d)
-        else:
-            result = cache.attend(q, k, v, table=table, rule=rule)
-        return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
+        return q, k, v, table
 
     def products(self) -> tuple[Pair, ...]:
         """See `Sublayer.products`."""
@@ -160,6 +184,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
     if not rule.is_fused:
         return attend_in_blocks(q, k, v, rule)
     count, positions, window = q.shape[-2], k.shape[-2], rule.window
+    far = _far(q, k, rule)
+    if far:
+        return _attend_apart(q, k, v, rule.scale, far)
     is_windowed = window is not None and positions > window
     is_causal = count == positions and not is_windowed
     mask = None
@@ -179,3 +206,62 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
             attn_mask=mask, is_causal=is_causal, scale=rule.scale,
             enable_gqa=k.shape[1] < q.shape[1],
         )  # fmt: skip
+
+
+def _far(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> int:
+    """Return how many positions, from the first one on, are attended to apart from the others.
+
+    cuDNN is twice as fast as the other fused kernels, but knows no queries that begin behind the
+    first key: what all of them see is left to it.
+    """
+    count, positions = q.shape[-2], k.shape[-2]
+    far = (positions - count) // FAR_STEP * FAR_STEP
+    sees_all = rule.window is None or rule.window >= positions
+    if not (far and sees_all and count % NEAR_STEP == 0 and q.is_cuda) or torch.is_grad_enabled():
+        return 0
+    return far if _knows_cudnn(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]) else 0
+
+
+@cache
+def _knows_cudnn(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> bool:
+    """Return whether cuDNN can attend with such heads."""
+    q, k = (torch.empty(1, h, 64, head_dim, dtype=dtype, device=device) for h in (heads, kv_heads))
+    params = SDPAParams(q, k, k, None, 0.0, False, kv_heads < heads)
+    return can_use_cudnn_attention(params)
+
+
+def _attend_apart(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, far: int
+) -> torch.Tensor:
+    """Attend to the first `far` positions, which all queries see, and causally to the others."""
+    ops, near = get_ops(q.device), (k[:, :, far:], v[:, :, far:])
+    if near[0].shape[2] == q.shape[2]:
+        found, sums = _by_cudnn(q, *near, scale, is_causal=True)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        found, sums = flash(q, *near, 0.0, True, False, scale=scale)[:2]
+    for begin, end in _stretches(far):
+        of_these = k[:, :, begin:end], v[:, :, begin:end]
+        other, other_sums = _by_cudnn(q, *of_these, scale, is_causal=False)
+        found, sums = ops.joined(found, other, sums, other_sums)
+    return found
+
+
+def _by_cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result, and the logarithms of the sums of exp(score), fp32 (b, h, t)."""
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    found, sums, *_ = cudnn(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+    return found, sums.view(q.shape[:3])
+
+
+def _stretches(far: int) -> Iterator[tuple[int, int]]:
+    """Divide positions into lengths of powers of two, the longest first: of few shapes."""
+    begin = 0
+    while begin < far:
+        length = 1 << ((far - begin).bit_length() - 1)
+        yield begin, begin + length
+        begin += length

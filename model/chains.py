@@ -1,8 +1,9 @@
-"""The work between two attentions of a packed model as one chain of products, for few tokens.
+"""The work between two attentions of a packed model as one chain of products.
 
 From an attention's output to the next queries, keys and values, each product reads what the one
-before it writes, so a GPU runs the chain in one launch (`Ops.multiply`) where its kernel knows all
-of it. Before a parallel block a chain ends with the hidden state, which both of its parts read.
+before it writes, so a GPU runs the chain of few tokens in one launch (`Ops.multiply`) where its
+kernel knows all of it. Before a parallel block a chain ends with the hidden state, which both of
+its parts read.
 """
 
 from collections.abc import Sequence
@@ -52,11 +53,65 @@ class Link:
         ops = get_ops(x.device)
         if self.beside is None:
             return ops.multiply(x, self.chain, states)
+        found, x, states = self._beside(self.beside, x, states)
+        return found, ops.multiply(x, self.beside.mlp, states)[1]
+
+    def attended(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        shape: torch.Size,
+        start: int | RopeTables,
+        cache: KvCache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what o reads, (rows, columns), and the hidden states.
+
+        Args:
+            x: as of `inputs`.
+            states: as of `inputs`.
+            shape: of the hidden states, (b, t, hidden).
+            start: of all layers, see `Sublayer`.
+            cache: of all layers.
+        """
+        found, states = self.inputs(x, states)
+        index = self.attention.spec.layer_index
+        layer = None if cache is None else cache.layer(index)
+        projected = _projected(found, shape)
+        inner = self.attention.attend(projected, start=at_layer(start, index), cache=layer)
+        return inner.reshape(-1, inner.shape[-1]), states
+
+    def fill(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        shape: torch.Size,
+        start: int | RopeTables,
+        cache: KvCache,
+    ) -> None:
+        """Add the attention's keys and values to a cache; arguments as of `attended`."""
+        if self.beside is None:
+            found, _ = self.inputs(x, states)
+        else:
+            found, _, _ = self._beside(self.beside, x, states)
+        index = self.attention.spec.layer_index
+        projected, layer = _projected(found, shape), cache.layer(index)
+        self.attention.store(projected, start=at_layer(start, index), cache=layer)
+
+    def _beside(
+        self, beside: Beside, x: torch.Tensor, states: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, what they and the MLP read, and the hidden states."""
+        ops = get_ops(x.device)
         if self.chain:
             _, states = ops.multiply(x, self.chain, states)
-        x = states if self.beside.norm is None else self.beside.norm(states)
-        found, _ = ops.multiply(x, [self.beside.inputs])
-        return found, ops.multiply(x, self.beside.mlp, states)[1]
+        x = states if beside.norm is None else beside.norm(states)
+        found, _ = ops.multiply(x, [beside.inputs])
+        return found, x, states
+
+
+def _projected(found: Sequence[torch.Tensor], shape: torch.Size) -> Projected:
+    q, k, v = (y.view(*shape[:-1], -1) for y in found)
+    return Projected(q=q, k=k, v=v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +151,15 @@ class Chains:
         shape = hidden.shape
         x = states = hidden.reshape(-1, shape[-1])
         for link in self.links:
-            found, states = link.inputs(x, states)
-            q, k, v = (y.view(*shape[:-1], -1) for y in found)
-            index = link.attention.spec.layer_index
-            layer = None if cache is None else cache.layer(index)
-            table, projected = at_layer(start, index), Projected(q=q, k=k, v=v)
-            inner = link.attention.attend(projected, start=table, cache=layer)
-            x = inner.reshape(-1, inner.shape[-1])
+            x, states = link.attended(x, states, shape, start, cache)
         _, states = get_ops(x.device).multiply(x, self.last, states)
         return states.view(shape)
+
+    def fill(self, hidden: torch.Tensor, *, start: int | RopeTables, cache: KvCache) -> None:
+        """Add the keys and values of hidden states to a cache; see `Decoder.fill`."""
+        shape = hidden.shape
+        x = states = hidden.reshape(-1, shape[-1])
+        *links, last = self.links
+        for link in links:
+            x, states = link.attended(x, states, shape, start, cache)
+        last.fill(x, states, shape, start, cache)

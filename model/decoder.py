@@ -6,11 +6,12 @@ import torch
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.core.request import FIRST_EMBEDDING
-from exl2flow.kernels import FEW_ROWS, get_ops
-from exl2flow.model.attention import KvCache
+from exl2flow.kernels import get_ops
+from exl2flow.model.attention import AttentionSublayer, KvCache
 from exl2flow.model.chains import Chains
-from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved
+from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved, read_to
 from exl2flow.model.norms import Norm, load_norm
+from exl2flow.model.parallel import ParallelSublayer
 from exl2flow.model.products import product_of
 from exl2flow.model.rope import RopeTables, at_layer
 from exl2flow.model.spec import ModelSpec
@@ -187,9 +188,38 @@ class Decoder:
         """
         start = table or 0
         hidden = self.embed(ids, rows, None if table is None else table.positions)
-        if self._chains and ids.numel() <= FEW_ROWS and hidden.dtype == torch.float16:
+        if self._chains and hidden.dtype == torch.float16:
             return self._chains(hidden, start=start, cache=cache)
-        for sublayer in self.sublayers:
+        return self._through(len(self.sublayers), hidden, start, cache)
+
+    def fill(
+        self,
+        ids: torch.Tensor,
+        cache: KvCache,
+        table: RopeTables | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Store the keys and values of token ids; arguments as of `hidden`.
+
+        What follows the last layer's keys and values is not computed.
+        """
+        start = table or 0
+        hidden = self.embed(ids, rows, None if table is None else table.positions)
+        if self._chains and hidden.dtype == torch.float16:
+            self._chains.fill(hidden, start=start, cache=cache)
+            return
+        last = max(i for i, sublayer in enumerate(self.spec.sublayers) if sublayer.kind != "mlp")
+        hidden, index = self._through(last, hidden, start, cache), self.spec.num_layers - 1
+        sublayer = self.sublayers[last]
+        assert isinstance(sublayer, AttentionSublayer | ParallelSublayer)
+        sublayer.fill(hidden, start=at_layer(start, index), cache=cache.layer(index))
+
+    def _through(
+        self, count: int, hidden: torch.Tensor, start: int | RopeTables, cache: KvCache | None
+    ) -> torch.Tensor:
+        """Return the output of the first `count` sublayers."""
+        for place in range(count):
+            sublayer = self.sublayers[place]
             index = sublayer.spec.layer_index
             layer = None if cache is None else cache.layer(index)
             hidden = sublayer(hidden, start=at_layer(start, index), cache=layer)
@@ -212,7 +242,7 @@ def build_embedding(
         TensorShapeError: its rows are not of the hidden size.
     """
     name, apart = f"{spec.embedding_key}.weight", spec.family.learned_positions
-    weight = tensors.read_floating(name)
+    weight = read_to(tensors, name, device, dtype)
     if weight.dim() != 2 or weight.shape[1] != spec.hidden_size:
         raise TensorShapeError(
             f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies rows of "
@@ -220,7 +250,7 @@ def build_embedding(
         )
     learned = None if apart is None else tensors.read_floating(f"{apart}.weight")
     return Embedding(
-        moved(weight, device, dtype),
+        weight,
         multiplier=spec.embedding_multiplier,
         learned=None if learned is None else moved(learned, device, dtype),
     )

@@ -251,7 +251,8 @@ class QuantizedMatrix:
     @property
     def order(self) -> torch.Tensor:
         """The in-feature of each packed row, int64 (k,)."""
-        return torch.argsort(self.inverse_perm.long())
+        places = self.inverse_perm.long()
+        return torch.empty_like(places).scatter_(0, places, torch.arange(len(places)).to(places))
 
     @property
     def total_bits(self) -> int:
@@ -375,4 +376,6 @@ def _check_shapes(key: str, matrix: QuantizedMatrix) -> None:
 
 
 def _is_permutation(places: torch.Tensor) -> bool:
-    return torch.equal(places.sort().values, torch.arange(len(places), dtype=places.dtype))
+    if ((places < 0) | (places >= len(places))).any():
+        return False
+    return bool(torch.zeros(len(places)).index_fill_(0, places.long(), 1).all())

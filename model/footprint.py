@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS
 from exl2flow.kernels.cache_formats import LayerStore
 from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.model.spec import ModelSpec
+from exl2flow.model.sublayer_spec import SublayerSpec
 
 # A process besides its tensors: CUDA context, compiled kernels, cuBLAS workspaces and recorded
 # graphs (0.80 GB measured, docs/benchmarks.md), and fragmentation of the allocator
@@ -28,7 +29,7 @@ class Footprint:
     """What a model needs besides the bytes of its files; all in bytes.
 
     cache: keys and values of the context; layout: the most by which scales and permutations grow in
-    GPU layout; work: activations of a prompt, one layer's cache and one matrix as fp16; device:
+    GPU layout; work: activations of a prompt, one layer's cache and decoded matrices; device:
     `DEVICE_BYTES`.
     """
 
@@ -51,6 +52,8 @@ class Footprint:
         """Return the needs for sequences of `context` tokens; they do not depend on the bits."""
         matrices = [p for s in spec.sublayers for p in s.projections] + [spec.head]
         largest = max(p.in_features * p.out_features for p in matrices[:-1])
+        beside = max(_beside(s) for s in spec.sublayers)
+        decoded = max(largest, min(beside, MOST_BESIDE // HALF))
         widest_keys = max(attention.kv_width for attention in spec.attentions)
         held = 2 * widest_keys * pages(context) * PAGE_TOKENS
         widths = 4 * spec.hidden_size + 3 * spec.mlp.intermediate_size
@@ -66,7 +69,7 @@ class Footprint:
                 cache_format=cache_format,
             ),
             layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices),
-            work=HALF * (activations + held + largest + logits),
+            work=HALF * (activations + held + decoded + logits),
         )
 
 
@@ -90,6 +93,15 @@ def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
             form, pages=pages(context), kv_heads=kv_heads, head_dim=head_dim, device=meta
         ).nbytes
         for (kv_heads, head_dim), layers in shapes.items()
+    )
+
+
+def _beside(sublayer: SublayerSpec) -> int:
+    """Return the elements of the linears that read the same."""
+    captures = {p.capture for p in sublayer.projections}
+    return max(
+        sum(p.in_features * p.out_features for p in sublayer.reading(capture))
+        for capture in captures
     )
 
 

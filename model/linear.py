@@ -213,14 +213,23 @@ def load_linear(
         return QuantizedLinear(
             matrix, out_features=projection.out_features, dtype=dtype, device=device
         )
-    weight = tensors.read_floating(f"{key}.weight")
+    weight = read_to(tensors, f"{key}.weight", device, dtype)
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
     bias = _read_bias(tensors, projection) if projection.has_bias else None
     return DenseLinear(
-        moved(weight, device, dtype),
+        weight,
         None if bias is None else moved(bias, device, dtype),
         out_features=projection.out_features,
     )
+
+
+def read_to(
+    tensors: TensorFiles, name: str, device: torch.device | str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read a floating-point tensor, in its dtype through pinned memory alone; see `moved`."""
+    if tensors.dtype(name) == dtype:
+        return tensors.read(name, device)
+    return moved(tensors.read_floating(name), device, dtype)
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:

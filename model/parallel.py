@@ -36,6 +36,11 @@ class ParallelSublayer(HalfLayer):
             self.mlp.captures[1]: self.mlp.activated(others),
         }
 
+    def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:
+        """See `AttentionSublayer.fill`."""
+        q, k, v, *_ = self.multiplied(self.attention.captures[0], self.normed("before", hidden))
+        self.attention.store(Projected(q=q, k=k, v=v), start=start, cache=cache)
+
     def products(self) -> tuple[Pair, ...]:
         """See `Sublayer.products`."""
         if self.together or "after" in self.norms:  # a norm of both parts' sum is no product's

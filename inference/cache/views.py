@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import (
+    PAGE_TOKENS,
     STEP_TOKENS,
     AttentionRule,
     Element,
@@ -31,9 +32,10 @@ MOST_STEPS = 8  # for the tokens behind a cached beginning; then decoded keys an
 
 
 class _Layer(NamedTuple):
-    """A `LayerCache`: a view's `attend` for the store of one layer."""
+    """A `LayerCache`: a view's `attend` and `store` for one layer."""
 
     attend: Callable[..., Tensor]
+    store: Callable[..., None]
 
 
 class StepView:
@@ -55,7 +57,8 @@ class StepView:
         self._stores = cache.stores
 
     def layer(self, index: int) -> LayerCache:
-        return _Layer(partial(self.attend, self._stores[index]))
+        store = self._stores[index]
+        return _Layer(partial(self.attend, store), partial(_store, store, self.slots.flatten()))
 
     def attend(
         self, store: LayerStore, *new: Tensor, table: RopeTable, rule: AttentionRule
@@ -102,6 +105,8 @@ class PromptView:
     """The cache as a pass over parts of several prompts sees it, (1, t) tokens one after another.
 
     Where prompts are cut changes nothing. No two parts belong to the same sequence.
+    alone: the place of a part in the pass, and the slots of all positions up to its end; None if it
+    begins its sequence.
     """
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
@@ -115,49 +120,77 @@ class PromptView:
         fresh = [part for part in parts if not part[0].begin]
         most = MOST_STEPS * STEP_TOKENS
         tails = [part for part in parts if part[0].begin and part[0].count <= most]
-        self.groups = [  # in each the longest is less than twice as long as the shortest
-            _group(alike, device) for alike in _grouped(fresh, lambda p: p[0].count.bit_length())
-        ]
+        alike = _grouped(fresh, lambda p: p[0].count.bit_length())
+        # in each the longest is less than twice as long as the shortest
+        self.groups = [_group(parts, device) for parts in alike if len(parts) > 1]
         self.tails = [  # in order: a step reads what those before it wrote
             _tail(alike, cache)
             for begin in range(0, most, STEP_TOKENS)
             for alike in _grouped([*_pieces(tails, begin)], lambda p: p[0].count)
         ]
-        self.behind = [  # place, and slots of all positions up to the end
-            (slice(start, start + s.count), on_device(x, device))
-            for x, (s, start) in zip(slots, parts, strict=True)
-            if s.begin and s.count > most
-        ]
+        others = [part for parts in alike if len(parts) == 1 for part in parts]
+        others += [part for part in parts if part[0].begin and part[0].count > most]
+        self.alone = [(slice(start, start + s.count), _slots(s, cache)) for s, start in others]
+        self._has_fresh = len(fresh) > 0
         self._stores = cache.stores
 
     def layer(self, index: int) -> LayerCache:
-        return _Layer(partial(self.attend, self._stores[index]))
+        store = self._stores[index]
+        return _Layer(partial(self.attend, store), partial(_store, store, self.slots))
 
     def attend(
         self, store: LayerStore, *new: Tensor, table: RopeTable, rule: AttentionRule
     ) -> Tensor:
         (q, k, v), ops = new, get_ops(new[0].device)
-        out = torch.empty_like(q)
+        is_whole = len(self.alone) == 1 and not self.groups and not self.tails
+        out = q if is_whole else torch.empty_like(q)
         for rows, step in self.tails:
             mine = (x[0].transpose(0, 1)[rows].transpose(1, 2) for x in new)
             found = step.attend(store, *mine, table=table.at(rows), rule=rule)
             out[0].transpose(0, 1)[rows] = found.transpose(1, 2)
-        if not self.groups and not self.behind:
+        if not self.groups and not self.alone:
             return out
         q, k = table.rotate(q), table.rotate(k)
         ops.write_cache(store, self.slots, *(x[0].transpose(0, 1) for x in (k, v)))
         stored = {EXACT.get(x.element) for x in (store.keys, store.values)}
-        if self.groups and stored != {q.dtype}:
+        if self._has_fresh and stored != {q.dtype}:
             k, v = (_heads(x, q) for x in ops.read_cache(store, self.slots))
         for group in self.groups:
             queries, *held = (x[0][:, group.rows].transpose(0, 1) for x in (q, k, v))
             found = attend(queries, held[0], held[1], rule)  # (prompts, heads, longest, head_dim)
             found = found.transpose(0, 1).flatten(1, 2)
             out[0].index_copy_(1, group.places, found.index_select(1, group.kept))
-        for place, slots in self.behind:
-            held = [_heads(x, q) for x in ops.read_cache(store, slots)]
-            out[:, :, place] = attend(q[:, :, place], held[0], held[1], rule)
+        for place, slots in self.alone:
+            if slots is None:
+                held = [k[:, :, place], v[:, :, place]]
+            else:
+                held = [_heads(x, q) for x in ops.read_cache(store, slots)]
+            found = attend(q[:, :, place], held[0], held[1], rule)
+            if is_whole:
+                return found
+            out[:, :, place] = found
         return out
+
+
+def _store(store: LayerStore, slots: Tensor, k: Tensor, v: Tensor, *, table: RopeTable) -> None:
+    """Rotate and store keys and values (b, kv_heads, t, head_dim) at slots int64 (b · t,)."""
+    new = (x.transpose(1, 2).flatten(0, 1) for x in (table.rotate(k), v))
+    get_ops(k.device).write_cache(store, slots, *new)
+
+
+def _slots(segment: Segment, cache: PagedCache) -> Tensor | slice | None:
+    """Return the slots of all positions up to the end, or None if the segment begins a sequence.
+
+    A slice if pages follow each other and hold what attention reads, which is then not copied.
+    """
+    if not segment.begin:
+        return None
+    first, *others = segment.pages[: pages_of(segment.end)]
+    is_exact = EXACT.keys() >= {cache.form.keys, cache.form.values}
+    if is_exact and all(page == first + i for i, page in enumerate(others, 1)):
+        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + segment.end)
+    found = slots_of(torch.tensor(segment.pages, dtype=torch.int32), 0, segment.end)
+    return on_device(found, cache.device)
 
 
 def _grouped(parts: Sequence[_Part], key: Callable[[_Part], int]) -> list[list[_Part]]:

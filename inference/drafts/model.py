@@ -66,7 +66,7 @@ class ModelGuesses:
 
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         view = PromptView(self.cache, segments)
-        self.decoder.hidden(tokens, view, self._angles.along(view.positions))
+        self.decoder.fill(tokens, view, self._angles.along(view.positions))
 
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)

@@ -83,7 +83,9 @@ class States:
                 Segment(pages=tuple(held.pages), begin=held.filled, end=held.filled + len(ids))
                 for held, ids in zip(unread, new, strict=True)
             ]
-            states = self._steps.read([*chain(*new)], segments, adapters=[used] * len(new))
+            states = self._steps.read(
+                [*chain(*new)], segments, adapters=[used] * len(new), states=True
+            )
             parts = states.split_with_sizes([*map(len, new)])
             for held, ids, rows in zip(unread, new, parts, strict=True):
                 self.table.fill(held, ids)

@@ -156,20 +156,26 @@ class Steps:
         segments: Sequence[Segment],
         rows: Sequence[torch.Tensor] = (),
         adapters: Sequence[Used] = (),
+        *,
+        states: bool = False,
     ) -> torch.Tensor:
         """Store keys and values of the segments' tokens; return their hidden states (t, hidden).
 
         ids: of one segment after another; rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in
-        order; adapters: of each segment.
+        order; adapters: of each segment; states: return them, else none.
         """
-        tokens = on_device(torch.tensor([ids]), self.cache.device)
+        tokens, hidden = on_device(torch.tensor([ids]), self.cache.device), self.no_states
         if not rows and not any(adapters) and self._tails.takes(segments):
             hidden = self._tails.read(ids, segments)
         else:
             view = PromptView(self.cache, segments)
             given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
+            work = tokens, view, self._angles.along(view.positions), given
             decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
-            hidden = decoder.hidden(tokens, view, self._angles.along(view.positions), given)[0]
+            if states:
+                hidden = decoder.hidden(*work)[0]
+            else:
+                decoder.fill(*work)
         if self.guesses is not None:
             self.guesses.read(tokens, segments)
         return hidden
@@ -228,9 +234,8 @@ class Steps:
 
     def _forward(self, rows: int, count: int) -> None:
         view = StepView(self.cache, self.tables[:rows], self.lengths[:rows], count=count)
-        angles = self._angles.at(view.positions)
-        decoder = self._adapters.for_slots(rows)
-        self.places.put(decoder.forward(self.ids[:rows, :count], view, angles))
+        work = self.ids[:rows, :count], view, self._angles.at(view.positions)
+        self.places.put(self._adapters.for_slots(rows).forward(*work))
 
     def _sample(self, rows: int, kind: Kind, behind: bool) -> Sampled:
         active, ids = self.sampler.active[:rows], self.ids[:rows, 0]

@@ -1,71 +1,135 @@
 // Decode matrices from their layout on the GPU, for products with many rows.
 #include "packed.cuh"
+#include "early.cuh"
 
-// A warp decodes one panel of a tile to shared memory, [row][32 columns]. Pieces of 8 columns are
-// permuted by row, so that lanes do not conflict in a bank.
+// Where a lane's row of 8 columns is in a panel that a warp decodes to shared memory, [row][32
+// columns]. Pieces of 8 columns are permuted by row, so that lanes do not conflict in a bank.
+__device__ __forceinline__ int panel_place(int row, int piece) {
+    return row * TILE_COLUMNS + (piece ^ row / 8) * 8;
+}
+
+// Store four 8 x 8 blocks: register i of lane 4 g + t has rows 8 t + 2 i, 8 t + 2 i + 1 of column g
+// of a piece.
+__device__ __forceinline__ void store_piece(half_bits* panel, int piece, int lane, const u32* a) {
+#if __CUDA_ARCH__ >= 900
+    // lane 8 i + r names the place of row r of block i
+    const int row = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
+    const u32 to = (u32)__cvta_generic_to_shared(panel + panel_place(row, piece));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+                 : "memory");
+#else
+    half_bits* to = panel + panel_place(lane % 4 * 8, piece) + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        to[2 * i * TILE_COLUMNS] = (half_bits)a[i];
+        to[(2 * i + 1) * TILE_COLUMNS] = (half_bits)(a[i] >> 16);
+    }
+#endif
+}
+
 template <int B, bool GPTQ>
-__device__ __forceinline__ void decode_panel(const byte* codes, const Scales& own, int lane,
-                                             half_bits (*rows)[TILE_COLUMNS]) {
-    u32 w[B], a[8];
-    read_words<B>(codes, lane, w);
+__device__ __forceinline__ void decode_panel(const u32* w, const Scales& own, int lane,
+                                             half_bits* panel) {
+    u32 a[8];
     operands<B>(w, a);
-    const int t = lane % 4;
     constexpr u32 zero = GPTQ ? 0x6400 : 0x6400 + (1 << (B - 1));
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {  // rows 8 t + 4 h to 8 t + 4 h + 3 of column 8 c + g
-        const int c = r / 4 * 2 + r % 2, h = r / 2 % 2;
-        const u32 four = codes_of<B>(a, r);
-        half_bits* to = &rows[8 * t + 4 * h][(c ^ t) * 8 + lane / 4];
+    for (int c = 0; c < 4; ++c) {  // rows 8 t to 8 t + 7 of column 8 c + g
+        u32 values[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i, to += 2 * TILE_COLUMNS) {
-            u32 value = less(__byte_perm(four, 0x64646464, i ? 0x4342 : 0x4140), twice(zero));
+        for (int i = 0; i < 4; ++i) {
+            const u32 four = codes_of<B>(a, c / 2 * 4 + i / 2 * 2 + c % 2);
+            u32 value = less(__byte_perm(four, 0x64646464, i % 2 ? 0x4342 : 0x4140), twice(zero));
             if constexpr (GPTQ) value = less(value, twice(to_half(own.zero[c])));
-            value = times(value, twice(to_half(own.scale[c])));
-            to[0] = (half_bits)value;
-            to[TILE_COLUMNS] = (half_bits)(value >> 16);
+            values[i] = times(value, twice(to_half(own.scale[c])));
         }
+        store_piece(panel, c, lane, values);
     }
 }
 
-template <bool GPTQ>
-__device__ __forceinline__ void decode(const byte* codes, const byte* scales, const integer* table,
-                                       const integer* order, half_bits* y, int panels, int tiles,
-                                       integer tile_bytes, int groups) {
-    __shared__ __align__(16) half_bits shared[DECODE_WARPS][PANEL_ROWS][TILE_COLUMNS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, panel = blockIdx.y;
-    const int tile = blockIdx.x * DECODE_WARPS + warp;
-    if (tile >= tiles) return;
-    table += panel * 3, order += panel * PANEL_ROWS;
-    codes += tile * tile_bytes + table[1] * 128;
-    scales += ((integer)tile * groups + table[2]) * (GPTQ ? 128 : 32);
-    const Scales own = scales_of<GPTQ>(scales, lane / 4);
-    integer to[4];
+struct Tiles {  // of a panel: the first one of a warp, and how many bytes further the next ones lie
+    const byte *codes, *scales;
+    integer codes_step, scales_step;
+};
+
+// Decode `count` tiles of a panel, and write them to 4 rows of y, 16 bytes by a lane; the next
+// tile's codes are on their way meanwhile.
+template <int B, bool GPTQ>
+__device__ __forceinline__ void decode_tiles(Tiles from, int count, int lane, half_bits* panel,
+                                             half_bits* const* y) {
+    u32 w[B];
+    read_words<B>(from.codes, lane, w);
+    Scales own = scales_of<GPTQ>(from.scales, lane / 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = order[8 * i + lane / 4];
-    half_bits(*rows)[TILE_COLUMNS] = shared[warp];
-    switch (table[0]) {
-        case 2: decode_panel<2, GPTQ>(codes, own, lane, rows); break;
-        case 3: decode_panel<3, GPTQ>(codes, own, lane, rows); break;
-        case 4: decode_panel<4, GPTQ>(codes, own, lane, rows); break;
-        case 5: decode_panel<5, GPTQ>(codes, own, lane, rows); break;
-        case 6: decode_panel<6, GPTQ>(codes, own, lane, rows); break;
-        default: decode_panel<8, GPTQ>(codes, own, lane, rows);
+    for (int j = 0; j < DECODE_TILES; ++j) {
+        if (j >= count) return;
+        decode_panel<B, GPTQ>(w, own, lane, panel);
+        if (j == 0) wait_for_input();  // which may still read what y was
+        if (j + 1 < count) {
+            from.codes += from.codes_step, from.scales += from.scales_step;
+            read_words<B>(from.codes, lane, w);
+            own = scales_of<GPTQ>(from.scales, lane / 4);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            *(uint4*)(y[i] + j * DECODE_WARPS * TILE_COLUMNS) =
+                *(const uint4*)(panel + panel_place(8 * i + lane / 4, lane % 4));
+        __syncwarp();
     }
-    __syncwarp();
-    y += tile * TILE_COLUMNS + lane % 4 * 8;
+}
+
+struct Part {  // a matrix: see PackedMatrix
+    const byte *codes, *scales;
+    const integer *table, *order;  // (panels, 3): bits, offset of the codes in 128 bytes, group
+    integer tile_bytes;
+    int tiles, groups, column, first;  // where it begins in y, and its first CTA in a row of them
+};
+struct Work {
+    Part of[MOST_MATRICES];
+    half_bits* y;  // (panels · 32, columns), rows a `step` apart, permuted by `order`
+    integer step;
+    int count;  // of matrices
+};
+
+template <bool GPTQ> __device__ __forceinline__ void decode(const Work& work) {
+    __shared__ __align__(16) half_bits shared[DECODE_WARPS][PANEL_ROWS * TILE_COLUMNS];
+    int index = 0;
+    while (index + 1 < work.count && blockIdx.x >= work.of[index + 1].first) ++index;
+    const Part& part = work.of[index];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tile = (blockIdx.x - part.first) * DECODE_WARPS * DECODE_TILES + warp;
+    const int count = (part.tiles - tile + DECODE_WARPS - 1) / DECODE_WARPS;
+    if (tile >= part.tiles) return;
+    const integer *panel = part.table + blockIdx.y * 3, *order = part.order + blockIdx.y * PANEL_ROWS;
+    constexpr int of_scales = GPTQ ? 128 : 32;
+    const Tiles from = {part.codes + tile * part.tile_bytes + panel[1] * 128,
+                        part.scales + ((integer)tile * part.groups + panel[2]) * of_scales,
+                        DECODE_WARPS * part.tile_bytes,
+                        (integer)DECODE_WARPS * part.groups * of_scales};
+    half_bits* to[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        *(uint4*)(y + to[i] * tiles * TILE_COLUMNS) =
-            *(const uint4*)&rows[8 * i + lane / 4][(lane % 4 ^ i) * 8];
+        to[i] = work.y + order[8 * i + lane / 4] * work.step + part.column +
+                tile * TILE_COLUMNS + lane % 4 * 8;
+    half_bits* room = shared[warp];
+    switch (panel[0]) {
+        case 2: decode_tiles<2, GPTQ>(from, count, lane, room, to); break;
+        case 3: decode_tiles<3, GPTQ>(from, count, lane, room, to); break;
+        case 4: decode_tiles<4, GPTQ>(from, count, lane, room, to); break;
+        case 5: decode_tiles<5, GPTQ>(from, count, lane, room, to); break;
+        case 6: decode_tiles<6, GPTQ>(from, count, lane, room, to); break;
+        default: decode_tiles<8, GPTQ>(from, count, lane, room, to);
+    }
 }
 
-// y (panels · 32, tiles · 32), rows permuted by `order`; table int64 (panels, 3): bits, offset of
-// the codes in 128 bytes, group. Grid (tiles / warps, panels): a CTA has adjacent tiles.
+// Grid (CTAs of all matrices, panels): a CTA has adjacent tiles, the warps' in turn.
 #define DECODE(NAME, GPTQ)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)                                \
-        NAME(const byte* codes, const byte* scales, const integer* table, const integer* order,    \
-             half_bits* y, integer panels, integer tiles, integer tile_bytes, integer groups) {    \
-        decode<GPTQ>(codes, scales, table, order, y, panels, tiles, tile_bytes, groups);           \
+        NAME(const __grid_constant__ Work work) {                                                  \
+        decode<GPTQ>(work);                                                                        \
     }
 DECODE(decode_exl2, false)
 DECODE(decode_gptq, true)

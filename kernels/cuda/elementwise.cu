@@ -110,13 +110,13 @@ extern "C" __global__ void add_normed(const half_bits* x, const half_bits* weigh
     }
 }
 
-struct Heads {  // x and y (b, heads, t, head_dim); strides of b, h and t
+struct Heads {  // x and y (b, heads, t, head_dim); strides of b, h and t, first those of x
     integer heads, head_dim, half, row_step, head_step, place_step;
+    integer y_row_step, y_head_step, y_place_step;
     integer table_row_step, table_place_step;  // of cosines and sines fp32 (b or 1, t, half)
 };
 
-// Heads x fp16, with any strides but the last, → y with the same ones; the first 2 · half
-// dimensions are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that are
+// Heads x fp16, with any strides but the last, → y; the first 2 · half dimensions are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that are
 // copied: blockIdx is (place, piece of the heads, row).
 template <int W>
 __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines, const float* sines,
@@ -126,13 +126,14 @@ __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines,
     const int pairs = (int)h.half / W, units = ((int)h.head_dim - (int)h.half) / W;
     const int unit = blockIdx.y * blockDim.x + threadIdx.x, head = unit / units, i = unit % units;
     if (head >= h.heads) return;
-    const integer at = blockIdx.z * h.row_step + head * h.head_step + blockIdx.x * h.place_step;
+    x += blockIdx.z * h.row_step + head * h.head_step + blockIdx.x * h.place_step;
+    y += blockIdx.z * h.y_row_step + head * h.y_head_step + blockIdx.x * h.y_place_step;
     if (i >= pairs) {
-        const integer from = at + h.half + (integer)i * W;
+        const integer from = h.half + (integer)i * W;
         *(Halves<W>*)(y + from) = *(const Halves<W>*)(x + from);
         return;
     }
-    const integer low = at + i * W, high = low + h.half;
+    const integer low = i * W, high = low + h.half;
     const integer angle = blockIdx.z * h.table_row_step + blockIdx.x * h.table_place_step + i * W;
     Halves<W> first = *(const Halves<W>*)(x + low), second = *(const Halves<W>*)(x + high);
     constexpr int F = W < 4 ? W : 4;
@@ -156,22 +157,26 @@ __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines,
                                           const float* sines, half_bits* y, integer heads,        \
                                           integer head_dim, integer half, integer row_step,       \
                                           integer head_step, integer place_step,                  \
-                                          integer table_row_step, integer table_place_step) {     \
+                                          integer y_row_step, integer y_head_step,                \
+                                          integer y_place_step, integer table_row_step,           \
+                                          integer table_place_step) {                             \
         rotate<W>(x, cosines, sines, y,                                                           \
-                  {heads, head_dim, half, row_step, head_step, place_step, table_row_step,        \
-                   table_place_step});                                                            \
+                  {heads, head_dim, half, row_step, head_step, place_step, y_row_step,            \
+                   y_head_step, y_place_step, table_row_step, table_place_step});                 \
     }
 ROTATE(1)
 ROTATE(8)
 
-// gate and up fp16 → RN16(RN16(activation(gate)) · up), `count` pieces of W numbers.
+// gate and up fp16 → RN16(RN16(activation(gate)) · up), rows of `count` pieces of W numbers, a
+// `step` apart in gate and up: blockIdx.y is a row.
 template <int W, int ACTIVATION>
 __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up, Halves<W>* y,
-                                      integer count) {
+                                      integer count, integer step) {
     let_the_next_begin();
     wait_for_input();
     const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
+    gate += blockIdx.y * step, up += blockIdx.y * step, y += blockIdx.y * count;
     Halves<W> value = gate[i];
     const Halves<W> other = up[i];
 #pragma unroll
@@ -184,8 +189,8 @@ __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up
 
 #define GATED_BY(NAME, ACTIVATION, W)                                                             \
     extern "C" __global__ void gated_##NAME##_##W(const Halves<W>* gate, const Halves<W>* up,     \
-                                                  Halves<W>* y, integer count) {                  \
-        gated<W, ACTIVATION>(gate, up, y, count);                                                 \
+                                                  Halves<W>* y, integer count, integer step) {    \
+        gated<W, ACTIVATION>(gate, up, y, count, step);                                           \
     }
 
 // x fp16 → RN16(activation(x)), `count` pieces of W numbers.
@@ -219,13 +224,46 @@ GATED(gelu_tanh, 3)
 GATED(relu, 4)
 GATED(relu2, 5)
 
-// x (t, pieces) → rows `slots` int64 (t,) of `data`, in pieces of 16 bytes: blockIdx.x is a row.
+// x (t, pieces), rows a `step` apart → rows `slots` int64 (t,) of `data`, in pieces of 16 bytes:
+// blockIdx.x is a row.
 extern "C" __global__ void put_rows(const uint4* x, const integer* slots, uint4* data,
+                                    integer pieces, integer step) {
+    let_the_next_begin();
+    wait_for_input();
+    const integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < pieces) data[slots[blockIdx.x] * pieces + i] = x[blockIdx.x * step + i];
+}
+
+// The inverse: rows `slots` of `data` → x (t, pieces).
+extern "C" __global__ void get_rows(uint4* x, const integer* slots, const uint4* data,
                                     integer pieces) {
     let_the_next_begin();
     wait_for_input();
     const integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x;
-    if (i < pieces) data[slots[blockIdx.x] * pieces + i] = x[blockIdx.x * pieces + i];
+    if (i < pieces) x[blockIdx.x * pieces + i] = data[slots[blockIdx.x] * pieces + i];
+}
+
+// fp16 results of attention to two sets of positions, a and b (t, heads, pieces), with the natural
+// logarithms of the sums of their weights, fp32 (heads, t) → result and sums for both sets.
+extern "C" __global__ void joined(const Halves<8>* a, const Halves<8>* b, const float* a_sums,
+                                  const float* b_sums, Halves<8>* y, float* sums, integer tokens,
+                                  integer heads, integer pieces) {
+    let_the_next_begin();
+    wait_for_input();
+    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x, row = i / pieces;
+    if (row >= tokens * heads) return;
+    const integer at = row % heads * tokens + row / heads;
+    const float share = 1.0f / (1.0f + __expf(a_sums[at] - b_sums[at]));
+    if (i % pieces == 0)
+        sums[at] = fmaxf(a_sums[at], b_sums[at]) + log1pf(__expf(-fabsf(a_sums[at] - b_sums[at])));
+    const Halves<8> first = a[i], second = b[i];
+    Halves<8> value;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const float x = from_half(first.of[n]);
+        value.of[n] = to_half(x + share * (from_half(second.of[n]) - x));
+    }
+    y[i] = value;
 }
 
 // x fp16 (rows, d) → y[i] = x[order[i]]: blockIdx.x is a row, blockIdx.y a piece of it.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from exl2flow.kernels import AttentionRule
-from exl2flow.model import blockwise
-from exl2flow.model.attention import attend
+from exl2flow.model import attention, blockwise
+from exl2flow.model.attention import FAR_STEP, NEAR_STEP, attend
 
 pytestmark = pytest.mark.gpu
 
@@ -78,3 +78,25 @@ def test_a_soft_cap_needs_little_memory_also_for_gradients() -> None:
 
     whole = 4 * 8 * 4096**2  # bytes of all scores
     assert torch.cuda.max_memory_allocated() - before < whole
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("behind", [0, 700])  # positions that are left to the other kernel
+@torch.inference_mode()
+def test_what_all_tokens_of_a_piece_see_is_attended_to_apart(
+    heads: tuple[int, int], dim: int, behind: int
+) -> None:
+    count, positions = NEAR_STEP, 3 * FAR_STEP + behind + NEAR_STEP
+    q = torch.randn(1, count, heads[0], dim, device="cuda").half().transpose(1, 2)
+    k, v = torch.randn(2, 1, positions, heads[1], dim, device="cuda").half().transpose(2, 3)
+    q[..., :100, :] *= 8  # a few scores decide
+    rule = AttentionRule(scale=dim**-0.5)
+    assert attention._far(q, k, rule) == 3 * FAR_STEP
+
+    found = attend(q, k, v, rule)
+
+    exact = attend(q.cpu().float(), k.cpu().float(), v.cpu().float(), rule)
+    assert found.stride() == q.stride()
+    torch.testing.assert_close(found.cpu().float(), exact, atol=2e-3, rtol=2e-3)  # fp16 weights
+    assert torch.equal(attend(q, k, v, rule), found)

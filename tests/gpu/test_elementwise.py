@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exl2flow.kernels import ACTIVATIONS, Norm, cuda_steps, get_ops
+from exl2flow.kernels import (
+    ACTIVATIONS,
+    CACHE_FORMATS,
+    LayerStore,
+    Norm,
+    cuda_steps,
+    get_ops,
+)
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -165,3 +172,37 @@ def test_places_are_put_in_another_order(rows: int, d: int) -> None:
     found = cuda_steps.reordered(x, order)
 
     assert torch.equal(found, x[:, order])
+
+
+@pytest.mark.parametrize("d", [128, 100])
+def test_columns_of_a_wider_result_are_read_where_they_are(d: int) -> None:
+    wide = torch.randn(7, 5 * d + 8, device=DEVICE).half()
+    x, gate = wide[:, d : 3 * d].view(1, 7, 2, d).transpose(1, 2), wide[:, : 2 * d]
+    angles, up = torch.rand(2, 7, d // 2, device=DEVICE), wide[:, 3 * d : 5 * d]
+    store = LayerStore.empty(CACHE_FORMATS["fp16"], pages=1, kv_heads=2, head_dim=d, device=DEVICE)
+    slots, ops = torch.arange(9, 16, device=DEVICE), get_ops(DEVICE)
+
+    rotated, gated = ops.rotate(x, *angles), ops.gated(gate, up, "silu")
+    rows = x[0].transpose(0, 1)
+    ops.write_cache(store, slots, rows, rows)
+
+    assert rotated.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(rotated, TORCH_OPS.rotate(x, *angles), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(gated, TORCH_OPS.gated(gate, up, "silu"), rtol=4e-3, atol=1e-3)
+    for where in (slots, slice(9, 16)):
+        for held in ops.read_cache(store, where):
+            assert torch.equal(held, rows)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("d", [64, 128, 100])
+def test_attention_to_two_sets_is_joined(d: int, heads: int) -> None:
+    a, b = torch.randn(2, 1, 33, heads, d, device=DEVICE).half().transpose(2, 3)
+    sums = 10 * torch.randn(2, 1, heads, 33, device=DEVICE)
+
+    found, of_both = get_ops(DEVICE).joined(a, b, *sums)
+
+    expected, exact = TORCH_OPS.joined(a, b, *sums)
+    assert found.stride() == a.stride()
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(of_both, exact, rtol=1e-5, atol=1e-5)

@@ -17,6 +17,7 @@ from exl2flow.kernels import (
     Norm,
     PackedMatrix,
     Product,
+    cuda_prompts,
     get_ops,
     pack_codes,
     pack_scales,
@@ -255,3 +256,18 @@ def test_products_without_a_gate_are_activated(activation: str, rows: int) -> No
 
     for y, z in both(x, chain, x):
         assert (y.double() - z.double()).norm() <= 2 * TOLERANCE * z.double().norm()
+
+
+@pytest.mark.parametrize("kinds", [((2, 32), (8, 32)), ((3, 64), (6, 32)), ((5, 128), (4, 32))])
+@pytest.mark.parametrize("shape", [(1056, 100), (4096, 1024), (320, 33000)])
+def test_matrices_are_decoded_side_by_side(
+    shape: tuple[int, int], kinds: tuple[tuple[int, int], ...]
+) -> None:
+    k, n = shape
+    matrices = [packed(k, n, *kinds), packed(k, n, kinds[0]), packed(k, 64, (4, 32), zeros=True)]
+    found = cuda_prompts._decoded(matrices)
+
+    begin = 0
+    for matrix in matrices:
+        assert torch.equal(found[:, begin : begin + matrix.columns], decode_packed(matrix))
+        begin += 32 * len(matrix.codes)

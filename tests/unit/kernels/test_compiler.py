@@ -1,6 +1,7 @@
 """The arguments a launch passes to the driver, without one: the call is recorded, not made."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
     found: list[tuple[Any, list[int]]] = []
 
     def kept(how: Any, kernel: ctypes.c_void_p, pointers: Any, extra: None) -> int:
-        sizes = [8, 8, 4, 16][: len(pointers)]  # of the arguments below
-        bodies = [ctypes.string_at(at, n) for at, n in zip(pointers, sizes, strict=True)]
-        found.append((how._obj, bodies))
+        sizes = [8, 8, 4, 16]  # of the arguments below
+        bodies = [ctypes.string_at(at, n) for at, n in zip(pointers, sizes, strict=False)]
+        found.append((type(how._obj).from_buffer_copy(how._obj), bodies))
         return 0
 
     kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1), max_dynamic_shared_size_bytes=0)
@@ -28,7 +29,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
     monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=kept))
     monkeypatch.setattr(compiler, "_can_be_early", lambda device: True)
     monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(compiler, "_stream", lambda device: 7)
+    compiler._kernel.cache_clear()
     return found
 
 
@@ -43,7 +45,8 @@ def test_each_argument_is_where_the_driver_looks(calls: list) -> None:
     assert int.from_bytes(integer, "little", signed=True) == -(1 << 40)
     assert np.frombuffer(number, np.float32)[0] == 1.5
     assert whole == struct.tobytes()
-    assert list(how.grid) == [2, 5, 1]
+    assert [how.x, how.y, how.z] == [2, 5, 1]
+    assert [how.threads, how.block_y, how.block_z] == [compiler.THREADS, 1, 1]
     assert how.stream == 7
 
 
@@ -52,7 +55,8 @@ def test_a_launch_says_what_it_waits_for(calls: list, early: bool, together: boo
     compiler.launch("any.cu", "any", (1,), torch.zeros(1), early=early, together=together)
 
     [(how, _)] = calls
-    kinds = [how.attributes[i].kind for i in range(how.count)]
+    attributes = (compiler._Attribute * how.count).from_address(how.attributes)
+    kinds = [attribute.kind for attribute in attributes]
     assert kinds == [2] * together + [6] * early  # cooperative, programmatic
 
 
@@ -61,3 +65,21 @@ def test_tensors_with_gaps_are_refused(calls: list) -> None:
         compiler.launch("any.cu", "any", (1,), torch.zeros(4, 4).T)
 
     assert calls == []
+
+
+def test_a_word_follows_a_struct_in_the_next_launch(calls: list) -> None:
+    struct = np.array([(1, 2)], [("a", "u8"), ("b", "u8")])[0]
+
+    for _ in range(2):
+        compiler.launch("any.cu", "any", (1,), torch.zeros(1), 5, 6, struct)
+        compiler.launch("any.cu", "any", (1,), torch.zeros(1), 5, 6, 7)
+
+    numbers = [int.from_bytes(of[3], "little") & 0xFF for _, of in calls]
+    assert numbers == [1, 7, 1, 7]
+
+
+def test_each_thread_has_arguments_of_its_own() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(lambda: ctypes.addressof(compiler._CALL.words)).result()
+
+    assert there != ctypes.addressof(compiler._CALL.words)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from product_walks import H200, chain, matrix, product
 
-from exl2flow.kernels import FEW_ROWS, Norm, Product, cuda_products, packed
-from exl2flow.kernels.cuda_products import decode_packed, multiply
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels import FEW_ROWS, Norm, Product, cuda_products
+from exl2flow.kernels.cuda_products import multiply
 
 
 @pytest.fixture
@@ -121,43 +120,6 @@ def test_products_without_room_for_all_are_launched_one_by_one(
     assert down["residual"].tolist() == [first["y"][0], 0, 0]
     assert down["y"][0] == last.data_ptr()
     assert outputs["y"].tolist() == where(*found)
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-def test_a_decoded_matrix_has_room_for_whole_tiles(
-    monkeypatch: pytest.MonkeyPatch, zeros: bool
-) -> None:
-    found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda_products, "launch", lambda *given, **how: found.append((*given, how)))
-    one = matrix(96, 300, (4, 32), zeros=zeros)
-
-    decoded = decode_packed(one)
-
-    [(_, name, grid, codes, scales, table, order, room, *numbers, how)] = found
-    assert name == ("decode_gptq" if zeros else "decode_exl2")
-    assert decoded.shape == (96, 300)
-    assert decoded.data_ptr() == room.data_ptr()
-    assert room.shape == (96, 320)
-    assert (codes is one.codes, scales is one.scales, order is one.order) == (True, True, True)
-    assert table.tolist() == [[4, 0, 0], [4, 4, 1], [4, 8, 2]]
-    assert numbers == [3, 10, 4 * 96 * 4, 3]
-    assert (grid, how) == ((2, 3), {"threads": 256})
-
-
-def test_many_rows_meet_decoded_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = chain(64, 96, 32)
-    for module in (packed, cuda_products):
-        monkeypatch.setattr(
-            module, "decode_packed", lambda m: torch.ones(*m.shape, dtype=torch.float16) / 64
-        )
-    monkeypatch.setattr(cuda_products, "gated", TORCH_OPS.gated)
-    x, hidden = (torch.randn(FEW_ROWS + 1, 64).half() for _ in range(2))
-
-    found, last = multiply(x, products, hidden)
-
-    expected, grown = TORCH_OPS.multiply(x, products, hidden)
-    for y, z in zip([*found, last], [*expected, grown], strict=True):
-        torch.testing.assert_close(y, z, rtol=4e-3, atol=4e-3)
 
 
 def test_a_plan_is_made_once_for_so_many_rows(

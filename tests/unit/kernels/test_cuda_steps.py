@@ -91,7 +91,41 @@ def test_gates_are_read_by_sixteen_bytes(launches: list) -> None:
     cuda_steps.gated(halves(3, 11008), halves(3, 11008), "gelu_tanh")
     cuda_steps.gated(halves(3, 3), halves(3, 3), "relu")
 
-    assert launches == [("gated_gelu_tanh_8", (17,), 256), ("gated_relu_1", (1,), 256)]
+    assert launches == [("gated_gelu_tanh_8", (17, 1), 256), ("gated_relu_1", (1, 1), 256)]
+
+
+def test_gates_beside_each_other_are_read_where_they_are(launches: list) -> None:
+    both, odd = halves(3, 2 * 11008), halves(3, 2 * 100 + 4)
+
+    y = cuda_steps.gated(both[:, :11008], both[:, 11008:], "silu")
+    cuda_steps.gated(odd[:, :100], odd[:, 100:200], "silu")
+
+    assert y.shape == (3, 11008)
+    assert y.is_contiguous()
+    assert launches == [("gated_silu_8", (6, 3), 256), ("gated_silu_1", (1, 3), 256)]
+
+
+def test_columns_of_a_wider_result_are_rotated_and_stored_where_they_are(launches: list) -> None:
+    wide, angles = halves(9, 3 * 4096), torch.zeros(9, 64)
+    q, k = (wide[:, i : i + 4096].view(1, 9, 32, 128).transpose(1, 2) for i in (0, 4096))
+    store = LayerStore.empty(
+        CACHE_FORMATS["fp16"], pages=1, kv_heads=32, head_dim=128, device="cpu"
+    )
+
+    found = cuda_steps.rotate(q, angles, angles)
+    cuda_cache.write_cache(store, torch.arange(9), *(x[0].transpose(0, 1) for x in (k, k)))
+
+    assert found.transpose(1, 2).is_contiguous()
+    assert [name for name, _, _ in launches] == ["rotate_8", "put_rows", "put_rows"]
+
+
+def test_what_two_sets_of_positions_say_is_joined_in_one_launch(launches: list) -> None:
+    a, b = (halves(1, 9, 32, 128).transpose(1, 2) for _ in range(2))
+
+    y, _ = cuda_steps.joined(a, b, *torch.zeros(2, 1, 32, 9))
+
+    assert y.stride() == a.stride()
+    assert launches == [("joined", (18,), 256)]
 
 
 def test_activations_are_read_by_sixteen_bytes(launches: list) -> None:

@@ -1,10 +1,13 @@
 import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from exl2flow.kernels import AttentionRule
-from exl2flow.model import blockwise
+from exl2flow.model import attention, blockwise
 from exl2flow.model.attention import attend
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -118,3 +121,41 @@ def test_halves_are_capped_in_fp32() -> None:
 
     assert found.dtype == torch.float16
     torch.testing.assert_close(found, seen(q, k, v, rule).half(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+@torch.inference_mode()
+def test_what_all_queries_see_is_attended_to_apart(
+    behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[str, int, bool]] = []
+
+    def fused(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any, scale: float) -> Any:
+            *_, is_causal, _ = how
+            called.append((name, k.shape[2], is_causal))
+            k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            scores = (q @ k.mT) * scale
+            if is_causal:  # flash's is of the lower right, cuDNN's is of the upper left
+                before = k.shape[2] - q.shape[2] if name == "flash" else 0
+                hidden = torch.ones(scores.shape[-2:]).triu(1 + before).bool()
+                scores = scores.masked_fill(hidden, -torch.inf)
+            sums = scores.logsumexp(-1, keepdim=name == "cudnn")
+            return scores.softmax(-1) @ v, sums
+
+        return work
+
+    ops = SimpleNamespace(
+        _scaled_dot_product_cudnn_attention=SimpleNamespace(default=fused("cudnn")),
+        _scaled_dot_product_flash_attention=SimpleNamespace(default=fused("flash")),
+    )
+    monkeypatch.setattr(torch.ops, "aten", ops)
+    q = torch.randn(1, HEADS, 4, DIM)
+    k, v = torch.randn(2, 1, KV_HEADS, 17 + behind, DIM)
+
+    result = attention._attend_apart(q, k, v, 0.3, 13)
+
+    monkeypatch.undo()
+    torch.testing.assert_close(result, attend(q, k, v, AttentionRule(scale=0.3)))
+    near = ("cudnn", 4, True) if not behind else ("flash", 4 + behind, True)
+    assert called == [near, *(("cudnn", length, False) for length in (8, 4, 1))]

@@ -10,7 +10,8 @@ from packed_models import LINKS, decoder_of, make_packed, quantized, sublayers_o
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE
 
-from exl2flow.kernels import FEW_ROWS
+from exl2flow.kernels import FEW_ROWS, slots_of
+from exl2flow.kernels.torch_cache import read_cache
 from exl2flow.model import (
     DenseLinear,
     KvCache,
@@ -113,28 +114,40 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_few_tokens_of_a_decoder_go_through_chains(
-    tmp_path: Path, seen: list[tuple[int, ...]]
-) -> None:
+def test_tokens_of_a_decoder_go_through_chains(tmp_path: Path, seen: list[tuple[int, ...]]) -> None:
     spec = make_packed("qwen2", tmp_path)
     decoder, cache = decoder_of(spec), Sequences(spec, tokens=64, name="fp16")
     ids = torch.randint(0, VOCAB_SIZE, (1, FEW_ROWS + 3))
 
     many = decoder.hidden(ids)
-    assert seen == []
     few = [cache.read(decoder.hidden, part) for part in ids.split([FEW_ROWS + 1, 1, 1], 1)]
 
-    assert seen == [(1, 1, 64), (1, 1, 64)]
+    assert seen == [(1, count, 64) for count in (FEW_ROWS + 3, FEW_ROWS + 1, 1, 1)]
     close(torch.cat(few, 1), many)
 
 
-def test_tokens_of_all_sequences_count(tmp_path: Path, seen: list[tuple[int, ...]]) -> None:
-    decoder = decoder_of(make_packed("llama", tmp_path))
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("family", LINKS)
+def test_a_filled_cache_is_one_that_states_came_from(
+    family: str, is_packed: bool, tmp_path: Path
+) -> None:
+    spec = make_packed(family, tmp_path)
+    decoder = decoder_of(spec, dtype=torch.float16 if is_packed else torch.float32)
+    filled, plain = (Sequences(spec, tokens=64, name="fp16") for _ in range(2))
+    filled.tables = plain.tables
+    ids = torch.randint(0, VOCAB_SIZE, (1, 40))
 
-    decoder.hidden(torch.zeros(FEW_ROWS // 2, 3, dtype=torch.int64))
-    decoder.hidden(torch.zeros(FEW_ROWS // 2, 2, dtype=torch.int64))
+    def fill(x: torch.Tensor, cache: KvCache, table: RopeTables) -> torch.Tensor:
+        decoder.fill(x, cache, table)
+        return x
 
-    assert seen == [(FEW_ROWS // 2, 2, 64)]
+    filled.read(fill, ids)
+    plain.read(decoder.hidden, ids)
+
+    slots = slots_of(plain.tables[0], 0, 40)
+    for one, other in zip(filled.cache.stores, plain.cache.stores, strict=True):
+        for x, y in zip(read_cache(one, slots), read_cache(other, slots), strict=True):
+            assert torch.equal(x, y)
 
 
 def test_a_decoder_of_fp32_has_no_use_for_chains(
