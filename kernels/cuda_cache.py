@@ -35,12 +35,13 @@ WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units tha
 HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
 TOGETHER_WIDTH = 128  # of heads that may share a CTA
 MOST_TOGETHER = 4  # of them, of one column each
+LEAST_BUSY = 0.75  # share of processors, for heads to share a CTA
 ROW_BYTES = 256  # most bytes of a position's keys that a CTA of several heads reads
 MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
 APART = 256  # least positions of a part, at full length
 MOST_STAGES = 4  # steps that a warp has in flight
 CTAS = 1  # per multiprocessor, at full length
-CODED_CTAS = 2  # the same if keys and values are codes, which take time to decode
+CODED_CTAS = 2  # the same for one token and key head in 4 bits, which take more time to decode
 ALL = 2**31 - 1  # a window that hides nothing
 SET = 8  # columns of an mma: pairs of a new token and a query head
 WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
@@ -160,12 +161,13 @@ def attend_step(
     columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS, is_coded=is_coded)
     processors, most_shared = limits(q.device.index)
     together = 1
-    if columns == pairs and is_coded and most == 1 and width == head_dim == TOGETHER_WIDTH:
+    if columns == pairs < SET and width == head_dim == TOGETHER_WIDTH:
         together = _heads_together(
             pairs, elements[0].bits, kv_heads, batch=b, processors=processors
         )
     columns, teams, parts = columns * together, kv_heads // together, -(-pairs // columns)
-    ctas = CODED_CTAS if is_coded and most == 1 else CTAS
+    is_small = is_coded and bits == 2 * Element.ROTATED_4.bits and most == 1
+    ctas = CODED_CTAS if is_small and together == 1 else CTAS
     splits = min(
         MOST_SPLITS,
         max(1, ctas * processors // (b * teams * parts)),
@@ -228,9 +230,9 @@ def _columns(tokens: int, width: int, pairs: int, positions: int, *, is_coded: b
 
 
 def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, processors: int) -> int:
-    """Return how many key heads of `pairs` columns each share a CTA.
+    """Return how many key heads of `pairs` columns each share a CTA, if all of these keep busy.
 
-    A position's 64 bytes of one head in 4 bits are read at two thirds of memory's rate.
+    A position's 64 bytes of one head in 4 bits are read at three quarters of memory's rate.
 
     Args:
         pairs: a power of two, up to half a set.
@@ -239,11 +241,17 @@ def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, process
         batch: sequences.
         processors: of the device.
     """
+
+    def share_of_busy(together: int) -> float:
+        teams = batch * kv_heads // together
+        ctas = teams * min(MOST_SPLITS, max(1, processors // teams))
+        return ctas / (-(-ctas // processors) * processors)
+
     together = MOST_TOGETHER if pairs == 1 else 2
     while together > 1 and (
         kv_heads % together
         or together * TOGETHER_WIDTH * bits // 8 > ROW_BYTES
-        or 4 * batch * kv_heads * MOST_SPLITS < 3 * processors * together
+        or share_of_busy(together) < LEAST_BUSY
     ):
         together //= 2
     return together

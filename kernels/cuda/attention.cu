@@ -1,11 +1,11 @@
 // Attention of up to 8 new tokens per sequence to a paged cache, which is read as it is stored.
 // Each CTA handles a part of a sequence's positions, one key head and 8 or 16 columns, pairs of a
-// new token and one of its query heads; its warps take 16 or 32 positions at a time. The first
-// operand of the tensor cores has positions as rows, later elements of values; the second one has
-// the columns. Code offsets and scales of keys are applied to the scores, scales of values to the
-// weights. Rotated elements are never rotated back: the queries, and the sum of the values, are
-// rotated once. The new keys are rotated by position, then encoded with the values; their bytes are
-// read like those in the cache, to which one CTA writes them.
+// new token and one of its query heads (attention_wide.cuh); or, of one new token and codes, one to
+// four key heads of few query heads (attention_narrow.cuh). Its warps take 16 or 32 positions at a
+// time. The first operand of the tensor cores has positions as rows, later elements of values; the
+// second one has the columns. Rotated elements are never rotated back: the queries, and the sum of
+// the values, are rotated once. The new keys are rotated by position, then encoded with the values;
+// their bytes are read like those in the cache, to which one CTA writes them.
 #include "packed.cuh"
 #include "cache_tiles.cuh"
 #include "early.cuh"
@@ -23,17 +23,19 @@ struct Choice<true, WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS, HEADS> {
     using Work = Narrow<WIDTH, KE, VE, POSITIONS, COLUMNS, HEADS>;
 };
 
-// Reads WIDTH elements per slot; the head's own begin at `offset`. TOKENS: most new ones.
+// Reads WIDTH elements of a slot per key head; the head's own begin at `offset`. TOKENS: most new
+// ones; HEADS: key heads of a CTA, if more than one then of WIDTH elements each.
 template <int WIDTH, int KE, int VE, int TOKENS, int COLUMNS, int HEADS>
-__global__ void __launch_bounds__(32 * ATTENTION_WARPS, TOKENS == 1 && WIDTH < 256 && (HEADS == 1 || COLUMNS == 2) ? 2 : 1)
+__global__ void __launch_bounds__(
+    32 * ATTENTION_WARPS, TOKENS == 1 && WIDTH < 256 && (HEADS == 1 || COLUMNS == 2) ? 2 : 1)
     attend(const __grid_constant__ Call call) {
     using Keys = Tiles<HEADS * WIDTH, KE, (HEADS > 1)>;
     using Values = Tiles<HEADS * WIDTH, VE, (HEADS > 1)>;
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
     constexpr int UNITS = WIDTH / 64, PART = COLUMNS * (WIDTH + 2);
-    using Work =
-        typename Choice<(COLUMNS < 8 * HEADS), WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS, HEADS>::Work;
+    using Work = typename Choice<(COLUMNS < 8 * HEADS), WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS,
+                                 HEADS>::Work;
     extern __shared__ __align__(16) byte ring[];  // at the end, each warp's sums
     // queries, then each token's new key and value; at the end, sums
     __shared__ float window[COLUMNS + 2 * TOKENS * HEADS][WIDTH];
@@ -173,9 +175,7 @@ __global__ void __launch_bounds__(32 * ATTENTION_WARPS, TOKENS == 1 && WIDTH < 2
                                            place, tokens, lane);
             __syncwarp();
         }
-#ifndef NO_COMPUTE
         work.add(stage, step * POSITIONS, call, cap);
-#endif
         __syncwarp();
         fetch(ahead++, stage);
         stage = stage + STAGE == own + call.stages * STAGE ? own : stage + STAGE;

@@ -180,7 +180,8 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
             }
         stage += VALUES_AT;
         const u32 value_at = shared_address(stage) + Values::place(lane);
-        const u32 scales_at = shared_address(stage) + lane % POSITIONS * Values::ROW + Values::BYTES;
+        const u32 scales_at =
+            shared_address(stage) + lane % POSITIONS * Values::ROW + Values::BYTES;
         constexpr int EIGHTS = HEADS * RUNS > 8 ? 2 : 1;
         u32 scales[EIGHTS][4];  // of 2 t and 2 t + 1 of eight positions, run g; others are unused
 #pragma unroll

@@ -10,26 +10,14 @@ __device__ __forceinline__ float power(float x) {  // 2^x; 0 below the normal nu
     return r;
 }
 // Copy B bytes, or write B zeros.
-#ifndef DATA_HINT
-#define DATA_HINT ""
-#endif
-#ifndef SCALE_HINT
-#define SCALE_HINT ""
-#endif
 template <int B>
 __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_there) {
-#ifdef NO_LOADS
-    return;
-#endif
-    if constexpr (B == 16)
-        asm volatile("cp.async.cg.shared.global" DATA_HINT " [%0], [%1], 16, %2;"
+    if constexpr (B == 16)  // into L2 whole lines, of which other heads' CTAs need the rest
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
-    else {
-#ifndef NO_SCALES
-        asm volatile("cp.async.ca.shared.global" SCALE_HINT " [%0], [%1], 4, %2;"
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
-#endif
-    }
 }
 __device__ __forceinline__ void end_step() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until all but the last (up to 3) steps have arrived.

@@ -204,7 +204,7 @@ def test_new_tokens_attend_to_many_parts_in_many_steps(
         assert torch.equal(steps.step(0, new, window=window), found)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 2)])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_a_step_is_the_twins_step(name: str, head_dim: int, heads: tuple[int, int]) -> None:

@@ -16,6 +16,7 @@ from exl2flow.kernels.cuda_cache import (
     WIDE_FROM,
     WIDTHS,
     _columns,
+    _heads_together,
     _stages,
     _width,
 )
@@ -82,3 +83,24 @@ def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> 
     assert found == [1, 2, 4, 4, SET, SET, SET, SET]
     assert _columns(1, 256, 1, 1, is_coded=True) == SET
     assert _columns(STEP_TOKENS, 128, 1, 1, is_coded=True) == SET
+
+
+def test_adjacent_key_heads_share_a_cta_if_their_rows_are_short_and_ctas_suffice() -> None:
+    def found(pairs: int, bits: int, kv_heads: int, batch: int = 1) -> int:
+        return _heads_together(pairs, bits, kv_heads, batch=batch, processors=132)
+
+    assert [found(1, bits, 32) for bits in (4, 8)] == [4, 2]
+    assert [found(4, bits, 8) for bits in (4, 8)] == [2, 2]
+    assert [found(1, 4, kv_heads, 64) for kv_heads in (1, 2, 3, 4, 6)] == [1, 2, 1, 4, 1]
+    assert found(1, 4, 6, 22) == 2  # 66 pairs, twice
+    assert [found(1, 4, 4, batch) for batch in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(("bits", "together"), [(8, 2), (8, 4), (12, 2), (16, 2)])
+def test_stages_of_several_heads_fit(bits: int, together: int, room: int) -> None:
+    warps, stages, shared = _stages(bits, 128 * together, together, positions=8192, room=room)
+
+    assert warps * stages * 16 * 128 * together * bits // 8 < shared <= room
+    assert stages > 1
+    assert shared // warps >= 4 * together * 128  # sums of values

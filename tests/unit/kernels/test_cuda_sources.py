@@ -26,8 +26,7 @@ DEVICES = [
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
 SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
-CODES = [(keys, values) for keys, values in FORMATS if Element[keys].has_scales]
-FEW = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_4")]
+CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
 SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
 INSTANCES = {
     "attention.cu": [
@@ -37,9 +36,9 @@ INSTANCES = {
     ]
     + [
         f"attend<{width}, {keys}, {values}, 1, {columns}, {together}>"
-        for width, (keys, values) in product(WIDTHS[:-1], sorted(CODES))
-        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (4, 2), (8, 2))
-        if (columns < 4 or (keys, values) in FEW) and (together == 1 or width == TOGETHER_WIDTH)
+        for width, (keys, values) in product(WIDTHS[:-1], CODES)
+        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
+        if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
     "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],
 }
