@@ -4,8 +4,9 @@
     python benchmarks/allocations.py NAME OUT/*bpw
 
 replaces the choices of the model NAME. The table holds wiki16m, a Llama of 16 M weights in 6
-layers, and demo, `demo/model`. For each bitrate and role it lists a choice per layer, in the order
-of layers, written as in `exl2flow.json`: `share:widthb_groupg` for each bit width.
+layers, wiki16m-speed, the same with `--prefer speed`, and demo, `demo/model`. For each bitrate
+and role it lists a choice per layer, in the order of layers, written as in `exl2flow.json`:
+`share:widthb_groupg` for each bit width.
 """
 
 import argparse

@@ -26,6 +26,7 @@ from exl2flow.core.publication import PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
+Preference = Literal["quality", "speed"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
 CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
@@ -181,6 +182,11 @@ class TuneOptions(Options):
 class AllocateOptions(Options):
     """How bits are allocated."""
 
+    prefer: Preference = Field(
+        "quality",
+        description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
+        "groups of 128, which decode faster",
+    )
     objective: Objective = Field(
         "power", description="log: sum of ln error; sum: of error; power: of error ** power"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from conversions import small_config
-from tiny import TEXT
+from tiny import TEXT, make_tiny
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.progress import silent
@@ -23,6 +23,22 @@ def text_parquet(path: Path) -> Path:
     records = [" ".join(TEXT[i:] + TEXT[:i]) for i in range(len(TEXT))] * 20
     pq.write_table(pa.table({"text": records}), path)
     return path
+
+
+def one_layer(
+    folder: Path, *, hidden: int, intermediate: int, **values: object
+) -> ConversionConfig:
+    """Return the conversion of a model of one layer, with little text."""
+    shape = {"num_hidden_layers": 1, "hidden_size": hidden, "intermediate_size": intermediate}
+    source = make_tiny("llama", folder / "model", **shape)
+    calibration = {
+        "text": text_parquet(folder / "text.parquet"),
+        "rows": 2,
+        "row_tokens": 64,
+        "measure_rows": 1,
+        "measure_row_tokens": 64,
+    }
+    return small_config(source, folder / "out", calibration=calibration, **values)
 
 
 def run_until(config: ConversionConfig, last: str, *, device: str = "cpu") -> Pipeline:

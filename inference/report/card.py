@@ -131,6 +131,7 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
         "torch": ("versions", "torch"),
         "form of the source": ("source_form",),
         "quality preset": ("options", "quality"),
+        "preferred": ("options", "allocate", "prefer"),
         "bits of the head": ("quantization_config", "head_bits"),
         "calibration": ("calibration", "dataset"),
         "sha256 of its rows": ("calibration", "sha256"),

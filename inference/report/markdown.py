@@ -30,6 +30,7 @@ def render_markdown(report: Report) -> str:
         markdown_table(score_rows(report)),
         "",
         f"The model is in `{report['model']}`.",
+        *_preference(report),
         *_not_quantized(report),
         *_calibration_rows(report),
         *_tuning(report),
@@ -50,6 +51,13 @@ def _verdict(report: Report) -> str:
     if report["warnings"]:
         return "**Passed with warnings:** " + "; ".join(report["warnings"])
     return "**Passed.**"
+
+
+def _preference(report: Report) -> list[str]:
+    """Say what the allocation preferred to a small error."""
+    if report.get("prefer") != "speed":
+        return []
+    return ["", "Speed was preferred: the layers' matrices only have groups of 128 rows."]
 
 
 def _not_quantized(report: Report) -> list[str]:

@@ -19,7 +19,7 @@ from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot
-from exl2flow.inference.report.record import read_object
+from exl2flow.inference.report.record import mapping, read_object
 from exl2flow.inference.report.tables import bitrate_row, scored_on
 
 TEMPLATE = "page.html.j2"
@@ -142,6 +142,7 @@ def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
         facts = {
             "source": record.get("source"),
             "quality": options.get("quality"),
+            "preferred": mapping(options.get("allocate")).get("prefer"),
             "calibration text": calibration.get("dataset"),
             "calibration digest": calibration.get("sha256"),
             **{f"version of {name}": v for name, v in (record.get("versions") or {}).items()},

@@ -18,7 +18,8 @@ class Record:
     """Divergences are nats per token.
 
     reports: sublayer or head → its report by `quantize`.
-    series: quality preset, plus the head's bits where they differ from the preset's default.
+    series: quality preset, plus the head's bits and the preference where they differ from the
+    preset's default.
     allocated_kl: what allocation expected for the matrices whose bits it chose.
     predicted_kl: sum of the costs of all final matrices, before any tuning.
     score: validation's fields of `Score` for these very files; calibration: the same for the
@@ -97,7 +98,11 @@ def _series(options: Mapping[str, Any]) -> str | None:
     quality = options.get("quality")
     if quality is None:
         return None
-    head = options.get("head_bits")
+    parts, head = [str(quality)], options.get("head_bits")
     if options.get("bpw") is None:
-        return f"{quality}, head {head or 'free'}"
-    return str(quality) if head in (None, DEFAULT_HEAD_BITS) else f"{quality}, head {head}"
+        parts.append(f"head {head or 'free'}")
+    elif head not in (None, DEFAULT_HEAD_BITS):
+        parts.append(f"head {head}")
+    if mapping(options.get("allocate")).get("prefer") == "speed":
+        parts.append("speed")
+    return ", ".join(parts)

@@ -136,6 +136,7 @@ def validate(run: StageRun) -> None:
         "model": str(out),
         "source": str(config.source.resolve()),
         "target": config.target,
+        "prefer": record.get("options", {}).get("allocate", {}).get("prefer"),
         "bpw": record["allocation"]["bpw"],
         "predicted_kl": record.get("predicted_kl"),
         "tuning": record.get("tuning"),

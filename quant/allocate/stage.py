@@ -33,8 +33,8 @@ from exl2flow.quant.measure.measurement import (
     CandidateResult,
     Measurement,
     projection_bits,
-    read_measurement,
 )
+from exl2flow.quant.supplement.stage import read_candidates
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -54,7 +54,7 @@ def allocate(run: StageRun) -> None:
     total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
-    measurement = read_measurement(path, spec)
+    measurement = read_candidates(config, spec, path, run.inputs.get("supplement"))
     allotted = allot(config, spec, measurement)
     tried: list[dict[str, object]] = []
     if rounds:
@@ -215,11 +215,13 @@ def corrected(
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
+    prefer = config.allocate.prefer
     return {
         "target": {name: getattr(config, name) for name in TARGETS},
         "head_bits": config.fixed_head_bits,
         "shard_size_mb": config.shard_size_mb if config.bpw is None else None,
-        "allocate": config.allocate.model_dump(),
+        "allocate": config.allocate.model_dump(exclude={"prefer"}),
+        **({} if prefer == "quality" else {"prefer": prefer}),  # as before there was a choice
         "rounding": estimate_options(config.rounding) if config.allocate.rounds else None,
         "measurement": digest(config.measurement) if config.measurement else None,
     }
@@ -228,7 +230,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 ALLOCATE = Stage(
     name="allocate",
     schema=3,
-    inputs=("tokenize", "sensitivity", "measure"),
+    inputs=("tokenize", "sensitivity", "measure", "supplement"),
     options=_options,
     run=allocate,
 )

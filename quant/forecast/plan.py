@@ -13,6 +13,7 @@ from exl2flow.core.store import StageFolder
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
 from exl2flow.quant.forecast.needs import Card, Need
+from exl2flow.quant.measure.candidates import FAST_GROUP
 from exl2flow.quant.tokenize.stage import judging_rows
 
 MOST_NAMES = 8  # of files or tensors that are listed
@@ -76,6 +77,7 @@ class Plan:
     device: str
     calibration: str
     target: str
+    prefer: str
     reachable_bpw: tuple[float, float]
     output_bytes: int
     work_bytes: int
@@ -109,6 +111,7 @@ class Plan:
             ("device", self.device),
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
+            *self._preference(),
             ("output", f"{self.out}, about {words.size(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {words.size(self.work_bytes)}"),
             ("memory", f"up to {words.size(self.memory_bytes)}: {', '.join(memory)}"),
@@ -132,6 +135,12 @@ class Plan:
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
         return rows
+
+    def _preference(self) -> list[tuple[str, str]]:
+        """Return the row about the preference, if it is not the default."""
+        if self.prefer != "speed":
+            return []
+        return [("prefer", f"speed: groups of {FAST_GROUP} rows in all layers")]
 
 
 def _some(names: Sequence[str]) -> str:

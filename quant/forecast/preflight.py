@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHARED = ("compose", "tokenize", "sensitivity", "measure")  # do not depend on the target
+# Stages that do not depend on the target
+SHARED = ("compose", "tokenize", "sensitivity", "measure", "supplement")
 
 
 def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
@@ -124,6 +125,7 @@ def _plan(
         device=device,
         calibration=calibration_in_words(config, spec),
         target=config.target,
+        prefer=config.allocate.prefer,
         reachable_bpw=reach.bpw,
         output_bytes=needs["compile"].output_bytes,
         work_bytes=work_bytes(needs.values()),

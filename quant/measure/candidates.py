@@ -119,6 +119,13 @@ PROJECTION_OPTIONS = (
     *_mixes((3, 4, 5, 6, 8), (128,), (0.1, 0.25, 0.5, 0.75)),
     *_mixes((2, 3, 4, 5, 6, 8), (64, 32), (0.1, 0.25, 0.5, 0.75)),
 )
+FAST_GROUP = 128  # rows that share a scale where speed is preferred
+# What PROJECTION_OPTIONS lacks in such groups; `quant/supplement/stage.py` measures it
+SUPPLEMENT_OPTIONS = tuple(
+    params
+    for params in _mixes((2, 3), (FAST_GROUP,), (0.1, 0.25, 0.5, 0.75))
+    if params not in PROJECTION_OPTIONS
+)
 HEAD_OPTIONS = tuple(_mixes((3, 4, 5, 6, 8), (128, 64), (0.15, 0.25, 0.5, 0.75)))
 HEAD_PARAMS: dict[int, QuantParams] = dict(
     zip(HEAD_BITS, map(parse_params, HEAD_TABLE.strip().splitlines()), strict=True)

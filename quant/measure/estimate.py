@@ -52,10 +52,17 @@ REFERENCE = (3, 128)  # bits and group size at which the gain of the output metr
 class Estimating(OverSource):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
-    def __init__(self, folder: StageFolder, factors: FactorFiles, options: RoundingOptions) -> None:
+    def __init__(
+        self,
+        folder: StageFolder,
+        factors: FactorFiles,
+        options: RoundingOptions,
+        candidates: Sequence[QuantParams] = PROJECTION_OPTIONS,
+    ) -> None:
         self.folder = folder
         self.factors = factors
         self.options = options
+        self.candidates = candidates
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -77,7 +84,7 @@ class Estimating(OverSource):
                 Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
                 for spec in specs
             ]
-            return estimated(projections, PROJECTION_OPTIONS, self.options)
+            return estimated(projections, self.candidates, self.options)
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
         results: dict[str, list[CandidateResult]] = {}
@@ -276,7 +283,11 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
         sha256 = write_json(folder.path / HEAD_FILE, _content(found))
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
-    files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
+    return read_slots(folder, [*map(work.file, model.spec.sublayers), HEAD_FILE])
+
+
+def read_slots(folder: StageFolder, files: Iterable[str]) -> dict[str, object]:
+    """Return projection key → entries from files of a walk."""
     return {key: value for name in files for key, value in read_entries(folder.path / name).items()}
 
 

@@ -20,7 +20,7 @@ from exl2flow.core.interrupt import look
 from exl2flow.core.stage import Stage, StageRun
 from exl2flow.core.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import DenseLinear, Sublayer, SublayerPart, SublayerSpec
+from exl2flow.model import DenseLinear, ModelSpec, Sublayer, SublayerPart, SublayerSpec
 from exl2flow.model.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.estimate import estimate_options, estimate_slots
@@ -244,9 +244,14 @@ def measure(run: StageRun) -> None:
         entries = {}
         for sublayer in model.spec.sublayers:
             entries |= slot_entries(sublayer, run.folder.path / work.file(sublayer))
+    write_measurement(run, model.spec, entries)
+
+
+def write_measurement(run: StageRun, spec: ModelSpec, entries: Mapping[str, object]) -> None:
+    """Write `measurement.json` with the entries of all slots into the stage folder."""
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
-        "last_module_idx": len(model.spec.sublayers) + 2,  # embedding, sublayers, norm, head
+        "last_module_idx": len(spec.sublayers) + 2,  # embedding, sublayers, norm, head
         "exl2flow": {
             "fingerprint": run.folder.manifest.fingerprint,
             "versions": versions(),

@@ -117,6 +117,7 @@ def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None
     assert facts["source commit"] == ["c" * 12] * 2
     assert facts["sha256 of its rows"] == [calibration["sha256"][:12]] * 2
     assert facts["seed of calibration"] == ["0", "0"]
+    assert facts["preferred"] == ["quality", "quality"]
     assert facts["bits of the head"] == ["6", "6"]
     assert facts["fingerprint"][0] != facts["fingerprint"][1]
 

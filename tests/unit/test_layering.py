@@ -76,8 +76,8 @@ RUNNING_FLOWS |= {"flows/cli/running.py"}
 PROGRAMS = ("flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
 # the folders of quant/ in the order of the pipeline: a stage may import earlier ones only
 STAGE_ORDER = (
-    *("walk", "tokenize", "rounding", "sensitivity", "measure", "allocate", "quantize", "tune"),
-    *("refine", "judge", "compile", "forecast"),
+    *("walk", "tokenize", "rounding", "sensitivity", "measure", "supplement", "allocate"),
+    *("quantize", "tune", "refine", "judge", "compile", "forecast"),
 )
 WITHOUT_PREFECT = (
     *("quant/", "inference/", "compat/", "tasks/stages.py", "tasks/hub.py", "tasks/publish.py"),

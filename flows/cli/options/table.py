@@ -1,5 +1,6 @@
 """The table of options that set a field of `ConversionConfig`: flag, field, help."""
 
+from exl2flow.flows.cli.options.allocation import ALLOCATION
 from exl2flow.flows.cli.options.setting import Panel, Setting
 from exl2flow.flows.cli.options.source import FORM_OF_SOURCE
 
@@ -209,33 +210,6 @@ CALIBRATION: Panel = (
             metavar="FACTOR",
             default="as config.json says",
             help="NTK factor on the rotary base during conversion.",
-        ),
-    ),
-)
-ALLOCATION: Panel = (
-    "Bit allocation",
-    (
-        Setting(
-            flag="--measurement",
-            field="measurement",
-            metavar="FILE",
-            default="measure",
-            help="Use this measurement.json, written by `exl2flow measure` or exllamav2.",
-        ),
-        Setting(
-            flag="--objective",
-            is_rare=True,
-            field="allocate.objective",
-            metavar="log|sum|power",
-            help="Quantity to minimize over all sublayers: the sum of ln(error), of error, "
-            "or of error to a power.",
-        ),
-        Setting(
-            flag="--objective-power",
-            is_rare=True,
-            field="allocate.power",
-            metavar="P",
-            help="Exponent for `--objective power`; above 0, at most 8.",
         ),
     ),
 )

@@ -23,10 +23,21 @@ from shapes import linears, write_config
 TABLED = [(model, bpw) for model, rates in tables().items() for bpw in rates]
 
 
-def test_the_table_has_both_models_at_three_bitrates() -> None:
-    assert sorted(TABLED) == [
-        (model, bpw) for model in ("demo", "wiki16m") for bpw in ("3.0", "4.0", "5.0")
+def test_the_table_has_all_models_at_three_bitrates() -> None:
+    models = ("demo", "wiki16m", "wiki16m-speed")
+    assert sorted(TABLED) == [(model, bpw) for model in models for bpw in ("3.0", "4.0", "5.0")]
+
+
+def test_layers_of_a_model_for_speed_have_groups_of_128() -> None:
+    choices = [
+        text
+        for roles in tables()["wiki16m-speed"].values()
+        for role, texts in roles.items()
+        for text in texts
+        if role != "head"
     ]
+
+    assert {size for text in choices for size in parsed(text).group_sizes} == {128}
 
 
 @pytest.mark.parametrize("shape", ["7b", "8b", "70b"])

@@ -58,7 +58,13 @@ def test_parameters_of_a_deployment_are_filled_from_the_preset(quality: str) -> 
     assert found.rounding.rounds == 5
 
 
-@pytest.mark.parametrize("target", [{}, {"bpw": 3.0}, {"bpw_total": 3.5}, {"target_bytes": 10**9}])
+@pytest.mark.parametrize(
+    "target",
+    [
+        *({}, {"bpw": 3.0}, {"bpw_total": 3.5}, {"target_bytes": 10**9}),
+        {"allocate": {"prefer": "speed"}},
+    ],
+)
 def test_a_configuration_comes_out_of_prefect_as_it_went_in(target: dict[str, object]) -> None:
     config = ConversionConfig(source="model", out="out", quality="exllamav2", **target)
 
@@ -73,6 +79,18 @@ def test_the_form_asks_for_source_and_output_only() -> None:
     for name in ("bpw", "bpw_total", "target_bytes", "head_bits"):
         assert {"type": "null"} in schema["properties"][name]["anyOf"]
     assert schema["properties"]["quality"]["enum"] == list(PRESETS)
+
+
+@pytest.mark.parametrize("flow", [convert, sweep])
+def test_the_form_offers_the_preference(flow: Flow[..., object]) -> None:
+    [prefer] = (
+        group["properties"]["prefer"]
+        for name, group in flow.parameters.model_dump()["definitions"].items()
+        if name == "AllocateOptions"
+    )
+
+    assert prefer["enum"] == ["quality", "speed"]
+    assert prefer["default"] == "quality"
 
 
 @pytest.mark.parametrize(("flow", "model"), [(convert, "ConversionConfig"), (sweep, "SweepConfig")])

@@ -105,10 +105,10 @@ def test_help_of_convert_names_the_stages_in_their_order() -> None:
 
     sentence = text.partition("Stages: ")[2].partition(" Each is resumable")[0]
     always, _, sometimes = sentence.partition("; ")
-    named = [*always.split(", "), *re.findall("compose|tune", sometimes)]
+    named = [*always.split(", "), *re.findall("compose|supplement|tune", sometimes)]
     order = [stage.name for stage in STAGES]
     assert sorted(named) == sorted(order)
-    assert named[:-2] == [name for name in order if name not in named[-2:]]
+    assert named[:-3] == [name for name in order if name not in named[-3:]]
 
 
 def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
@@ -127,6 +127,8 @@ def test_help_of_the_program_lists_commands_and_exit_codes() -> None:
         ["convert", "model"],
         ["convert", "model", "--out", "o", "--rows", "many"],
         ["convert", "model", "--out", "o", "--head-bits", "7"],
+        ["convert", "model", "--out", "o", "--prefer", "size"],
+        ["sweep", "model", "--out", "o", "--bpw", "3", "--prefer", "size"],
         ["convert", "model", "--out", "o", "--bpw", "9"],
         ["convert", "model", "--out", "o", "--bpw", "3", "--bpw-total", "3"],
         ["convert", "model", "--out", "o", "--bpw-total", "3", "--target-bytes", "1000"],

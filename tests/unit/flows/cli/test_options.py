@@ -80,6 +80,24 @@ def test_values_reach_the_groups_of_the_configuration() -> None:
     assert (config.bpw, config.calibration.rows, config.allocate.power) == (3.5, 7, 1.5)
 
 
+@pytest.mark.parametrize(
+    ("given", "prefer"), [({}, "quality"), ({"allocate.prefer": "speed"}, "speed")]
+)
+def test_a_preference_reaches_conversions_and_sweeps(given: dict[str, object], prefer: str) -> None:
+    one = build(Path("model"), Path("out"), given)
+    sweep = build_sweep(Path("model"), Path("out"), {"bpw": (3.0, 4.0), **given})
+
+    conversions = (one, *sweep.conversions().values())
+    assert {config.allocate.prefer for config in conversions} == {prefer}
+
+
+def test_an_unknown_preference_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="`--prefer` is size: input should be 'quality' or 'spee"):
+        build(Path("model"), Path("out"), {"allocate.prefer": "size"})
+    with pytest.raises(ConfigError, match="`--prefer` is size"):
+        build_sweep(Path("model"), Path("out"), {"bpw": (3.0,), "allocate.prefer": "size"})
+
+
 def test_problems_name_the_options() -> None:
     with pytest.raises(ConfigError) as caught:
         build(Path("model"), Path("out"), {"bpw": 1.0, "calibration.row_tokens": 33})

@@ -73,6 +73,9 @@ def test_the_value_of_another_objective_is_no_divergence(tmp_path: Path) -> None
         ({"bpw": 4.0, "head_bits": 8}, "fast, head 8"),
         ({"bpw": None, "target_bytes": 10, "head_bits": None}, "fast, head free"),
         ({"bpw": None, "bpw_total": 4.0, "head_bits": 6}, "fast, head 6"),
+        ({"bpw": 4.0, "allocate": {"prefer": "quality"}}, "fast"),
+        ({"bpw": 4.0, "allocate": {"prefer": "speed"}}, "fast, speed"),
+        ({"bpw": 4.0, "head_bits": 8, "allocate": {"prefer": "speed"}}, "fast, head 8, speed"),
     ],
 )
 def test_series_tell_apart_what_is_more_than_a_number_of_bits(

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import small_config
-from stage_runs import run_until, text_parquet
-from tiny import make_tiny
+from stage_runs import one_layer, run_until
 from traces import delete, identities
 
 from exl2flow.core.config import ConversionConfig
@@ -47,17 +45,7 @@ def written(converted: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A model of one layer that is about to be measured."""
-    folder = tmp_path_factory.mktemp("single")
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
-    source = make_tiny("llama", folder / "model", **shape)
-    calibration = {
-        "text": text_parquet(folder / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 64,
-        "measure_rows": 1,
-        "measure_row_tokens": 64,
-    }
-    config = small_config(source, folder / "out", bpw=4.0, calibration=calibration)
+    config = one_layer(tmp_path_factory.mktemp("single"), hidden=32, intermediate=64, bpw=4.0)
     return run_until(config, "sensitivity")
 
 

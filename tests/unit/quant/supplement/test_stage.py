@@ -1,0 +1,235 @@
+"""The preference for speed: which groups it allows, and what it measures besides."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conversions import small_config, snapshot
+from measurements import decoder_projections, written_in_nats
+from stage_runs import one_layer, run_until
+from tiny import make_tiny
+
+from exl2flow.core.config import ConversionConfig
+from exl2flow.core.errors import BudgetUnreachable, PreflightFailed
+from exl2flow.core.files import read_json
+from exl2flow.core.progress import silent
+from exl2flow.core.stage import RECORD_FILE, Pipeline
+from exl2flow.inference.report.inspection import inspect_model
+from exl2flow.inference.report.page import write_up
+from exl2flow.model import ModelSpec, resolve
+from exl2flow.quant.allocate.budget import allot, read_choice
+from exl2flow.quant.allocate.reach import Reach
+from exl2flow.quant.allocate.stage import ALLOCATE
+from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.measure.candidates import (
+    FAST_GROUP,
+    PROJECTION_OPTIONS,
+    SUPPLEMENT_OPTIONS,
+    parse_params,
+)
+from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
+from exl2flow.quant.supplement import stage as supplement_module
+from exl2flow.quant.supplement.stage import BELOW, read_candidates
+from exl2flow.tasks.stages import STAGES
+
+SPEED = {"prefer": "speed"}
+SHARED = ("tokenize", "sensitivity", "measure")
+LOW, HIGH = 2.75, BELOW  # bits per weight; only the first has a supplement
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    shape = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
+    return resolve(make_tiny("llama", tmp_path_factory.mktemp("speed") / "model", **shape))
+
+
+@pytest.fixture(scope="module")
+def allotted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """A model of one layer whose bits are allotted by default."""
+    folder = tmp_path_factory.mktemp("switched")
+    config = one_layer(folder, hidden=256, intermediate=256, bpw=LOW)
+    return run_until(config, "allocate")
+
+
+def config_of(spec: ModelSpec, **values: object) -> ConversionConfig:
+    given = {"allocate": SPEED, **values}
+    return small_config(spec.source_dir, spec.source_dir.parent / "out", **given)
+
+
+def switched(pipeline: Pipeline, **values: object) -> Pipeline:
+    """Return the pipeline of the same conversion with other options."""
+    given = pipeline.config.model_dump(exclude_unset=True) | values
+    return Pipeline(ConversionConfig.model_validate(given), STAGES, device="cpu")
+
+
+def group_sizes(pipeline: Pipeline) -> set[int]:
+    """Return the sizes of groups that were chosen for the layers."""
+    choice = read_choice(pipeline.path("allocate"))
+    return {s for key, params in choice.items() if key != "lm_head" for s in params.group_sizes}
+
+
+@pytest.mark.parametrize("target", [{"bpw": 4.0}, {"bpw": 6.5}, {"bpw_total": 7.0}], ids=str)
+def test_speed_allows_groups_of_128_and_any_head(
+    target: dict[str, float], spec: ModelSpec, tmp_path: Path
+) -> None:
+    path = written_in_nats(tmp_path / "measurement.json", spec)
+    config = config_of(spec, measurement=path, **target)
+    everything = read_measurement(path, spec)
+
+    measurement = read_candidates(config, spec, path)
+    allocation, choice = allot(config, spec, measurement)
+
+    assert measurement.head == everything.head
+    assert allocation.used_bits <= allocation.budget_bits
+    for p in decoder_projections(spec):
+        assert set(choice[p.key].group_sizes) == {FAST_GROUP}
+        fast = [r for r in everything.decoder[p.key] if "32g" not in str(r.params[p.name])]
+        fast = [r for r in fast if "64g" not in str(r.params[p.name])]
+        assert measurement.decoder[p.key] == fast
+
+
+def test_by_default_every_candidate_is_allowed(spec: ModelSpec, tmp_path: Path) -> None:
+    path = written_in_nats(tmp_path / "measurement.json", spec)
+    config = config_of(spec, measurement=path, allocate={})
+
+    assert config == config_of(spec, measurement=path, allocate={"prefer": "quality"})
+    assert read_candidates(config, spec, path) == read_measurement(path, spec)
+
+
+def test_allocations_from_before_the_preference_stay_valid(spec: ModelSpec) -> None:
+    options = ALLOCATE.options(config_of(spec, allocate={}, bpw=3.0))
+
+    assert options == {
+        "target": {"bpw": 3.0, "bpw_total": None, "target_bytes": None, "fit": None},
+        "head_bits": 6,
+        "shard_size_mb": None,
+        "allocate": {"objective": "power", "power": 2.0, "rounds": 0},
+        "rounding": None,
+        "measurement": None,
+    }
+    assert ALLOCATE.options(config_of(spec, bpw=3.0)) == {**options, "prefer": "speed"}
+
+
+def test_switching_measures_nothing_again(allotted: Pipeline) -> None:
+    before = [snapshot(allotted.path(name)) for name in SHARED]
+    fast = switched(allotted, allocate=SPEED, bpw=HIGH)
+
+    assert list(fast.stages)[:4] == [*SHARED, "allocate"]
+    assert all(fast.is_complete(name) for name in SHARED)
+    fast.run("allocate", progress=silent)
+
+    assert group_sizes(fast) == {FAST_GROUP}
+    assert before == [snapshot(fast.path(name)) for name in SHARED]
+    assert fast.refs["allocate"] != switched(allotted, bpw=HIGH).refs["allocate"]
+
+
+def test_low_bitrates_measure_2_bits_and_nothing_else(allotted: Pipeline) -> None:
+    fast = switched(allotted, allocate=SPEED)
+
+    assert all(fast.is_complete(name) for name in SHARED)
+    for name in ("supplement", "allocate"):
+        fast.run(name, progress=silent)
+
+    assert group_sizes(fast) == {FAST_GROUP}
+    choice = read_choice(fast.path("allocate")).values()
+    assert any(2 in params.bit_widths for params in choice)
+    found = read_json(fast.path("supplement") / MEASUREMENT_FILE)["measurement"]
+    counts = {len(entries) for entries in found.values() if entries}
+    assert counts == {len(SUPPLEMENT_OPTIONS)}
+    lower = switched(allotted, allocate=SPEED, bpw=LOW - 0.25)
+    assert lower.refs["supplement"] == fast.refs["supplement"]
+
+
+def test_the_supplement_completes_the_measurement_in_groups_of_128() -> None:
+    measured, in_64 = (
+        {p for p in PROJECTION_OPTIONS if set(p.group_sizes) == {size}} for size in (FAST_GROUP, 64)
+    )
+
+    assert measured.isdisjoint(SUPPLEMENT_OPTIONS)
+    assert len(measured) + len(SUPPLEMENT_OPTIONS) == len(in_64)
+
+
+def test_the_supplement_prices_candidates_as_the_measurement_does(
+    allotted: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = parse_params("3 g128")
+    monkeypatch.setattr(supplement_module, "SUPPLEMENT_OPTIONS", (*SUPPLEMENT_OPTIONS, both))
+    fast = switched(allotted, allocate=SPEED, work_root=tmp_path)
+    for name in ("tokenize", "sensitivity"):
+        shutil.copytree(allotted.path(name), fast.path(name))
+
+    fast.run("supplement", progress=silent)
+
+    spec = resolve(allotted.config.source)
+    folders = (allotted.path("measure"), fast.path("supplement"))
+    measured, added = (read_measurement(f / MEASUREMENT_FILE, spec).decoder for f in folders)
+    for p in decoder_projections(spec):
+        [first], [second] = (
+            [r for r in results[p.key] if r.params[p.name] == both] for results in (measured, added)
+        )
+        assert second.nats == pytest.approx(first.nats, rel=1e-5)
+        in_64 = next(r for r in measured[p.key] if r.params[p.name] == parse_params("2 g64"))
+        assert first.nats < in_64.nats < added[p.key][0].nats  # 2 bits in groups of 128
+
+
+def test_model_record_plan_and_reports_say_what_was_preferred(allotted: Pipeline) -> None:
+    fast = switched(allotted, allocate=SPEED, bpw=HIGH)
+    names = list(fast.stages)
+    plan = dict(preflight(fast.config, STAGES).rows())
+
+    for name in names[names.index("allocate") :]:
+        fast.run(name, progress=silent)
+
+    out = fast.config.out
+    *decoder, _ = inspect_model(out).parts
+    assert {part.group_sizes for part in decoder} == {(FAST_GROUP,)}
+    assert plan["prefer"] == "speed: groups of 128 rows in all layers"
+    assert read_json(out / RECORD_FILE)["options"]["allocate"]["prefer"] == "speed"
+    assert "<th>preferred</th><td>speed</td>" in write_up(out)
+    report = fast.path("validate")
+    assert read_json(report / "report.json")["prefer"] == "speed"
+    assert "Speed was preferred" in (report / "report.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["fisher", "error"])
+def test_reach_is_that_of_groups_of_128(kind: str, spec: ModelSpec) -> None:
+    sensitivity = {"kind": kind}
+
+    low, high = Reach.of(config_of(spec, sensitivity=sensitivity), spec).bpw
+
+    least, most = Reach.of(config_of(spec, sensitivity=sensitivity, allocate={}), spec).bpw
+    assert least < 3
+    assert high <= most
+    assert low < least if kind == "fisher" else low > 5  # `error`: MLPs mix groups
+
+
+def test_targets_that_need_smaller_groups_are_refused_with_a_way_out(spec: ModelSpec) -> None:
+    config = config_of(spec, bpw=4.0, sensitivity={"kind": "error"})
+
+    with pytest.raises(BudgetUnreachable, match=r"raise `--bpw` or leave out `--prefer speed`$"):
+        Reach.of(config, spec).packed_bytes(config, spec)
+
+
+def test_targets_that_need_2_bits_beside_a_given_measurement_are_refused(
+    spec: ModelSpec, tmp_path: Path
+) -> None:
+    config = config_of(spec, bpw=3.0, measurement=written_in_nats(tmp_path / "m.json", spec))
+
+    with pytest.raises(PreflightFailed, match=r"span 3\.\d+ to .*, or `--measurement`, so"):
+        preflight(config)
+
+
+def test_measurements_without_such_groups_are_refused_by_name(
+    spec: ModelSpec, tmp_path: Path
+) -> None:
+    path = written_in_nats(tmp_path / "measurement.json", spec)
+    content = json.loads(path.read_text())
+    slot = content["measurement"]["model.layers.1.mlp.up_proj"]
+    slot[:] = [entry for entry in slot if 128 not in entry["up_proj"]["group_size"].values()]
+    path.write_text(json.dumps(content))
+
+    with pytest.raises(
+        PreflightFailed, match=r"json`: `model\.layers\.1\.mlp\.up_proj` lists no candidates in gr"
+    ):
+        preflight(config_of(spec, measurement=path))
