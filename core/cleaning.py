@@ -284,6 +284,8 @@ def _move(item: Item) -> Path:
     if REMOVED in path.name:
         return path
     target = path.with_name(f"{path.name}{REMOVED}{strftime('%Y%m%dT%H%M%S')}")
+    while target.exists():  # of a clean that was killed within this second
+        target = target.with_name(f"{target.name}-")
     if item.is_tensors:
         target.mkdir()
         folder = StageFolder.found(path)

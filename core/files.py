@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -98,11 +100,68 @@ def unreadable(path: Path, error: OSError) -> ReadFailed:
     )
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, so that it survives a power cut.
+
+    Raises:
+        WriteFailed: the disk is full or faulty.
+    """
+    with _naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Flush files that another library wrote, and their folders.
+
+    Raises:
+        WriteFailed: the disk is full or faulty.
+    """
+    files = list(paths)
+    for path in (*files, *{path.parent for path in files}):
+        sync(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents unless they exist; new ones survive a power cut."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        if os.access(each.parent, os.R_OK):
+            sync(each.parent)
+
+
+@contextmanager
+def scratch(folder: Path, prefix: str) -> Iterator[Path]:
+    """Make a folder with a new name that is deleted in the end; delete those of killed processes.
+
+    Raises:
+        WriteFailed: the disk is full or permissions forbid it.
+    """
+    with exclusive(folder / prefix), _naming(folder):
+        for old in folder.glob(f"{glob.escape(prefix)}*/"):
+            with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # locked: in use
+                shutil.rmtree(old)
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+        lock = ExitStack()
+        with suppress(OSError):  # a file system without locks: nobody else deletes it
+            lock.enter_context(_locked(made))
     try:
-        os.fsync(handle)
+        with lock:
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, how: int = 0) -> Iterator[None]:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | how)
+        yield
     finally:
         os.close(handle)
 
@@ -136,7 +195,7 @@ def replacing(path: Path) -> Iterator[Writer]:
         WriteFailed: the disk is full, a size limit is reached or permissions forbid it.
     """
     with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         file = _temporary(path)
     try:
         yield _Checked(file, path)
@@ -144,7 +203,7 @@ def replacing(path: Path) -> Iterator[Writer]:
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).replace(path)  # while it is locked
-            sync_folder(path.parent)
+            sync(path.parent)
     except BaseException:
         with suppress(OSError):  # what prevented writing may prevent this, too
             Path(file.name).unlink()
@@ -168,8 +227,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _temporary(path: Path) -> BinaryIO:
     """Create a locked temporary file beside `path`; delete those of killed writers."""
     for old in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY_SUFFIX}"):
-        with suppress(OSError), old.open("rb") as leftover:  # locked: being written
-            fcntl.flock(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # locked: being written
             old.unlink()
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -189,7 +247,7 @@ def exclusive(path: Path) -> Iterator[None]:
         WriteFailed: the lock file beside it cannot be made.
     """
     with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         file = path.with_name(f"{path.name}.lock").open("ab")
     with file:
         with suppress(OSError):  # a file system without locks

@@ -21,8 +21,10 @@ from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
     digest_of,
+    make_folder,
     read_json,
     read_tensors,
+    sync,
     write_json,
     write_tensors,
 )
@@ -115,6 +117,9 @@ class StageFolder:
             for name in gone:
                 _delete(self.path / name)
                 del self.manifest.files[name]
+            for folder in {(self.path / name).parent for name in gone}:
+                if folder.is_dir():
+                    sync(folder)  # else they could come back, and nobody would delete them
             if gone:
                 self.save()
 
@@ -341,7 +346,7 @@ class WorkDir:
     @contextmanager
     def _held(self, path: Path, mode: int) -> Iterator[None]:
         """Hold a lock file; an exclusive one contains the owner's process id."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:

@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils.tqdm import tqdm
 
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
-from exl2flow.core.files import write_json
+from exl2flow.core.files import make_folder, sync_files, write_json
 from exl2flow.core.model_files import is_of_model
 from exl2flow.core.progress import Progress, Tick, current
 from exl2flow.core.source import HubModel, digests, hub_model, provenance, provenance_file
@@ -195,6 +195,7 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     Raises:
         HubUnavailable: one differs; it is deleted, and the next attempt fetches it again.
     """
+    make_folder(folder)
     hub.api.snapshot_download(
         wanted.repo,
         revision=commit,
@@ -202,6 +203,7 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
         allow_patterns=[file.path for file in files],
         tqdm_class=_meter(current(), sum(file.size for file in files), wanted.repo),
     )
+    sync_files(folder / file.path for file in files)  # before digests are remembered
     large = [folder / file.path for file in files if file.lfs is not None]
     found = digests(sorted(large), folder.parents[2] / "digests.json")
     for file in files:

@@ -16,7 +16,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from exl2flow.core.config import default_work_root
 from exl2flow.core.errors import ConfigError, Exl2FlowError, PublicationDamaged
-from exl2flow.core.files import digest, write_json
+from exl2flow.core.files import digest, scratch, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
@@ -236,9 +236,7 @@ def _prove_branch(publication: Publication, branch: str, commit: str) -> None:
     """Download a branch and compare it; a bitrate must also load and generate."""
     repository, folder = publication.repository, publication.folder
     contents = publication.branches[branch]
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="downloaded-", dir=folder) as name:
-        place = Path(name)
+    with scratch(folder, "downloaded-") as place:
         repository.download(commit, place, list(contents) if branch == MAIN else None)
         damage = _differences(place, contents, repository)
         if not damage and branch != MAIN:

@@ -2,7 +2,9 @@
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -107,7 +109,8 @@ def handler_of(
             if fault and fault.kind == "lose":
                 self.close_connection = True
                 return
-            self.send(response, until=fault.after if fault and fault.kind == "cut" else None)
+            until = fault.after if fault and fault.kind == "cut" else None
+            self.send(response, until=until, pause=fault.seconds if fault else 0.0)
 
         def receive(self) -> bytes:
             """Return the body."""
@@ -120,8 +123,8 @@ def handler_of(
             self.rfile.readline()
             return b"".join(pieces)
 
-        def send(self, response: Response, *, until: int | None = None) -> None:
-            """Send a response; if `until` is given, end the connection after so many bytes."""
+        def send(self, response: Response, *, until: int | None = None, pause: float = 0.0) -> None:
+            """Send a response, with a pause in its middle; end it after `until` bytes, if given."""
             self.send_response(response.status)
             for name, value in response.headers.items():
                 self.send_header(name, value)
@@ -129,7 +132,15 @@ def handler_of(
             self.send_header("Accept-Ranges", "bytes")
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(response.body[:until])
+                body = response.body[:until]
+                if pause:
+                    self.wfile.write(body[: len(body) // 2])
+                    self.wfile.flush()
+                    time.sleep(pause)
+                    body = body[len(body) // 2 :]
+                with suppress(ConnectionError):  # the client may have waited long enough
+                    self.wfile.write(body)
+                    self.wfile.flush()
             self.close_connection |= until is not None
 
         do_GET = do_HEAD = do_POST = do_PUT = respond

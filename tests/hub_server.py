@@ -30,7 +30,7 @@ ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 Tree = dict[str, dict[str, Any]]  # path → sha256, size, blob id, whether it is an LFS file
 
 
-Kind = Literal["status", "cut", "damage", "lose"]
+Kind = Literal["status", "cut", "damage", "lose", "slow"]
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,8 @@ class Fault:
 
     kind: `status` answers with status and headers; `cut` ends the connection after so many bytes
         of the body, in whichever direction it goes; `damage` stores a body with one bit flipped;
-        `lose` does what is asked and ends the connection without an answer.
+        `lose` does what is asked and ends the connection without an answer; `slow` stops for
+        `seconds` in the middle of the answer.
     times: requests that it hits; None: all.
     """
 
@@ -49,6 +50,7 @@ class Fault:
     status: int = 503
     headers: Mapping[str, str] = field(default_factory=dict)
     after: int = 0
+    seconds: float = 0.0
 
     def strikes(self, request: Request) -> bool:
         """Tell whether it hits this request, and use it up."""

@@ -18,6 +18,7 @@ import torch
 from exl2flow.core.background import helpers, one_ahead, to_host
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import (
+    CorruptCheckpoint,
     NonFiniteState,
     ReconstructionMismatch,
     SourceModelError,
@@ -76,14 +77,15 @@ def check_output_folder(out: Path, source: Path) -> None:
 
     Raises:
         StoreError: the folder holds other contents.
+        ReadFailed: its record cannot be read.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not out.exists() or (out.is_dir() and set(out.iterdir()) <= set(out.glob(LEFTOVERS))):
         return
     try:
         record = read_json(out / RECORD_FILE)
         if record["source"] == str(source.resolve()):
             return
-    except (StoreError, KeyError, TypeError):
+    except (CorruptCheckpoint, KeyError, TypeError):
         pass
     raise StoreError(
         f"the output `{out}` exists and was not made from this source by exl2flow; "

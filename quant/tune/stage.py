@@ -126,8 +126,8 @@ def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
     path = run.folder.path / TUNING_FILE
     write_json(path, work.report())
+    run.folder.note(f"tuned: {work.summary}")  # stored with the commit that ends the stage's work
     run.folder.commit(TUNING_FILE, digest(path))
-    run.folder.note(f"tuned: {work.summary}")
 
 
 def _write_linears(

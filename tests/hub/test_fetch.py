@@ -1,6 +1,7 @@
 """Models come from the Hub: pinned, resumable, only what is needed, compared with its digests."""
 
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,31 @@ def get_locally(source: str, root: Path) -> Path:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+def test_files_are_flushed_before_their_digests_are_remembered(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    flushed: list[Path] = []
+    remembered: list[bool] = []
+    flush, remember = os.fsync, hub_tasks.digests
+
+    def spy(handle: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        flush(handle)
+
+    def remembering(paths: list[Path], memory: Path) -> dict[str, str]:
+        remembered.append({*paths, paths[0].parent} <= set(flushed))
+        return remember(paths, memory)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(hub_tasks, "digests", remembering)
+
+    folder = get("org/tiny", tmp_path)
+
+    assert remembered == [True]
+    assert {folder / name for name in NEEDED} <= set(flushed)
 
 
 @pytest.mark.parametrize(

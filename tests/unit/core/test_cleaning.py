@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
 
+from exl2flow.core import cleaning
 from exl2flow.core.cleaning import clean, clean_after, unneeded
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError, WorkDirBusy
@@ -227,6 +228,20 @@ def test_removal_that_was_killed_is_finished_by_the_next(
     assert {item.why for item in left} == {"removed"}
     assert len(clean(root)) == len(left) == 5
     assert list(root.rglob("*.removed-*")) == []
+
+
+def test_removal_goes_on_within_the_second_in_which_another_was_killed(
+    config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = convert(config)
+    monkeypatch.setattr(cleaning, "strftime", lambda form: "now")
+    folder = pipeline.path("quantize")
+    folder.with_name(f"{folder.name}{cleaning.REMOVED}now").mkdir()
+
+    clean(root)
+
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert list(folder.rglob("*.safetensors")) == []
 
 
 def test_sizes_are_what_the_disk_gains(config: ConversionConfig, root: Path) -> None:

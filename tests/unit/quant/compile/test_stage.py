@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stage_runs import prepared, run_until
 from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError
+from exl2flow.core.errors import NonFiniteState, ReadFailed, ReconstructionMismatch, StoreError
 from exl2flow.core.files import digest, read_json
 from exl2flow.core.model_files import carried_files
 from exl2flow.inference.evaluate import evaluate
@@ -275,7 +275,7 @@ def test_foreign_folder_is_refused_and_left_alone(source: Path) -> None:
     assert (config.out / "model.safetensors").read_text() == "mine"
 
 
-@pytest.mark.parametrize("state", ["absent", "empty", "own"])
+@pytest.mark.parametrize("state", ["absent", "empty", "own", "begun"])
 def test_absent_empty_and_own_folders_are_taken(state: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if state != "absent":
@@ -283,7 +283,17 @@ def test_absent_empty_and_own_folders_are_taken(state: str, tmp_path: Path) -> N
     if state == "own":
         (out / RECORD_FILE).write_text(json.dumps({"source": str((tmp_path / "model").resolve())}))
 
+    if state == "begun":  # by a writer that was killed
+        (out / f".{RECORD_FILE}.0.partial").touch()
+
     check_output_folder(out, tmp_path / "model")
+
+
+def test_folder_whose_record_cannot_be_read_is_not_called_foreign(tmp_path: Path) -> None:
+    (tmp_path / RECORD_FILE).mkdir()
+
+    with pytest.raises(ReadFailed, match="check the disk"):
+        check_output_folder(tmp_path, tmp_path / "model")
 
 
 @pytest.mark.parametrize("record", ['{"source": "/elsewhere"}', "{}", "[]", "broken"])

@@ -298,6 +298,22 @@ def test_a_resumed_run_gives_the_same_bytes(
     assert results(pipeline) == results(tuned)
 
 
+def test_a_kill_after_the_last_result_keeps_the_note(
+    tuned: Pipeline, untuned: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = untuned()
+    with monkeypatch.context() as patch:
+        patch.setattr(store.StageFolder, "complete", lambda folder: crash())
+        with pytest.raises(Crash):
+            pipeline.run("tune", progress=silent)
+
+    pipeline.run("tune", progress=silent)
+
+    wanted = read_json(tuned.path("tune") / "manifest.json")["notes"]
+    assert len(wanted) == 1
+    assert read_json(pipeline.path("tune") / "manifest.json")["notes"] == wanted
+
+
 def test_a_damaged_file_is_made_again(tuned: Pipeline, untuned: Callable[..., Pipeline]) -> None:
     pipeline = untuned()
     shutil.copytree(tuned.path("tune"), pipeline.path("tune"))
