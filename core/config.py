@@ -377,14 +377,25 @@ def default_work_root(out: Path) -> Path:
     return out.resolve().parent / ".exl2flow"
 
 
+def cache_folder() -> Path | None:
+    """Return the folder for what is quick to make again; None if the user has no home.
+
+    `EXL2FLOW_CACHE` is its path; by default it is in the user's cache folder.
+    """
+    if given := os.environ.get("EXL2FLOW_CACHE"):
+        return Path(os.path.expanduser(given))
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
+    return folder / "exl2flow" if folder.is_absolute() else None
+
+
 def tuning_file() -> Path | None:
     """Return the file that stores tuned kernel launches; None if tuning is off.
 
-    `EXL2FLOW_TUNING` is its path or `off`; by default it is in the user's cache folder.
+    `EXL2FLOW_TUNING` is its path or `off`; by default it is in the cache folder.
     """
     given = os.environ.get("EXL2FLOW_TUNING")
     if given:
         return None if given == "off" else Path(os.path.expanduser(given))
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
-    return folder / "exl2flow" / "tuning.json" if folder.is_absolute() else None
+    folder = cache_folder()
+    return folder / "tuning.json" if folder is not None else None

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from exl2flow.core.errors import CorruptCheckpoint, ReadFailed, WriteFailed
 
 TEMPORARY_SUFFIX = ".partial"
+DAMAGE = (FileNotFoundError, NotADirectoryError, ValueError, RecursionError, SafetensorError)
 JSON_PIECES = 4096  # pieces of JSON text in memory at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -69,8 +70,8 @@ class FileRecord(BaseModel):
             if now == self:
                 return True
             return now.size == self.size and self.sha256 is not None and digest(path) == self.sha256
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return False
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            return False  # ValueError: no file can have this name
         except OSError as error:
             raise unreadable(path, error) from error
 
@@ -277,7 +278,7 @@ def _reading(path: Path) -> Iterator[None]:
     """Turn errors of reading a file of our own into named ones."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, ValueError, SafetensorError) as error:
+    except DAMAGE as error:
         raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error
     except OSError as error:
         raise unreadable(path, error) from error

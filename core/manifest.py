@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from exl2flow.core.errors import CorruptCheckpoint
 from exl2flow.core.files import FileRecord, digest_of
@@ -18,7 +18,7 @@ class SavedStates(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    file: str
+    file: str = Field(pattern=r"^states-[ab]\.safetensors$")
     index: int
     record: FileRecord
 

@@ -112,7 +112,7 @@ def public_content(path: Path) -> bytes | None:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise SourceModelError(f"cannot read `{path}`: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):  # `resolve` says what is wrong with it
         return None
     public = without_origin(content)
     return None if public == content else f"{json.dumps(public, indent=2)}\n".encode()

@@ -1,6 +1,7 @@
 """Sampling settings: frozen values only; state that depends on history lives with its sequence."""
 
 import math
+import sys
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Self
@@ -172,7 +173,7 @@ def _check(field: "Field[Any]", value: Any) -> None:
     is_number = isinstance(value, kind)
     if not is_number:
         rule = "a whole number" if kind is Integral else "a number"
-    elif not math.isfinite(value):
+    elif not abs(value) <= sys.float_info.max:  # nor NaN
         rule = "a finite number"
     elif low is not None and not low <= value <= high:
         rule = f"{low} or more" if high == math.inf else f"between {low} and {high}"

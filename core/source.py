@@ -130,7 +130,7 @@ def provenance(source: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(provenance_file(source.resolve()).read_bytes())
         return {key: found[key] for key in PROVENANCE}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
 
@@ -171,7 +171,7 @@ def _load(memory: Path) -> dict[str, FileRecord]:
     try:
         entries = json.loads(memory.read_bytes())
         return {name: FileRecord.model_validate(entry) for name, entry in entries.items()}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return {}
 
 

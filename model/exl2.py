@@ -23,6 +23,7 @@ from exl2flow.model.group_table import BIT_WIDTHS, ROW_MULTIPLE, divides, first_
 COLUMN_MULTIPLE = 32  # n is padded to this with zero columns
 SCALE_BITS = 4
 MAX_ROWS = 65535  # permutations are narrowed to unsigned 16 bits by readers
+MOST_ROWS_IN_GROUP = 1 << 31  # that a file may state
 MAX_INT16 = 32767  # group index and first word of a group are signed 16-bit
 
 _NAMES = {
@@ -101,7 +102,9 @@ class QuantParams:
             raise ConfigError(f"bit widths must fall and be among {BIT_WIDTHS}: {self.bit_widths}")
         if sum(self.proportions) != 1.0 or min(self.proportions) < 0:
             raise ConfigError(f"proportions must sum to exactly 1: {self.proportions}")
-        if any(size <= 0 or size % ROW_MULTIPLE for size in self.group_sizes):
+        if any(
+            not 0 < size < MOST_ROWS_IN_GROUP or size % ROW_MULTIPLE for size in self.group_sizes
+        ):
             raise ConfigError(f"group sizes must be multiples of {ROW_MULTIPLE}: {self}")
         if self.scale_bits != SCALE_BITS:
             raise ConfigError(f"scale bits must be {SCALE_BITS}, found {self.scale_bits}")
@@ -175,7 +178,7 @@ class QuantParams:
                 group_sizes=tuple(sizes[b] for b in bits),
                 scale_bits=int(value.get("scale_bits", SCALE_BITS)),  # type: ignore[call-overload]  # JSON
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ConfigError(f"not quantization parameters: {value} ({error})") from error
 
 

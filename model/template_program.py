@@ -79,6 +79,24 @@ def limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (allowed, allowed))
 
 
+def answered(
+    line: bytes, template: jinja2.Template | None
+) -> tuple[jinja2.Template | None, dict[str, str]]:
+    """Return the template and the answer to a request: the first one compiles the template."""
+    answer: dict[str, str] = {}
+    try:
+        request = json.loads(line)
+        if template is None:
+            template = environment().from_string(request["template"])
+        else:
+            answer["text"] = rendered(template, request["variables"], request["now"])
+    except MemoryError:
+        answer["error"] = f"it takes more than {MEMORY >> 20} MiB of memory"
+    except Exception as error:  # whatever a stranger's code raises
+        answer["error"] = (str(error) or type(error).__name__)[:LONGEST_REASON]
+    return template, answer
+
+
 def main() -> None:
     """Answer requests until the input ends."""
     limit(resource.RLIMIT_AS, MEMORY)
@@ -87,17 +105,7 @@ def main() -> None:
     template: jinja2.Template | None = None
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        answer: dict[str, str] = {}
-        try:
-            request = json.loads(line)
-            if template is None:
-                template = environment().from_string(request["template"])
-            else:
-                answer["text"] = rendered(template, request["variables"], request["now"])
-        except MemoryError:
-            answer["error"] = f"it takes more than {MEMORY >> 20} MiB of memory"
-        except Exception as error:  # whatever a stranger's code raises
-            answer["error"] = (str(error) or type(error).__name__)[:LONGEST_REASON]
+        template, answer = answered(line, template)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -29,6 +29,7 @@ from exl2flow.model.sentencepiece_model import (
     check_charsmap,
 )
 from exl2flow.model.tekken import load_tekken
+from exl2flow.model.tokenizer_trial import try_tokenizer
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)"')  # in tokenizer.json
@@ -114,7 +115,7 @@ class Tokenizer:
             add_eos: end with the end-of-sequence id, if the model has one.
             special: read special tokens spelled in the text as such, not as plain text.
         """
-        with self._lock, _panics_are_errors(self.source):
+        with self._lock, _failures_are_named(self.source):
             self.backend.encode_special_tokens = not special
             ids = self.backend.encode(text, add_special_tokens=False).ids
         begin = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
@@ -125,7 +126,7 @@ class Tokenizer:
         """Return the text of token ids; special tokens are spelled out only on request."""
         if not special and not self.special_ids.isdisjoint(ids):
             ids = [token_id for token_id in ids if token_id not in self.special_ids]
-        with _panics_are_errors(self.source):
+        with _failures_are_named(self.source):
             return self.backend.decode(list(ids), skip_special_tokens=not special)
 
     @property
@@ -151,7 +152,7 @@ class Tokenizer:
 
     @cached_property
     def _pieces(self) -> Pieces:
-        with _panics_are_errors(self.source):
+        with _failures_are_named(self.source):
             return Pieces(self.backend, self.vocab_size, self.special_ids)
 
 
@@ -163,13 +164,13 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
         return _from_json(json_path)
     if model_path.exists():
         model = SentencePieceModel.load(model_path)
-        with _panics_are_errors(model_path):
+        with _failures_are_named(model_path):
             backend = convert(model, source=model_path)
             _check_conversion(backend, model, source=model_path)
         _add_tokens(backend, model_dir)
         return backend
     if tekken_path.exists():
-        with _panics_are_errors(tekken_path):
+        with _failures_are_named(tekken_path):
             return load_tekken(tekken_path)
     raise SourceModelError(
         f"`{model_dir}` holds neither `tokenizer.json` nor `tokenizer.model` nor `tekken.json`; "
@@ -184,7 +185,8 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
             raise SourceModelError(pointer_advice(path))
         for encoded in CHARSMAP.findall(data):
             check_charsmap(b64decode(encoded))
-        with _panics_are_errors(path):
+        try_tokenizer(data, path)
+        with _failures_are_named(path):
             return tokenizers.Tokenizer.from_buffer(data)
     except SourceModelError:
         raise
@@ -193,16 +195,16 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def _panics_are_errors(source: Path) -> Iterator[None]:
-    """Give a panic of the Rust library, which is no `Exception`, a name of ours.
+def _failures_are_named(source: Path) -> Iterator[None]:
+    """Give an error of the Rust library, or a panic, which is no `Exception`, a name of ours.
 
     Raises:
-        SourceModelError: the library panicked.
+        SourceModelError: the library failed.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise SourceModelError(
             f"the library `tokenizers` fails on `{source}`: {error}; fetch it again"

@@ -156,7 +156,7 @@ def _measurement(config: PublishConfig) -> Contents:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the measurement `{path}`: {error}") from error
     public = without_paths(content)
     return {MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()}

@@ -1,9 +1,12 @@
 """What all tests share: the package in a bare checkout, the builders in `tiny.py`, the seed."""
 
+import atexit
 import importlib.util
 import math
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +17,10 @@ import torch
 
 torch.set_num_threads(1)  # tensors are tiny here: a second thread costs more than it brings
 os.environ["EXL2FLOW_TUNING"] = "off"  # launches are divided as by default; no file of the user's
+
+if "EXL2FLOW_CACHE" not in os.environ:  # processes of one run share it
+    os.environ["EXL2FLOW_CACHE"] = tempfile.mkdtemp(prefix="exl2flow-cache-")
+    atexit.register(shutil.rmtree, os.environ["EXL2FLOW_CACHE"], ignore_errors=True)
 
 TESTS = Path(__file__).parent
 SEED = 20240229

@@ -114,7 +114,7 @@ def _divergence(contents: "ModelContents") -> list[tuple[str, str]]:
     lines = [
         f"{words.divergence(score['kl_divergence'])} nats on {score['tokens']:,} {text} tokens"
         for text, score in (("held-out", record.score), ("calibration", record.calibration))
-        if score is not None
+        if score is not None and score.keys() >= {"kl_divergence", "tokens"}
     ]
     if record.predicted_kl is not None:
         when = " before tuning" if record.is_tuned else ""

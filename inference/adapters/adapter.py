@@ -20,9 +20,13 @@ FILES = ("adapter_model.safetensors", "adapter_model.bin")
 LAYERS = re.compile(r"(?:^|\.)(?:language_)?model\.layers\.")  # before it: who saved the adapter
 HALVES = (".lora_A.weight", ".lora_B.weight")
 SKIPPED = (".original_module.weight", ".modules_to_save.weight")
+MOST = 1 << 20  # ranks that can be
 NO_BIAS = 1e-6  # the greatest magnitude in a bias that counts as zero
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHANGED = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights` that change W
+UNUSABLE = (  # what a damaged file raises
+    *(OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError),
+)
 REFUSED = (  # options that change the arithmetic
     *("fan_in_fan_out", "use_dora", "use_qalora", "layer_replication", "alora_invocation_tokens"),
     *("rank_pattern", "alpha_pattern"),
@@ -53,7 +57,7 @@ class Adapter:
         """
         folder, spec, dtype = Path(folder), model.spec, model.decoder.embedding.weight.dtype
         config, digest, matrices = _config(folder), blake2b(digest_size=16), dict[str, Any]()
-        rank = int(config["r"])
+        rank: int = config["r"]
         scale = scaling * config["lora_alpha"] / rank ** (0.5 if config.get("use_rslora") else 1)
         for key, (a, b) in _halves(folder, spec, rank).items():
             matrices[key] = a.to(dtype).contiguous(), (scale * b.float()).T.to(dtype).contiguous()
@@ -85,9 +89,10 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         wrong = [] if config["peft_type"] == "LORA" else ["peft_type"]
-        wrong += [name for name in ("r", "lora_alpha") if not config[name] > 0]
+        wrong += [] if type(config["r"]) is int and 0 < config["r"] <= MOST else ["r"]
+        wrong += [] if config["lora_alpha"] + 0.0 > 0 else ["lora_alpha"]
         wrong += [name for name in REFUSED if config.get(name)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNUSABLE as error:
         raise ConfigError(f"`{path}` describes no LoRA ({error!r}); use what PEFT saved") from error
     if str(config.get("init_lora_weights")).startswith(CHANGED):
         wrong.append("init_lora_weights")

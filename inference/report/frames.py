@@ -37,7 +37,14 @@ def measurement_frame(path: Path | str) -> pd.DataFrame:
             for slot, entries in slots.items()
             for index, entry in enumerate(entries or ())
         ]
-    except (AttributeError, CorruptCheckpoint, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        CorruptCheckpoint,
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ConfigError(
             f"`{path}` cannot be read as a measurement ({error}); give a `measurement.json` that "
             "`exl2flow measure` or exllamav2 wrote"

@@ -75,9 +75,15 @@ def read_record(folder: Path) -> Record | None:
         else None,
         predicted_kl=number(record.get("predicted_kl")),
         is_tuned=bool(record.get("tuning")),
-        score=mapping(found.get("score")) or None,
-        calibration=mapping(found.get("calibration")) or None,
+        score=_score(mapping(found.get("score"))),
+        calibration=_score(mapping(found.get("calibration"))),
     )
+
+
+def _score(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a score, without counts and divergences that are no numbers."""
+    numbers = ("tokens", "kl_divergence")
+    return {k: v for k, v in fields.items() if k not in numbers or number(v) is not None} or None
 
 
 def _report(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +96,8 @@ def _report(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: number(v) if k in ("nats", "rel_err", "bpw") else v for k, v in values.items()}
+    kept = {k: v for k, v in values.items() if k != "params" or isinstance(v, str)}
+    return {k: number(v) if k in ("nats", "rel_err", "bpw") else v for k, v in kept.items()}
 
 
 def _series(options: Mapping[str, Any]) -> str | None:

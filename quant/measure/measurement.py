@@ -118,7 +118,14 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
             names = [p.key for sublayer in spec.sublayers for p in sublayer.projections]
         decoder = {name: _results(measured[name]) for name in names}
         head = _results(measured.get(spec.head.key) or ())
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        ConfigError,
+    ) as error:
         raise ConfigError(
             f"`{path}` is not a measurement of `{spec.source_dir}`: {error}; "
             "measure again or give the file that belongs to this model"

@@ -49,7 +49,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "highspy": ("quant/allocate/knapsack.py",),
     "sentencepiece": ("model/sentencepiece_model.py", "model/tokenizer.py"),
     "tokenizers": tuple(
-        f"model/{n}.py" for n in ("tokenizer", "pieces", "sentencepiece_model", "tekken")
+        f"model/{n}.py"
+        for n in ("tokenizer", "pieces", "sentencepiece_model", "tekken", "tokenizer_program")
     ),
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda_ops.py", "kernels/compiler.py"),

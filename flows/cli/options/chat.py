@@ -111,7 +111,7 @@ def of_model(model: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(config, dict):
         return {}

@@ -345,13 +345,14 @@ def test_every_option_is_described_for_the_form(options: type[Options]) -> None:
         ({}, Path("/home/someone/.cache/exl2flow/tuning.json")),
         ({"XDG_CACHE_HOME": "/caches"}, Path("/caches/exl2flow/tuning.json")),
         ({"XDG_CACHE_HOME": "here"}, Path("/home/someone/.cache/exl2flow/tuning.json")),
+        ({"EXL2FLOW_CACHE": "~/c", "XDG_CACHE_HOME": "/a"}, Path("/home/someone/c/tuning.json")),
     ],
 )
 def test_measured_launches_are_kept_where_the_environment_says(
     variables: dict[str, str], expected: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    for name in ("EXL2FLOW_TUNING", "XDG_CACHE_HOME"):
+    for name in ("EXL2FLOW_TUNING", "EXL2FLOW_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
