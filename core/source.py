@@ -5,6 +5,7 @@ Digests cover all files that determine a conversion; they are remembered between
 
 import json
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,14 @@ PROVENANCE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFingerprint:
-    """`slug` is a file name; `fingerprint` covers weights, config and tokenizer."""
+    """`slug` is a file name; `fingerprint` covers weights, config and tokenizer.
+
+    files: what it covers, as name → sha256.
+    """
 
     slug: str
     fingerprint: str
+    files: Mapping[str, str]
 
     @classmethod
     def of(cls, source: Path, *, memory: Path) -> "SourceFingerprint":
@@ -69,7 +74,7 @@ class SourceFingerprint:
                 "check the folder and its permissions"
             ) from error
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.").lower() or "model"
-        return cls(slug=slug, fingerprint=digest_of(found))
+        return cls(slug=slug, fingerprint=digest_of(found), files=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

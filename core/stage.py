@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import cast
 
 from exl2flow.core.config import ConversionConfig, RunOptions
+from exl2flow.core.damage import check_input, forget_damaged, trust
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.files import digest_of
 from exl2flow.core.interrupt import StopRequest, listening
+from exl2flow.core.manifest import RunRecord
 from exl2flow.core.progress import Progress, Tick
 from exl2flow.core.slots import turn
 from exl2flow.core.source import SourceFingerprint
@@ -85,22 +87,24 @@ class Pipeline:
         self.device = device
         self.stages = {stage.name: stage for stage in stages if stage.enabled(self.config)}
         source = SourceFingerprint.of(config.source, memory=config.work_dir_root / "digests.json")
+        self.source = source
         self.work = WorkDir(config.work_dir_root / WorkDir.name_of(source))
         self.refs: dict[str, StageRef] = {}
-        self._options: dict[str, dict[str, object]] = {}
+        self.options: dict[str, dict[str, object]] = {}
         for stage in self.stages.values():
             on_gpu = stage.gpu_options(self.config) if device == "cuda" else {}
-            self._options[stage.name] = {**stage.options(self.config), **on_gpu}
+            self.options[stage.name] = {**stage.options(self.config), **on_gpu}
             identity = {
                 "stage": stage.name,
                 "schema": stage.schema,
-                "options": self._options[stage.name],
-                "inputs": self._input_fingerprints(stage),
+                "options": self.options[stage.name],
+                "inputs": self.input_fingerprints(stage),
                 "source": source.fingerprint,
             }
             self.refs[stage.name] = self.work.ref(stage.name, digest_of(identity))
 
-    def _input_fingerprints(self, stage: Stage) -> dict[str, str]:
+    def input_fingerprints(self, stage: Stage) -> dict[str, str]:
+        """Return input → fingerprint of a stage, without the inputs that are switched off."""
         return {name: self.refs[name].fingerprint for name in stage.inputs if name in self.refs}
 
     def path(self, name: str) -> Path:
@@ -136,13 +140,20 @@ class Pipeline:
 
     def _work(self, stage: Stage, ref: StageRef, *, progress: Progress, stop: StopRequest) -> None:
         """Run a stage in its folder and mark it complete."""
+        for name, fingerprint in self.input_fingerprints(stage).items():
+            found = StageFolder.load(self.path(name), fingerprint)
+            if found is not None:
+                check_input(found)
         folder = self.work.open(
             ref,
             schema=stage.schema,
-            inputs=self._input_fingerprints(stage),
-            options=self._options[stage.name],
+            inputs=self.input_fingerprints(stage),
+            options=self.options[stage.name],
             device=self.device,
         )
+        forget_damaged(folder)
+        folder.manifest.source = dict(self.source.files)
+        folder.manifest.run = RunRecord.of(self.stages, self.config)
         work = StageRun(
             config=self.config,
             folder=folder,
@@ -154,3 +165,4 @@ class Pipeline:
         with turn(self.device):
             stage.run(work)
         folder.complete()
+        trust(folder.path)

@@ -20,6 +20,7 @@ from exl2flow.core.errors import CorruptCheckpoint, StoreError, WorkDirBusy, Wri
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
+    digest,
     digest_of,
     make_folder,
     read_json,
@@ -153,8 +154,8 @@ class StageFolder:
         begun = time.monotonic()
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
-        write_tensors(self.path / name, {"states": states})
-        record = FileRecord.of(self.path / name, sha256=None)
+        sha256 = write_tensors(self.path / name, {"states": states})
+        record = FileRecord.of(self.path / name, sha256=sha256)
         with self._lock:
             self.manifest.states = SavedStates(file=name, index=index, record=record)
             self.save()
@@ -165,6 +166,9 @@ class StageFolder:
         """Return (sublayer index, states) of the last saved states if they are intact."""
         saved = self.manifest.states
         if saved is None or not saved.record.matches(self.path / saved.file):
+            return None
+        if saved.record.sha256 not in (None, digest(self.path / saved.file)):
+            log.warning("the saved states in `%s` are damaged; the walk restarts", self.path)
             return None
         return saved.index, read_tensors(self.path / saved.file)["states"]
 

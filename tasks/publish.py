@@ -15,6 +15,7 @@ from pathlib import Path
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from exl2flow.core.config import default_work_root
+from exl2flow.core.damage import check_output
 from exl2flow.core.errors import ConfigError, Exl2FlowError, PublicationDamaged
 from exl2flow.core.files import digest, scratch, write_json
 from exl2flow.core.progress import Progress, Tick, report
@@ -84,6 +85,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
     """Check, upload, download again, try, and release.
 
     Raises:
+        CorruptCheckpoint: a file of a model is not what was compiled.
         ConfigError: the folders cannot be published together.
         PublicationRefused: because of quality, licence or missing facts.
         HubError: the Hub refuses or cannot be reached.
@@ -107,8 +109,12 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     """Check everything and return the publication; change nothing on the Hub.
 
     Raises:
+        CorruptCheckpoint: a file of a model is not what was compiled.
         ConfigError, PublicationRefused: see `publish`.
     """
+    root = config.work_root or default_work_root(config.models[0])
+    for model in config.models:
+        check_output(model, root)
     bitrates = tuple(describe(folder) for folder in config.models)
     branches = [bitrate.branch for bitrate in bitrates]
     twice = sorted({name for name in branches if branches.count(name) > 1})
@@ -121,8 +127,7 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     if known and not config.force:
         raise refusal(known)
     check_account(config.repo, hub)
-    memory = (config.work_root or default_work_root(config.models[0])) / "digests.json"
-    repository = Repository(name=config.repo, hub=hub, memory=memory)
+    repository = Repository(name=config.repo, hub=hub, memory=root / "digests.json")
     with tempfile.TemporaryDirectory() as folder:
         others = _published_already(repository, set(branches), Path(folder))
         problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)

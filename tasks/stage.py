@@ -11,6 +11,7 @@ from functools import partial
 from prefect import Task
 from prefect.states import Completed
 
+from exl2flow.core.changes import outlook
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import StageRef
 from exl2flow.tasks import allocate, judge, quantize, validate
@@ -59,6 +60,14 @@ def stage_task(
     )
 
 
+def publish_outlook(pipeline: Pipeline, artifacts: Artifacts, done: Collection[str]) -> None:
+    """Publish what the run does with every stage and why, if it has results of an earlier one."""
+    found = [each for each in outlook(pipeline) if each.stage not in done]
+    if any(each.state != "begins" for each in found):
+        rows = [each.row({}) for each in found]
+        artifacts.table("why", rows, "What this run does with every stage, and what changed")
+
+
 def run_stages(
     pipeline: Pipeline, *, label: str = "", done: Collection[str] = ()
 ) -> dict[str, StageRef]:
@@ -71,6 +80,7 @@ def run_stages(
     """
     artifacts = Artifacts(f"{pipeline.config.source.resolve().name} {label}")
     refs = {name: pipeline.refs[name] for name in done if name in pipeline.refs}
+    artifacts.attempt(partial(publish_outlook, pipeline, artifacts, done))
 
     def run(name: str) -> None:
         task = stage_task(pipeline, name, artifacts, label=label)

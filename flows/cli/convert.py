@@ -17,6 +17,7 @@ from exl2flow.flows.cli.options import (
     Source,
     Values,
     build,
+    flags,
     with_settings,
 )
 from exl2flow.flows.cli.options.table import CONVERSION
@@ -93,7 +94,7 @@ def _convert(
     plan, fit = prepared.plan, prepared.fit
     outline = {"plan": plan.to_json(), **({"fit": fit.to_json()} if fit else {})}
     if not as_json:
-        show(plan_table([*plan.rows(), *(fit.rows() if fit else [])]))
+        show(plan_table([*plan.rows(flags()), *(fit.rows() if fit else [])]))
     if dry_run:
         if as_json:
             emit_json(outline)

@@ -28,6 +28,7 @@ from exl2flow.flows.cli import (
     sweep,
     validate,
     webhook,
+    why,
 )
 from exl2flow.flows.cli.console import (
     OUT,
@@ -107,6 +108,7 @@ for _name, _command, _examples in (
     ("generate", generate.generate, generate.EXAMPLES),
     ("chat", chat.chat, chat.EXAMPLES),
     ("publish", publish.publish, publish.EXAMPLES),
+    ("why", why.why, why.EXAMPLES),
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):

@@ -16,6 +16,7 @@ from exl2flow.flows.cli.options import (
     Restart,
     Values,
     build_refinement,
+    flags,
     with_settings,
 )
 from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING, VALIDATION
@@ -115,6 +116,8 @@ def _refine(
 
 def _plan_rows(prepared: "Prepared[RefinementConfig]") -> list[tuple[str, str]]:
     """Return (what, value) of what will be done."""
+    from exl2flow.core.changes import stage_rows  # imports torch
+
     plan = prepared.plan
     return [
         ("model", str(prepared.config.model)),
@@ -123,6 +126,7 @@ def _plan_rows(prepared: "Prepared[RefinementConfig]") -> list[tuple[str, str]]:
         ("calibration", plan.calibration),
         ("output", plan.out),
         ("checkpoints", plan.work_dir),
+        *stage_rows(plan.stages, flags()),
     ]
 
 

@@ -19,6 +19,7 @@ from exl2flow.flows.cli.options import (
     Source,
     Values,
     build_sweep,
+    flags,
     one_of,
     with_settings,
 )
@@ -165,9 +166,15 @@ def _bits(text: str) -> tuple[float, ...]:
 
 def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[str, str]]:
     """Return (what, value) for all bitrates, whose plans are mostly the same."""
+    from exl2flow.core.changes import stage_rows  # imports torch
+
     rows = dict(next(iter(plans.values())).rows())
     sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
     several = {"target": ", ".join(plans), "output": f"{config.out}: {', '.join(sizes)}"}
+    stages = {name: dict(stage_rows(plan.stages, flags())) for name, plan in plans.items()}
+    for what in dict.fromkeys(what for found in stages.values() for what in found):
+        told = [f"{name}: {found[what]}" for name, found in stages.items() if what in found]
+        several[what] = "; ".join(told)
     most = max(plans.values(), key=lambda plan: plan.memory_bytes)
     return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
 

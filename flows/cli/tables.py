@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
 MOST_COSTLY = 6  # matrices listed
 HEADER_WIDTH = 6  # columns of the terminal at which the words of a header wrap
-FOLDED = ("model", "parameters")  # columns whose cells wrap rather than being cut
+FOLDED = ("model", "parameters", "why")  # columns whose cells wrap rather than being cut
 
 
 def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from exl2flow.core import words
+from exl2flow.core.changes import Outlook, outlook, stage_rows
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import StoreError
 from exl2flow.core.files import read_json
@@ -22,8 +23,8 @@ BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 def what_is_left(
     config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need]
-) -> tuple[dict[str, Need], tuple[str, ...]]:
-    """Return what the unfinished stages still need, and the names of the finished ones.
+) -> tuple[dict[str, Need], tuple[Outlook, ...]]:
+    """Return what the unfinished stages still need, and what a run does with each stage.
 
     The source is digested only if an earlier run has done so. Without stages all are left.
     """
@@ -36,9 +37,9 @@ def what_is_left(
         names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
         return {name: need for name, need in needs.items() if name in names}, ()
     pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
-    finished = tuple(name for name in pipeline.stages if pipeline.is_complete(name))
-    names = [name for name in needs if name in pipeline.stages and name not in finished]
-    return {name: _less(needs[name], _valid_bytes(pipeline, name)) for name in names}, finished
+    stages_now = outlook(pipeline)
+    names = [each.stage for each in stages_now if each.state != "finished" and each.stage in needs]
+    return {name: _less(needs[name], _valid_bytes(pipeline, name)) for name in names}, stages_now
 
 
 def _valid_bytes(pipeline: Pipeline, name: str) -> int:
@@ -65,7 +66,8 @@ def _less(need: Need, found: int) -> Need:
 class Plan:
     """What a conversion does and needs as a whole, and what is left of it; sizes in bytes.
 
-    left: what the unfinished stages still need; carried, left_out: files of the source;
+    left: what the unfinished stages still need; stages: what a run does with each of them, if an
+    earlier run has digested the source; carried, left_out: files of the source;
     not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
     are, and their bytes.
     """
@@ -85,6 +87,7 @@ class Plan:
     needs: Mapping[str, Need]
     left: Mapping[str, Need]
     finished: tuple[str, ...]
+    stages: tuple[Outlook, ...]
     card: Card | None
     work_dir: str
     out: str
@@ -96,8 +99,8 @@ class Plan:
         """Return the plan as JSON."""
         return asdict(self)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (what, value) for people."""
+    def rows(self, names: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+        """Return (what, value) for people; `names` maps options to what people call them."""
         low, high = self.reachable_bpw
         count = f"{self.layers} layers, {self.weights / 1e6:.1f} M weights"
         named = {name: need for name, need in self.needs.items() if name != "tokenize"}
@@ -134,7 +137,7 @@ class Plan:
             rows.append(("GPU memory", f"{', '.join(on_card)} of {total}"))
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
-        return rows
+        return rows + stage_rows(self.stages, names or {})
 
     def _preference(self) -> list[tuple[str, str]]:
         """Return the row about the preference, if it is not the default."""

@@ -116,7 +116,7 @@ def _plan(
     reach = Reach.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = Forecast(config, spec, card).needs(packed)
-    left, finished = what_is_left(config, stages, needs)
+    left, outlooks = what_is_left(config, stages, needs)
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -132,7 +132,8 @@ def _plan(
         memory_bytes=BASE_MEMORY + max(need.memory_bytes for need in needs.values()),
         needs=needs,
         left=left,
-        finished=finished,
+        finished=tuple(each.stage for each in outlooks if each.state == "finished"),
+        stages=outlooks,
         card=card,
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),

@@ -180,6 +180,7 @@ def test_failed_verdict_fails_the_run_after_all_stages(converted: Converted) -> 
     assert state.is_failed()
     assert task_states(run) == dict.fromkeys(STAGES, "Cached")
     assert "tiny-report" in artifacts(run)
+    assert "fail_perplexity_ratio` 100.0 -> 0.01" in str(artifacts(run)["tiny-why"].data)
 
 
 def test_interrupted_run_is_cancelled_and_goes_on_to_the_same_bytes(converted: Converted) -> None:

@@ -7,6 +7,7 @@ from exl2flow.flows.cli.options.build import (
     build_refinement,
     build_sweep,
     build_validation,
+    flags,
     validated,
     with_settings,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "build_refinement",
     "build_sweep",
     "build_validation",
+    "flags",
     "one_of",
     "validated",
     "with_settings",

@@ -64,7 +64,7 @@ def build(source: Path, out: Path, values: Values) -> ConversionConfig:
         ConfigError: naming the options that are out of range.
     """
     nested = _nested({"source": source, "out": out, **values})
-    return validated(ConversionConfig, nested, _flags(fit="--fit"))
+    return validated(ConversionConfig, nested, flags(fit="--fit"))
 
 
 def build_measurement(source: Path, out: Path, values: Values) -> MeasureConfig:
@@ -73,7 +73,7 @@ def build_measurement(source: Path, out: Path, values: Values) -> MeasureConfig:
     Raises:
         ConfigError: naming the options that are out of range.
     """
-    return validated(MeasureConfig, _nested({"source": source, "out": out, **values}), _flags())
+    return validated(MeasureConfig, _nested({"source": source, "out": out, **values}), flags())
 
 
 def build_refinement(model: Path, reference: Path, out: Path, values: Values) -> RefinementConfig:
@@ -83,13 +83,13 @@ def build_refinement(model: Path, reference: Path, out: Path, values: Values) ->
         ConfigError: naming the options that are out of range.
     """
     nested = _nested({"model": model, "source": reference, "out": out, **values})
-    return validated(RefinementConfig, nested, _flags(source="--reference"))
+    return validated(RefinementConfig, nested, flags(source="--reference"))
 
 
-def _flags(**more: str) -> dict[str, str]:
+def flags(**more: str) -> dict[str, str]:
     """Return field → option of a conversion, for messages."""
-    flags = {s.field: s.flag for _, members in CONVERSION for s in members}
-    return {**flags, "out": "--out", **more}
+    found = {s.field: s.flag for _, members in CONVERSION for s in members}
+    return {**found, "out": "--out", **more}
 
 
 def build_sweep(source: Path, out: Path, values: Values) -> SweepConfig:

@@ -1,13 +1,14 @@
 """Work done by a thread: in order, with context, errors brought back, nothing after an error."""
 
 import threading
+import time
 from contextvars import ContextVar
 from functools import partial
 
 import pytest
 import torch
 
-from exl2flow.core.background import MOST_WAITING, Background, to_host
+from exl2flow.core.background import MOST_WAITING, Background, on_its_way, one_ahead, to_host
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # only the kind counts here
 
@@ -104,3 +105,59 @@ def test_tensors_in_main_memory_are_passed_on() -> None:
 
     assert found["a"] is tensors["a"]
     assert found["b"] is tensors["b"]
+
+
+def test_where_the_cpu_computes_no_thread_is_used() -> None:
+    threads: list[str] = []
+
+    with Background(CPU) as background:
+        background.submit(lambda: threads.append(threading.current_thread().name))
+        background.store(lambda: threading.current_thread().name, threads.append)
+
+    assert set(threads) == {threading.current_thread().name}
+    assert background.is_idle()
+
+
+def test_results_are_written_in_parallel_and_committed_in_order() -> None:
+    begun = threading.Event()
+    found: list[object] = []
+
+    def slow() -> str:
+        assert begun.wait(10)
+        return "first"
+
+    def quick() -> str:
+        begun.set()  # while the first is being written
+        return "second"
+
+    with Background(GPU) as background:
+        for write in (slow, quick):
+            background.store(write, found.append)
+
+    assert found == ["first", "second"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_one_runs_ahead_of_the_result_in_use(count: int) -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        return 10 * number
+
+    found = []
+    for result in one_ahead(partial(work, number) for number in range(count)):
+        next_one = min(len(found) + 1, count - 1)
+        deadline = time.monotonic() + 10
+        while next_one not in begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert begun[-1] == next_one  # it runs already, and the one after it does not
+        found.append(result)
+
+    assert found == [10 * number for number in range(count)]
+
+
+def test_tensor_on_its_way_to_the_cpu_stays() -> None:
+    tensor = torch.ones(3)
+
+    assert on_its_way(tensor, "cpu") is tensor

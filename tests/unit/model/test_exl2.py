@@ -91,7 +91,7 @@ def test_parameters_read_as_the_original_writes_them() -> None:
         ({"bit_widths": (2, 3, 6)}, "must fall"),
         ({"bit_widths": (6, 3, 3)}, "must fall"),
         ({"bit_widths": (7, 3, 2)}, "among"),
-        ({"bit_widths": (6, 3)}, "unequal lengths"),
+        ({"bit_widths": (6, 3)}, r"unequal lengths: \(\(6, 3\), "),
         ({"proportions": (0.05, 0.2, 0.74)}, "sum to exactly 1"),
         ({"proportions": (0.5, 0.75, -0.25)}, "sum to exactly 1"),
         ({"group_sizes": (32, 64, 48)}, "multiples of 32"),

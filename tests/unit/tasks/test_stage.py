@@ -1,3 +1,5 @@
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -8,10 +10,11 @@ from prefect.states import Failed
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, NonFiniteState
+from exl2flow.core.progress import silent
 from exl2flow.core.stage import Pipeline, Stage
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.retries import is_retryable
-from exl2flow.tasks.stage import stage_task
+from exl2flow.tasks.stage import publish_outlook, stage_task
 from exl2flow.tasks.stages import STAGES
 
 
@@ -32,6 +35,37 @@ def pipeline(tmp_path: Path) -> Pipeline:
 
 
 SPEED = {"allocate": {"prefer": "speed"}}
+class Tables(Artifacts):
+    """Keeps tables instead of sending them to a server."""
+
+    def __init__(self) -> None:
+        super().__init__("model")
+        self.kept: dict[str, list[dict[str, str]]] = {}
+
+    def table(self, name: str, rows: Sequence[Mapping[str, str]], description: str) -> None:
+        self.kept[name] = [dict(row) for row in rows]
+
+
+def test_page_of_a_first_run_has_no_changes(pipeline: Pipeline) -> None:
+    tables = Tables()
+
+    publish_outlook(pipeline, tables, ())
+
+    assert tables.kept == {}
+
+
+def test_page_of_a_later_run_says_what_changed(pipeline: Pipeline) -> None:
+    pipeline.run("one", progress=silent)
+    newer = replace(pipeline.stages["one"], schema=2)
+    tables, skipped = Tables(), Tables()
+
+    later = Pipeline(pipeline.config, [newer], device="cpu")
+    publish_outlook(later, tables, ())
+    publish_outlook(later, skipped, ["one"])
+
+    why = "code of `one` schema 1 -> schema 2"
+    assert tables.kept == {"why": [{"stage": "one", "state": "again", "why": why}]}
+    assert skipped.kept == {}
 
 
 def test_stages_run_in_the_documented_order() -> None:
