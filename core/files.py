@@ -10,11 +10,9 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -133,28 +131,6 @@ def make_folder(folder: Path) -> None:
     for each in new:
         if os.access(each.parent, os.R_OK):
             sync(each.parent)
-
-
-@contextmanager
-def scratch(folder: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder with a new name that is deleted in the end; delete those of killed processes.
-
-    Raises:
-        WriteFailed: the disk is full or permissions forbid it.
-    """
-    with exclusive(folder / prefix), _naming(folder):
-        for old in folder.glob(f"{glob.escape(prefix)}*/"):
-            with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # locked: in use
-                shutil.rmtree(old)
-        made = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
-        lock = ExitStack()
-        with suppress(OSError):  # a file system without locks: nobody else deletes it
-            lock.enter_context(_locked(made))
-    try:
-        with lock:
-            yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextmanager

@@ -1,19 +1,37 @@
-"""A receiver of the Hub's webhooks: a push to a model's main branch becomes an event."""
+"""A receiver of the Hub's webhooks: a push to a model's main branch becomes an event.
 
+Anybody may connect, so every connection has little time and memory, and too many of them close the
+oldest. A message that arrives again, as a repetition or as a recording, starts nothing.
+"""
+
+import asyncio
 import hmac
+import logging
 import socket
+import time
 from typing import Annotated
 
 import uvicorn
 from fastapi import FastAPI, Header, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
+from httpx import HTTPError
 from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exl2flow.flows.watch import RepoId
 from exl2flow.tasks.revisions import Revision, announce
 
 MAIN = "refs/heads/main"
-UNAUTHORIZED, BAD_REQUEST = 401, 400
+BAD_REQUEST, UNAUTHORIZED, TOO_LARGE, UNAVAILABLE = 400, 401, 413, 503
+LARGEST_BODY = 1 << 20  # bytes; the Hub's messages have a few thousand
+LARGEST_HEADERS = 1 << 14  # bytes, with the request line
+MOST_FIELDS = 5  # of a wrong message, in the answer
+MOST_REMEMBERED = 10_000  # revisions that were announced
+MOST_CONNECTIONS, MOST_ANSWERS = 100, 128  # at the same time
+RECEIVE_SECONDS = 10.0  # from the connection to the end of the request
+
+log = logging.getLogger("uvicorn.error")  # whose lines appear on stderr
 
 
 class _Event(BaseModel):
@@ -47,32 +65,100 @@ class _Message(BaseModel):
         return Revision(repo_id=self.repo.name, revision=heads[-1])
 
 
+class Impatient(H11Protocol):
+    """A connection that ends if its request is not there in time, or if many newer ones come."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self.begun = time.monotonic()
+        self._deadline = self.loop.call_later(RECEIVE_SECONDS, self._end_unless_received)
+        if len(self.connections) > MOST_CONNECTIONS:
+            ours = (other for other in self.connections if isinstance(other, Impatient))
+            waiting = [other for other in ours if not other.has_received()]
+            oldest = min(waiting, key=lambda other: other.begun)  # this one waits, too
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        self._deadline.cancel()
+
+    def has_received(self) -> bool:
+        """Return whether the whole request is there."""
+        return self.cycle is not None and not self.cycle.more_body
+
+    def _end_unless_received(self) -> None:
+        if not self.has_received():
+            self.transport.abort()
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        HTTPException: it is too large, or ends too early.
+    """
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(TOO_LARGE, f"the body has more than {LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise HTTPException(BAD_REQUEST, "the body is not complete") from None
+    return bytes(body)
+
+
 def receiver(secret: str) -> FastAPI:
     """Return the application, which answers `POST /` and requires this secret."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    announced: dict[Revision, None] = {}  # oldest first
 
     @app.post("/")
     async def receive(
         request: Request, x_webhook_secret: Annotated[str, Header()] = ""
     ) -> dict[str, str]:
-        if not hmac.compare_digest(x_webhook_secret.encode(), secret.encode()):
+        given = x_webhook_secret.encode("latin-1")  # as it was sent
+        if not hmac.compare_digest(given, secret.encode()):
             raise HTTPException(UNAUTHORIZED, "X-Webhook-Secret is wrong")
         try:
-            message = _Message.model_validate_json(await request.body())
+            message = _Message.model_validate_json(await _body(request))
         except ValidationError as error:
-            fields = ", ".join(".".join(map(str, e["loc"])) or "JSON" for e in error.errors())
+            found = error.errors(include_input=False, include_url=False)[:MOST_FIELDS]
+            fields = ", ".join(".".join(map(str, e["loc"])) or "JSON" for e in found)
             raise HTTPException(BAD_REQUEST, f"not a message of the Hub: {fields}") from error
         revision = message.revision()
         if revision is None:
             raise HTTPException(
                 BAD_REQUEST, "only pushes to the main branch of a model are accepted"
             )
-        await run_in_threadpool(announce, [revision])
+        if revision not in announced:
+            announced[revision] = None  # before the first pause, for one that comes meanwhile
+            try:
+                await run_in_threadpool(announce, [revision])
+            except HTTPError as error:
+                del announced[revision]
+                log.warning("%s: the Prefect server has not received it: %s", revision, error)
+                raise HTTPException(UNAVAILABLE, "the Prefect server does not answer") from None
+            log.info("announced %s at %s", revision.repo_id, revision.revision)
+            if len(announced) > MOST_REMEMBERED:
+                del announced[next(iter(announced))]
         return {"repo_id": revision.repo_id, "revision": revision.revision}
 
     return app
 
 
 def serve(listener: socket.socket, secret: str) -> None:
-    """Receive until a signal ends the process."""
-    uvicorn.Server(uvicorn.Config(receiver(secret), log_level="info")).run([listener])
+    """Receive until a signal ends the process; addresses, which may hold keys, are not logged."""
+    config = uvicorn.Config(
+        receiver(secret),
+        http=Impatient,
+        ws="none",
+        access_log=False,
+        headers=[("Connection", "close")],
+        limit_concurrency=MOST_ANSWERS,
+        h11_max_incomplete_event_size=LARGEST_HEADERS,
+    )
+    uvicorn.Server(config).run([listener])

@@ -7,8 +7,10 @@ the Hub are not sent again; each commit is downloaded and tried once.
 
 import json
 import logging
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from exl2flow.core.config import default_work_root
 from exl2flow.core.damage import check_output
 from exl2flow.core.errors import ConfigError, Exl2FlowError, PublicationDamaged
-from exl2flow.core.files import digest, scratch, write_json
+from exl2flow.core.files import digest, exclusive, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
@@ -223,29 +225,43 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
     """
     repository, branches = publication.repository, publication.branches
     file = publication.folder / "published" / f"{repository.name.replace('/', '--')}.json"
-    proved = read_object(file)
     there = repository.branches()
     commits = {branch: there[branch] for branch in branches}
     total = len(commits)
-    for done, (branch, commit) in enumerate(commits.items()):
-        progress(Tick(stage="verify", done=done, total=total, detail=branch))
-        if proved.get(branch) != commit:
-            _prove_branch(publication, branch, commit)
-            proved[branch] = commit
-            write_json(file, proved)
+    with exclusive(file):
+        proved = read_object(file)
+        for done, (branch, commit) in enumerate(commits.items()):
+            progress(Tick(stage="verify", done=done, total=total, detail=branch))
+            if proved.get(branch) != commit:
+                with _emptied(file.with_suffix("")) as place:
+                    _prove_branch(publication, branch, commit, place)
+                proved[branch] = commit
+                write_json(file, proved)
     progress(Tick(stage="verify", done=total, total=total, detail="all branches"))
     return commits
 
 
-def _prove_branch(publication: Publication, branch: str, commit: str) -> None:
+@contextmanager
+def _emptied(place: Path) -> Iterator[Path]:
+    """Yield a new folder, and delete it; what a killed run left there is deleted first.
+
+    When a signal ends the block, threads may still write into the folder: that is no error.
+    """
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _prove_branch(publication: Publication, branch: str, commit: str, place: Path) -> None:
     """Download a branch and compare it; a bitrate must also load and generate."""
-    repository, folder = publication.repository, publication.folder
-    contents = publication.branches[branch]
-    with scratch(folder, "downloaded-") as place:
-        repository.download(commit, place, list(contents) if branch == MAIN else None)
-        damage = _differences(place, contents, repository)
-        if not damage and branch != MAIN:
-            damage = _trial(place, publication.config)
+    repository, contents = publication.repository, publication.branches[branch]
+    repository.download(commit, place, list(contents) if branch == MAIN else None)
+    damage = _differences(place, contents, repository)
+    if not damage and branch != MAIN:
+        damage = _trial(place, publication.config)
     if damage:
         repository.set_private(True)
         raise PublicationDamaged(

@@ -35,12 +35,14 @@ class Conditions:
     """What a process is up against.
 
     file_limit: bytes that a file may have; flush_seconds: what a flush to disk takes in addition;
-    states_seconds: how often hidden states are saved, instead of the default.
+    states_seconds: how often hidden states are saved, instead of the default; hub_waits: seconds
+    before further attempts at a request that the Hub did not answer.
     """
 
     file_limit: int | None = None
     flush_seconds: float = 0.0
     states_seconds: float | None = None
+    hub_waits: tuple[float, ...] | None = None
 
 
 NORMAL = Conditions()
@@ -252,6 +254,12 @@ def assert_refused(ended: Ended, *words: str) -> None:
     assert "Traceback" not in ended.err
     for word in words:
         assert word in ended.err
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signum - 1) & 1)
 
 
 def members(*, session: int) -> list[int]:

@@ -15,11 +15,13 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from exl2flow.core import store
 from exl2flow.flows import run_locally  # noqa: F401  # imported here so that no fork has to
 from exl2flow.flows.cli import main
+from exl2flow.tasks import client
 
 MESSAGE_BYTES = 1 << 16
 LIMIT_SECONDS = 120  # a process that hangs dies, and its exit code says so
@@ -48,6 +50,11 @@ def run(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if (seconds := request["states_seconds"]) is not None:
         store.STATES_INTERVAL_SECONDS = seconds
+    if (waits := request["hub_waits"]) is not None:
+        opened = client.Hub.open
+        client.Hub.open = staticmethod(  # type: ignore[method-assign]
+            lambda token=None: replace(opened(token), waits=tuple(waits))
+        )
     slow_down(request["flush_seconds"])
     sys.argv = ["exl2flow", *request["start"]]
     code = DEFECT

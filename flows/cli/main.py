@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from exl2flow.flows.cli.console import (
     escape_what_cannot_be_encoded,
     logging_to_stderr,
 )
-from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, explain_defect, explained
+from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, KEYBOARD, explain_defect, explained
 
 
 class _Commands(TyperGroup):
@@ -122,6 +123,12 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
+def forbid_cores() -> None:
+    """Let a crash leave no core, which would hold the tokens of the environment."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
 # How long torch's threads spin while they wait for each other. With the default, stages take twice
 # as long as soon as another process, such as Prefect's server, wants a core.
 SPIN_COUNT = "1000"
@@ -130,10 +137,13 @@ SPIN_COUNT = "1000"
 def main() -> None:
     """Run the program and exit."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
-    signal.signal(signal.SIGTERM, _terminate)
-    escape_what_cannot_be_encoded()
     try:
+        signal.signal(signal.SIGTERM, _terminate)
+        forbid_cores()
+        escape_what_cannot_be_encoded()
         app()
+    except KeyboardInterrupt:  # while typer puts the commands together
+        sys.exit(KEYBOARD)
     except Exception as error:  # the outermost frame: only defects get here
         if "--debug" in sys.argv:
             raise

@@ -2,10 +2,11 @@
 
 import shlex
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from crash import STAGES, Conditions, Conversion, members, program
+from crash import STAGES, Conditions, Conversion, catches, members, program
 from traces import leftovers
 
 SLOW = Conditions(flush_seconds=0.05)
@@ -95,3 +96,18 @@ def test_a_signal_in_a_stage_without_sublayers_is_not_lost(
     assert conversion.manifest(stage)["status"] in left
     assert {conversion.manifest(name)["status"] for name in following} <= {"absent"}
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.2])
+def test_ctrl_c_at_the_start_shows_no_traceback(
+    undisturbed: Conversion, tmp_path: Path, delay: float
+) -> None:
+    run = undisturbed.after(None, tmp_path).start()
+    run.until(lambda: catches(run.pid, signal.SIGTERM))  # the program has begun
+    time.sleep(delay)
+
+    run.send(signal.SIGINT)
+    ended = run.wait()
+
+    assert ended.code == 130
+    assert "Traceback" not in ended.err

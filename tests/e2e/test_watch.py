@@ -2,26 +2,31 @@
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign.floods import FLOODS, SECRET, Receiver, flood, hub_shas, receiving
 from hub_fixtures import hub
 from hub_server import Hub
 from prefect.client.orchestration import get_client
 from prefect_runs import settled
-from servers import PROGRAM, free_port, wait_for
+from servers import PROGRAM
 
 from exl2flow.core.errors import HubError
 from exl2flow.flows.watch import WatchConfig, watch
+from exl2flow.flows.webhook import MOST_CONNECTIONS
 from exl2flow.tasks.revisions import EVENT, Revision, newest_revisions
 
 __all__ = ["hub"]
 
-SECRET = "agreed on"
+SEED = 1
 SHAS = tuple(character * 40 for character in "ab")
 
 
@@ -82,30 +87,14 @@ def test_unknown_repository_is_told(hub: Hub) -> None:
 
 
 @pytest.fixture(scope="module")
-def receiver(prefect_env: Mapping[str, str]) -> Iterator[int]:
-    """The port of a running receiver."""
-    port = free_port()
-    process = subprocess.Popen(
-        [*PROGRAM, "webhook", "--port", str(port)],
-        env={**prefect_env, "EXL2FLOW_WEBHOOK_SECRET": SECRET},
-    )
-    try:
-        wait_for(lambda: listens(port))
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def listens(port: int) -> bool:
-    connection = HTTPConnection("127.0.0.1", port)
-    try:
-        connection.connect()
-    except OSError:
-        return False
-    finally:
-        connection.close()
-    return True
+def receiver(
+    prefect_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Receiver]:
+    """A running receiver."""
+    log = tmp_path_factory.mktemp("receiver") / "log"
+    with receiving(dict(prefect_env), log) as running:
+        yield running
+    assert "Traceback" not in log.read_text()
 
 
 def message(**changes: Any) -> dict[str, Any]:
@@ -119,9 +108,9 @@ def message(**changes: Any) -> dict[str, Any]:
     }
 
 
-def post(port: int, body: object, secret: str | None = SECRET) -> int:
+def post(receiver: Receiver, body: object, secret: str | None = SECRET) -> int:
     """Return the status of the receiver's answer."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", receiver.port, timeout=60)
     headers = {} if secret is None else {"X-Webhook-Secret": secret}
     text = body if isinstance(body, str) else json.dumps(body)
     connection.request("POST", "/", body=text.encode(), headers=headers)
@@ -130,7 +119,7 @@ def post(port: int, body: object, secret: str | None = SECRET) -> int:
     return status
 
 
-def test_push_to_the_main_branch_becomes_an_event(receiver: int, seen: set[str]) -> None:
+def test_push_to_the_main_branch_becomes_an_event(receiver: Receiver, seen: set[str]) -> None:
     assert post(receiver, message()) == 200
 
     [event] = settled(lambda: events_since(seen), lambda found: len(found) > 0)
@@ -153,11 +142,49 @@ def test_push_to_the_main_branch_becomes_an_event(receiver: int, seen: set[str])
     ],
 )
 def test_everything_else_is_refused_without_an_event(
-    receiver: int, seen: set[str], body: object, secret: str | None, status: int
+    receiver: Receiver, seen: set[str], body: object, secret: str | None, status: int
 ) -> None:
     assert post(receiver, body, secret) == status
 
     assert events_since(seen) == []
+
+
+def test_a_message_that_comes_again_starts_nothing(receiver: Receiver, seen: set[str]) -> None:
+    again, other = (
+        message(updatedRefs=[{"ref": "refs/heads/main", "newSha": character * 40}])
+        for character in "cd"
+    )
+
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda body: post(receiver, body), [again] * 8))
+    answers.append(post(receiver, other))
+
+    events = settled(lambda: events_since(seen), lambda found: len(found) > 1)
+    assert answers == [200] * 9
+    assert sorted(event["payload"]["revision"][0] for event in events) == ["c", "d"]
+
+
+def test_idle_connections_make_room_for_a_message(receiver: Receiver) -> None:
+    with ExitStack() as stack:
+        address = ("127.0.0.1", receiver.port)
+        idle = [
+            stack.enter_context(socket.create_connection(address)) for _ in range(MOST_CONNECTIONS)
+        ]
+
+        assert post(receiver, message()) == 200
+
+        idle[0].settimeout(5)
+        with suppress(ConnectionResetError):
+            assert idle[0].recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "slow bodies")) for n in FLOODS]
+)
+def test_messages_of_the_hub_get_through_a_flood(receiver: Receiver, name: str) -> None:
+    outcome = flood(receiver, name, 10, SEED, hub_shas(SEED, []))
+
+    assert outcome.problems == 0, outcome
 
 
 def test_receiver_without_a_secret_does_not_start() -> None:

@@ -1,6 +1,8 @@
 """Models go to the Hub: private, verified, then public; nothing is sent twice."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from exl2flow.core.publication import PublishConfig
 from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.publish import Published, publish
+from exl2flow.tasks.repository import Repository
 
 REPO = "org/tiny-exl2"
 BRANCHES = {"3.0bpw", "6.0bpw"}
@@ -370,3 +373,28 @@ def test_only_the_hub_sees_the_token(hub: Hub, models: list[Path]) -> None:
 
     assert {r.token for r in hub.requests if r.server == "storage"} == {None}
     assert TOKEN in {r.token for r in hub.requests if r.server == "hub"}
+
+
+def test_a_signal_while_verifying_ends_the_run_and_leaves_no_download(
+    hub: Hub, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(self: object, commit: str, place: Path, names: object) -> None:
+        (place / "model.safetensors").touch()
+        raise SystemExit(143)
+
+    def refuse(path: Path | str, **options: Any) -> None:
+        if Path(path).is_relative_to(left):  # rmtree passes whole paths here
+            raise OSError(errno.ENOTEMPTY, "a thread of the download still writes there")
+        rmdir(path, **options)
+
+    rmdir, left = os.rmdir, models[0].parent / ".exl2flow"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Repository, "download", download)
+        patch.setattr(os, "rmdir", refuse)
+        with pytest.raises(SystemExit):
+            run(models)
+    run(models)
+
+    assert is_public(hub)
+    assert [path.name for path in left.rglob("*") if path.is_dir()] == ["published"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.core.files import digest, scratch, write_text
+from exl2flow.core.files import digest, write_text
 from exl2flow.core.store import WorkDir
 
 
@@ -42,18 +42,3 @@ def test_removed_files_stay_removed_after_a_power_cut(flushed: list[Path], tmp_p
 
     assert flushed[0] == folder.path / "inputs"  # before the manifest forgets them
     assert flushed[-1] == folder.path
-
-
-def test_scratch_folder_is_gone_in_the_end_and_so_are_those_of_killed_processes(
-    tmp_path: Path,
-) -> None:
-    killed = tmp_path / "new-killed"
-    killed.mkdir()
-    (killed / "file").touch()
-
-    with scratch(tmp_path, "new-") as mine, scratch(tmp_path, "new-") as another:
-        (mine / "file").touch()
-        during = {path for path in tmp_path.iterdir() if path.is_dir()}
-
-    assert during == {mine, another}
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []

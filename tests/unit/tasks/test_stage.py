@@ -35,6 +35,8 @@ def pipeline(tmp_path: Path) -> Pipeline:
 
 
 SPEED = {"allocate": {"prefer": "speed"}}
+
+
 class Tables(Artifacts):
     """Keeps tables instead of sending them to a server."""
 

@@ -1,4 +1,5 @@
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -18,7 +19,7 @@ from exl2flow.flows.cli import (
     sweep,
     validate,
 )
-from exl2flow.flows.cli.main import app
+from exl2flow.flows.cli.main import app, forbid_cores
 from exl2flow.flows.cli.options import Panel
 from exl2flow.flows.cli.options.generation import GENERATION
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
@@ -214,3 +215,16 @@ def test_the_version_needs_neither_torch_nor_prefect() -> None:
     )
 
     assert result.stdout == f"exl2flow {version('exl2flow')}\n[]\n"
+
+
+def test_a_crash_leaves_no_core() -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))
+
+    try:
+        forbid_cores()
+        limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+    assert limit == 0

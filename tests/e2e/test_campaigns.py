@@ -1,0 +1,48 @@
+"""A small part of each campaign of `tests/campaign`, as a program of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from campaign.leaks import Search
+from campaign.scenarios import repeated
+from campaign.tally import bound
+
+CAMPAIGN = Path(__file__).parents[1] / "campaign"
+TOKEN = "hf_kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [("kills.py", "--kills", "6"), ("leaks.py", "--failures", "6", "--flows", "2")]
+)
+def test_a_short_campaign_finds_nothing(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(CAMPAIGN / words[0]), *words[1:]], capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| tried | failed |" in done.stdout
+
+
+@pytest.mark.parametrize("spelled", [TOKEN, "c29tZTpoZl9rZXB0", "dG9rZW46aGZfa2VwdA=="])
+def test_a_secret_is_found_however_it_is_written(spelled: str) -> None:
+    search = Search({"token": TOKEN})
+
+    search.look("file", f"before{spelled}after".encode(), "here")
+    search.look("file", b"hf_another", "there")
+
+    assert search.places == ["token in here"]
+
+
+def test_a_sublayer_that_was_done_twice_is_counted() -> None:
+    first = "quantize 1/3 model.layers.0.self_attn bpw=4.4\nquantize 2/3 model.layers.0.mlp bpw=4.4"
+    second = "quantize 1/3\nquantize 2/3 model.layers.0.mlp bpw=4.4\nmeasure 1/3 lm_head"
+
+    assert repeated(first) == []
+    assert repeated(f"{first}\n{second}") == ["quantize model.layers.0.mlp"]
+
+
+def test_no_failure_in_300_trials_excludes_one_per_cent() -> None:
+    assert bound(300) == pytest.approx(3 / 300, rel=0.01)
