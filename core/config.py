@@ -183,9 +183,7 @@ class AllocateOptions(Options):
     """How bits are allocated."""
 
     prefer: Preference = Field(
-        "quality",
-        description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
-        "groups of 128, which decode faster",
+        "quality", description="quality: groups of 32, 64 and 128 rows; speed: only groups of 128"
     )
     objective: Objective = Field(
         "power", description="log: sum of ln error; sum: of error; power: of error ** power"

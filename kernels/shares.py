@@ -1,7 +1,8 @@
 """What each warp of a product computes: equal shares of a CTA's panels, in steps."""
 
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.kernels.packed import PackedMatrix
@@ -54,7 +55,7 @@ def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
     while first < len(run):
         bits, _, group = run[first]
         most = min(MOST_PANELS, STEP // (128 * bits))
-        step = [*takewhile(lambda panel, bits=bits: panel[0] == bits, run[first : first + most])]
+        step = next([*same] for _, same in groupby(run[first : first + most], itemgetter(0)))
         first += len(step)
         is_end = first == len(run)
         of_panels = sum((of - group) << 2 * i for i, (_, _, of) in enumerate(step))

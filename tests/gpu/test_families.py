@@ -8,6 +8,7 @@ from checkpoints import make_checkpoint
 from conversions import small_config
 from tiny import VOCAB_SIZE
 
+from exl2flow.core.config import CalibrationOptions
 from exl2flow.flows.local import run_locally
 from exl2flow.inference import load_model
 from exl2flow.model import CanonicalTensors, build_decoder, resolve
@@ -25,7 +26,10 @@ NAMES = (  # biases, norms after sublayers, parallel blocks, MLPs without a gate
 def test_family_converts_and_runs(name: str, tmp_path: Path) -> None:
     tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
     source = make_checkpoint(name, tmp_path / "model", dtype=torch.float16)
-    config = small_config(source, tmp_path / "out", bpw=7.0, device="cuda", tune=tune)
+    rows = CalibrationOptions(rows=4, row_tokens=64, measure_rows=1, measure_row_tokens=64)
+    config = small_config(
+        source, tmp_path / "out", bpw=7.0, device="cuda", tune=tune, calibration=rows
+    )
     with torch.inference_mode(False):
         run_locally(config)
     ids = torch.arange(24)[None] * 7 % VOCAB_SIZE
