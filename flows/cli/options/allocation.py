@@ -18,7 +18,7 @@ ALLOCATION: Panel = (
             field="allocate.prefer",
             metavar="quality|speed",
             help="quality: groups of 32, 64 and 128 rows. speed: the layers' matrices only get "
-            "groups of 128, which decode faster on a GPU; the error grows.",
+            "groups of 128, which decode a little faster on a GPU; the error grows.",
         ),
         Setting(
             flag="--objective",
