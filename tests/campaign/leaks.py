@@ -140,7 +140,9 @@ def commands(
                     words.insert(0, "--debug")
                 ended = program.start(words, IMPATIENT).wait()
                 search.look("output", (ended.out + ended.err).encode(), f"{ran[-1]}:\n{ended.err}")
-            core = program.start(arguments("convert", material, folder / "core"), IMPATIENT)
+            core = program.start(
+                arguments("convert", material, folder / f"aborted-{variant}"), IMPATIENT
+            )
             time.sleep(1.0)
             core.send(signal.SIGABRT)  # a crash, as of a library
             core.wait()
