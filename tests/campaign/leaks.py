@@ -140,6 +140,7 @@ def commands(
                     words.insert(0, "--debug")
                 ended = program.start(words, IMPATIENT).wait()
                 search.look("output", (ended.out + ended.err).encode(), f"{ran[-1]}:\n{ended.err}")
+            hub.faults.clear()
             core = program.start(
                 arguments("convert", material, folder / f"aborted-{variant}"), IMPATIENT
             )
