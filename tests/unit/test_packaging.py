@@ -21,6 +21,7 @@ NOT_PACKAGES = {"benchmarks", "build", "demo", "demo-exl2", "dist", "docs", "tes
 CARRIED_BY = {
     "markdown_it": "markdown-it-py",
     "pydantic_core": "pydantic",
+    "httpx": "prefect",
     "starlette": "fastapi",
     "uvicorn": "prefect",
     "yaml": "pyyaml",
