@@ -83,14 +83,14 @@ def test_a_repeated_publish_sends_and_downloads_nothing(hub: Hub, models: list[P
     assert is_public(hub)
 
 
-def test_downloads_of_a_killed_publish_are_deleted(hub: Hub, models: list[Path]) -> None:
-    left = models[0].parent / ".exl2flow" / "downloaded-killed"
+def test_the_download_of_a_killed_publish_is_deleted(hub: Hub, models: list[Path]) -> None:
+    left = models[0].parent / ".exl2flow" / "published" / REPO.replace("/", "--")
     left.mkdir(parents=True)
-    (left / "model.safetensors").touch()
+    (left / "never-sent").touch()
 
     run(models[:1])
 
-    assert [path for path in left.parent.glob("downloaded-*") if path.is_dir()] == []
+    assert not left.exists()
 
 
 def test_another_bitrate_joins_the_card(hub: Hub, models: list[Path]) -> None:
