@@ -18,6 +18,7 @@ from exl2flow.kernels.cuda_cache import (
     WIDTHS,
     _beside,
 )
+from exl2flow.kernels.product import ROWS
 
 DEVICES = [
     [90],
@@ -40,7 +41,7 @@ INSTANCES = {
         for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
         if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
-    "product.cu": [f"product<{n}, {gptq}>" for n in (1, 2) for gptq in ("false", "true")],
+    "product.cu": [f"product<{rows}, {gptq}>" for rows in ROWS for gptq in ("false", "true")],
 }
 
 
