@@ -25,6 +25,8 @@ A message says what is wrong, where, and what to do.
 
 from functools import partial
 
+NO_JSON = (OSError, ValueError, RecursionError)  # raised by files that hold no JSON
+
 
 class Exl2FlowError(Exception):
     """Base of all deliberate errors; `retryable`: whether another attempt can succeed."""

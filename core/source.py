@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exl2flow.core.errors import SourceModelError, WriteFailed
+from exl2flow.core.errors import NO_JSON, SourceModelError, WriteFailed
 from exl2flow.core.files import FileRecord, digest, digest_of, exclusive, write_json
 from exl2flow.core.model_files import TEKKEN_FILE, has_only_tekken
 
@@ -135,7 +135,7 @@ def provenance(source: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(provenance_file(source.resolve()).read_bytes())
         return {key: found[key] for key in PROVENANCE}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (*NO_JSON, KeyError, TypeError):
         return None
 
 
@@ -176,7 +176,7 @@ def _load(memory: Path) -> dict[str, FileRecord]:
     try:
         entries = json.loads(memory.read_bytes())
         return {name: FileRecord.model_validate(entry) for name, entry in entries.items()}
-    except (OSError, ValueError, RecursionError, AttributeError):
+    except (*NO_JSON, AttributeError):
         return {}
 
 

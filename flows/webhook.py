@@ -68,7 +68,7 @@ class _Message(BaseModel):
 class Impatient(H11Protocol):
     """A connection that ends if its request is not there in time, or if many newer ones come."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of TCP
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self.begun = time.monotonic()

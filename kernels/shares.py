@@ -16,7 +16,7 @@ HEADER = 13  # ints of a `Share` before its steps
 def shares_of(
     together: Sequence[PackedMatrix], each: int, part: int, length: int
 ) -> list[tuple[int, ...]]:
-    """Return each warp's share of a part of `length` panels: `Share` in product.cu."""
+    """Return each warp's share of a part of `length` panels: `Share` in work.cuh."""
     size = together[0].scale_bytes
     of_part = [matrix.panels()[part * length : (part + 1) * length] for matrix in together]
     held, tiles = len(of_part[0]), each * len(together)
@@ -50,7 +50,7 @@ def _groups(panels: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Return the steps of a run of panels that ends a segment: see `Share` in product.cu."""
+    """Return the steps of a run of panels that ends a segment: see `Share` in work.cuh."""
     kinds, first = [], 0
     while first < len(run):
         bits, _, group = run[first]

@@ -18,7 +18,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from exl2flow.core.config import default_work_root
 from exl2flow.core.damage import check_output
-from exl2flow.core.errors import ConfigError, Exl2FlowError, PublicationDamaged
+from exl2flow.core.errors import NO_JSON, ConfigError, Exl2FlowError, PublicationDamaged
 from exl2flow.core.files import digest, exclusive, write_json
 from exl2flow.core.progress import Progress, Tick, report
 from exl2flow.core.publication import PublishConfig
@@ -163,7 +163,7 @@ def _measurement(config: PublishConfig) -> Contents:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except NO_JSON as error:
         raise ConfigError(f"cannot read the measurement `{path}`: {error}") from error
     public = without_paths(content)
     return {MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()}

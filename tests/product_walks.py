@@ -69,7 +69,7 @@ def case_of(products: Sequence[Product], rows: int, device: tuple[int, int]) -> 
 
 
 class Work:
-    """What a CTA has of a stage: see `Work` in product.cu."""
+    """What a CTA has of a stage: see `Work` in work.cuh."""
 
     def __init__(self, stage: np.void, block: int) -> None:
         cta = block % stage["ctas"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import NO_JSON, ConfigError
 from exl2flow.inference.load import LoadedModel
 from exl2flow.model import ModelSpec, fused_rows
 
@@ -24,9 +24,7 @@ MOST = 1 << 20  # ranks that can be
 NO_BIAS = 1e-6  # the greatest magnitude in a bias that counts as zero
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHANGED = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights` that change W
-UNUSABLE = (  # what a damaged file raises
-    *(OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError),
-)
+UNUSABLE = (*NO_JSON, OverflowError, KeyError, TypeError, AttributeError)  # by a damaged file
 REFUSED = (  # options that change the arithmetic
     *("fan_in_fan_out", "use_dora", "use_qalora", "layer_replication", "alora_invocation_tokens"),
     *("rank_pattern", "alpha_pattern"),

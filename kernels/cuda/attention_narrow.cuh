@@ -4,13 +4,6 @@
 // only the elements of one run, so that one sum serves all runs; a column of weights has the scales
 // of one run, so that one operand serves all values.
 
-__device__ __forceinline__ void mma_codes(int* d, const u32* a, u32 b0, u32 b1) {
-    asm(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ float larger(float a, float b) {  // NaN if either is
     float r;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -83,7 +76,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
                 int of_sum[4] = {};
 #pragma unroll
                 for (int run = SUMMED * sum; run < SUMMED * (sum + 1); ++run)
-                    mma_codes(of_sum, a, q[head][run][0], q[head][run][1]);
+                    mma_unsigned(of_sum, a, q[head][run][0], q[head][run][1]);
                 centers[head][sum] = 256 * of_sum[0] + of_sum[1];
                 const int own = first + t / SHARERS, run = SUMMED * sum + t % SUMMED;
                 unit[head][sum] =
@@ -116,7 +109,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
                         for (int i = 0; i < 4; ++i)
                             a[i] = words[run % 2 * 2 + i % 2] >> 4 * (i / 2) & 0x0f0f0f0fu;
                     }
-                    mma_codes(sums[run / SUMMED], a, q[head][run][0], q[head][run][1]);
+                    mma_unsigned(sums[run / SUMMED], a, q[head][run][0], q[head][run][1]);
                 }
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {

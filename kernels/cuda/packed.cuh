@@ -25,7 +25,6 @@ __device__ __forceinline__ u32 halves(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-__device__ __forceinline__ u32 turned(u32 a, int by) { return __funnelshift_r(a, a, by); }
 __device__ __forceinline__ constexpr u32 twice(u32 a) { return a | a << 16; }
 
 __device__ __forceinline__ void pairs_of(const uint4& v, float* x) {
@@ -42,14 +41,16 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// D += A B for signed bytes: 16 columns x 32 rows, 32 rows x 8.
-__device__ __forceinline__ void mma_bytes(int* d, const u32* a, u32 b0, u32 b1) {
-    asm(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// D += A B for bytes, those of B signed: 16 columns x 32 rows, 32 rows x 8.
+#define MMA_OF_BYTES(NAME, FORM)                                                                   \
+    __device__ __forceinline__ void NAME(int* d, const u32* a, u32 b0, u32 b1) {                   \
+        asm("mma.sync.aligned.m16n8k32.row.col.s32." FORM ".s8.s32 "                               \
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                \
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                       \
+    }
+MMA_OF_BYTES(mma_signed, "s8")
+MMA_OF_BYTES(mma_unsigned, "u8")
 
 // A lane's operands of two mma: register 4 m + 2 h + j has column c = 2 m + j, rows 8 t + 4 h to
 // 8 t + 4 h + 3, a byte each. Codes lie in the upper bits of a byte, those of up to 4 columns in

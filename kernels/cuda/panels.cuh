@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
             read_words<B>(codes + p * B * 128, lane, w);
             operands<B>(w, a);
             const u32 b0 = lane / 8 == p ? own.x : 0, b1 = lane / 8 == p ? own.y : 0;
-            mma_bytes(sums[0], a, b0, b1), mma_bytes(sums[1], a + 4, b0, b1);
+            mma_signed(sums[0], a, b0, b1), mma_signed(sums[1], a + 4, b0, b1);
         }
         add_sums<B, GPTQ>(sums, scales_at(t), unit, total[0]);
     } else {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
             for (int n = 0; n < ROWS / 4; ++n) {
                 int sums[2][4] = {};
                 const uint2 b = *(const uint2*)(x + n * 256 + lane * 8);
-                mma_bytes(sums[0], a, b.x, b.y), mma_bytes(sums[1], a + 4, b.x, b.y);
+                mma_signed(sums[0], a, b.x, b.y), mma_signed(sums[1], a + 4, b.x, b.y);
                 add_sums<B, GPTQ>(sums, own, units[4 * n + t], total[n]);
             }
         }

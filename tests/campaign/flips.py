@@ -25,29 +25,29 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import conftest  # noqa: F401  # finds the package in a bare checkout
+from flipped_bits import flip, flip_unseen, some_bit
+
+from exl2flow.core import damage, store
+from exl2flow.core.config import ConversionConfig, ValidateOptions
+from exl2flow.core.errors import Exl2FlowError, Interrupted
+from exl2flow.core.files import FileRecord, digest
+from exl2flow.core.progress import Tick, silent
+from exl2flow.core.publication import PublishConfig
+from exl2flow.core.stage import Pipeline
+from exl2flow.core.store import StageFolder
+from exl2flow.inference.evaluate import evaluate
+from exl2flow.inference.text import text_rows
+from exl2flow.inference.validate.stage import check_verdict, verdict
+from exl2flow.model import Tokenizer, resolve
+from exl2flow.quant.compile.stage import _compare, _Tensors
+from exl2flow.tasks.publish import _differences
+from exl2flow.tasks.repository import Repository
+from exl2flow.tasks.stages import STAGES
+
 ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path[:] = [str(ROOT / "tests"), *sys.path[1:]]
-
-from flipped_bits import flip, flip_unseen, some_bit  # noqa: E402  # in a folder of the tests
-
-from exl2flow.core import damage, store  # noqa: E402
-from exl2flow.core.config import ConversionConfig, ValidateOptions  # noqa: E402
-from exl2flow.core.errors import Exl2FlowError, Interrupted  # noqa: E402
-from exl2flow.core.files import FileRecord, digest  # noqa: E402
-from exl2flow.core.progress import Tick, silent  # noqa: E402
-from exl2flow.core.publication import PublishConfig  # noqa: E402
-from exl2flow.core.stage import Pipeline  # noqa: E402
-from exl2flow.core.store import StageFolder  # noqa: E402
-from exl2flow.inference.evaluate import evaluate  # noqa: E402
-from exl2flow.inference.text import text_rows  # noqa: E402
-from exl2flow.inference.validate.stage import check_verdict, verdict  # noqa: E402
-from exl2flow.model import Tokenizer, resolve  # noqa: E402
-from exl2flow.quant.compile.stage import _compare, _Tensors  # noqa: E402
-from exl2flow.tasks.publish import _differences  # noqa: E402
-from exl2flow.tasks.repository import Repository  # noqa: E402
-from exl2flow.tasks.stages import STAGES  # noqa: E402
-
 TENSORS = {  # kind → endings of the names of its tensors
     "stored code": (".q_weight",),
     "scale": (".q_scale", ".q_scale_max"),

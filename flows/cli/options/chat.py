@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.chat import ChatOptions
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import NO_JSON, ConfigError
 from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, validated
@@ -111,7 +111,7 @@ def of_model(model: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except NO_JSON:
         return {}
     if not isinstance(config, dict):
         return {}
