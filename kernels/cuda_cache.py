@@ -173,6 +173,8 @@ def attend_step(
         max(1, ctas * processors // (b * teams * parts)),
         max(1, pages * PAGE_TOKENS // APART),
     )
+    import os
+    ctas = max(ctas, min(int(os.environ.get("EXL_PER", "1")), -(-b * teams * parts * splits // processors)))
     warps, stages, shared = _stages(
         bits, together * width, columns, positions=-(-pages * PAGE_TOKENS // splits),
         room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),

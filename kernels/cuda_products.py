@@ -11,18 +11,18 @@ import torch
 
 from exl2flow.core.config import tuning_file
 from exl2flow.core.files import digest_of
-from exl2flow.kernels import cuda_prompts
+from exl2flow.kernels import batched, cuda_prompts
 from exl2flow.kernels.compiler import OPTIONS, launch, limits, source
-from exl2flow.kernels.cuda_steps import activated, add_normed, norm, reordered
+from exl2flow.kernels.cuda_steps import activated, add_normed, norm
 from exl2flow.kernels.cuda_timing import ColdTimer
 from exl2flow.kernels.ops import FEW_ROWS
 from exl2flow.kernels.packed import Product
 from exl2flow.kernels.product import (
+    MOST_ROWS,
     Plan,
     are_known,
     filled,
     has_own_norm,
-    most_rows,
     needs_more,
     plan_of,
 )
@@ -38,24 +38,32 @@ def multiply(
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     if len(x) > FEW_ROWS or not is_one_form:
         return cuda_prompts.multiply(x, products, hidden)
-    most = most_rows(limits(x.device.index)[1])
-    if len(x) > most:
-        parts = [
-            multiply(x[i : i + most], products, None if hidden is None else hidden[i : i + most])
-            for i in range(0, len(x), most)
-        ]
-        results = [torch.cat(same) for same in zip(*(part[0] for part in parts), strict=True)]
-        return results, torch.cat([part[1] for part in parts])
     runs = [*_runs(products, len(x))]
     if len(runs) == 1 and are_known(products, len(x)):
         plan = _plan(tuple(products), bucket(len(x)))
         if plan is not None:
             return _launched(plan, x, products, hidden)
+        if len(products) == 1:
+            return _halved(x, products, hidden)
         runs = [[product] for product in products]
     found: list[torch.Tensor] = [x]
     for run in runs:
         found, hidden = _run(found[0], run, hidden)
     return found, found[0] if hidden is None else hidden
+
+
+def _halved(
+    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Multiply rows that do not fit the device, half of them at a time."""
+    half = bucket(len(x)) // 2
+    states = [None, None] if hidden is None else [hidden[:half], hidden[half:]]
+    parts = [
+        multiply(rows, products, state)
+        for rows, state in zip((x[:half], x[half:]), states, strict=True)
+    ]
+    results = [torch.cat(same) for same in zip(*(part[0] for part in parts), strict=True)]
+    return results, torch.cat([part[1] for part in parts])
 
 
 def _runs(products: Sequence[Product], rows: int) -> Iterator[list[Product]]:
@@ -115,10 +123,11 @@ def _launched(
     plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     argument, x = filled(plan.argument.copy(), rows=len(x)), x.contiguous()
-    if not argument["stages"][0]["place"]:
-        x = reordered(x, products[0].order)
+    by = products[0].norm
+    if by is not None and not argument["stages"][0]["norm"]:
+        x = norm(x, by)
     found: list[torch.Tensor] = []
-    is_chain, used = len(products) > 1, [x]  # kept until the launch: stages must not share memory
+    used = [x]  # kept until the launch: stages must not share memory
     before: Product | None = None
     for stage, product in zip(argument["stages"], products, strict=False):
         filled(stage, x=x)
@@ -146,9 +155,9 @@ def _launched(
             used.append(x)
             filled(entries[0], copy=x)
     launch(
-        "product.cu", plan.name, (plan.ctas,), argument,
+        plan.file, plan.name, (plan.ctas,), argument,
         threads=32 * WARPS, shared=plan.shared, device=x.device, early=True,
-        together=is_chain,
+        together=plan.meets,
     )  # fmt: skip
     return found, found[0] if hidden is None else hidden
 
@@ -162,10 +171,15 @@ def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
         processors, most_shared = limits(_device(products).index)
-        plans[key] = plan_of(
-            products, rows, processors=processors, most_shared=most_shared,
-            parts=_parts(products, rows),
-        )  # fmt: skip
+        if rows > MOST_ROWS:
+            plans[key] = batched.plan_of(
+                products, rows, processors=processors, most_shared=most_shared
+            )
+        else:
+            plans[key] = plan_of(
+                products, rows, processors=processors, most_shared=most_shared,
+                parts=_parts(products, rows),
+            )  # fmt: skip
     return plans[key]
 
 

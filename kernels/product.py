@@ -15,7 +15,8 @@ from exl2flow.kernels.groups import PANEL_ROWS
 from exl2flow.kernels.packed import LANES, TILE, PackedMatrix, Product
 from exl2flow.kernels.shares import STEP, WARPS, scale_bytes, shares_of
 
-ROWS = (1, 4, 8, 16)  # kernels, by the most rows of x
+ROWS = (1, 4)  # kernels, by the most rows of x
+MOST_ROWS = ROWS[-1]
 FEWEST_SHARED_ROWS = 8  # that any device has room for
 IN_ORDER = 8  # more rows of x are put in order beforehand
 X_PIECES = 2  # of a result whose norm is added to hidden states, that a thread holds of a row
@@ -70,14 +71,17 @@ CHAIN = np.dtype(
 class Plan:
     """The launch of some products for a number of rows, without inputs and outputs.
 
-    parts: into how many the rows of each product's matrices are divided; name: of the kernel;
-    ctas, shared: the number of CTAs, and bytes of each; argument: `CHAIN`; kept: what it points to.
+    parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
+    ctas, shared: the number of CTAs, and bytes of each; meets: whether CTAs wait for each other;
+    argument: `CHAIN`; kept: what it points to.
     """
 
     parts: tuple[int, ...]
+    file: str
     name: str
     ctas: int
     shared: int
+    meets: bool
     argument: np.void
     kept: Sequence[torch.Tensor]
 
@@ -189,9 +193,11 @@ def plan_of(
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(division.parts for division in divisions),
+        file="product.cu",
         name=f"product<{kernel_rows(rows)}, {str(has_zeros).lower()}>",
         ctas=ctas,
         shared=fixed + slots * SLOT,
+        meets=len(products) > 1,
         argument=argument,
         kept=kept,
     )

@@ -34,7 +34,7 @@ def shares_of(
         while at < end:
             tile, row = divmod(at, held)
             run = of_part[tile % len(together)][row : min(held, row + end - at)]
-            kinds += _kinds(run)
+            kinds += kinds_of(run)
             scales.append(size * _groups(run))
             at += len(run)
         tile, row = divmod(begin, held)
@@ -49,8 +49,8 @@ def _groups(panels: Sequence[tuple[int, int, int]]) -> int:
     return panels[-1][2] + 1 - panels[0][2]
 
 
-def _kinds(run: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Return the steps of a run of panels that ends a segment: see `Share` in work.cuh."""
+def kinds_of(run: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Return the steps of a run of panels, the last one marked: see `Share` in work.cuh."""
     kinds, first = [], 0
     while first < len(run):
         bits, _, group = run[first]

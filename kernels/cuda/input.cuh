@@ -51,16 +51,6 @@ __device__ __forceinline__ void keep(float square, float* squares) {
     if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
 }
 
-// RN16(x · size) · weight, 8 numbers.
-__device__ __forceinline__ uint4 normed(const uint4& v, float size, const uint4& weights) {
-    float x[8];
-    pairs_of(v, x);
-    return {times(halves(x[0] * size, x[1] * size), weights.x),
-            times(halves(x[2] * size, x[3] * size), weights.y),
-            times(halves(x[4] * size, x[5] * size), weights.z),
-            times(halves(x[6] * size, x[7] * size), weights.w)};
-}
-
 // Read piece c of rows of x from r on.
 template <int COUNT, class Stage>
 __device__ __forceinline__ void read_rows(const Stage& stage, int r, int rows, int c, uint4* v) {

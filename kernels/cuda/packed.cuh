@@ -33,6 +33,16 @@ __device__ __forceinline__ void pairs_of(const uint4& v, float* x) {
     for (int i = 0; i < 8; ++i) x[i] = from_half(w[i / 2] >> (16 * (i % 2)));
 }
 
+// RN16(x · size) · weight, 8 numbers.
+__device__ __forceinline__ uint4 normed(const uint4& v, float size, const uint4& weights) {
+    float x[8];
+    pairs_of(v, x);
+    return {times(halves(x[0] * size, x[1] * size), weights.x),
+            times(halves(x[2] * size, x[3] * size), weights.y),
+            times(halves(x[4] * size, x[5] * size), weights.z),
+            times(halves(x[6] * size, x[7] * size), weights.w)};
+}
+
 __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
     asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "

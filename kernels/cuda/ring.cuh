@@ -38,6 +38,25 @@ __device__ __forceinline__ void copy_bytes(u32 barrier, u32 to, const byte* from
 #endif
 }
 
+// Copy two runs of bytes at once.
+__device__ __forceinline__ void copy_both(u32 barrier, u32 to, const byte* from, int bytes,
+                                          u32 other, const byte* other_from, int other_bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{.reg .pred p; elect.sync _|p, 0xffffffff;"
+        "@p mbarrier.arrive.expect_tx.shared.b64 _, [%0], %7;"
+        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%1], [%2], %3, [%0];"
+        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%4], [%5], %6, [%0];"
+        "}" ::"r"(barrier), "r"(to), "l"(from), "r"(bytes), "r"(other), "l"(other_from),
+        "r"(other_bytes), "r"(bytes + other_bytes) : "memory");
+#else
+    for (int i = threadIdx.x % 32 * 16; i < other_bytes; i += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(other + i),
+                     "l"(other_from + i));
+    copy_bytes(barrier, to, from, bytes);
+#endif
+}
+
 __device__ __forceinline__ void wait_for_bytes(u32 barrier, int parity) {
     int there = 0;
     while (!there)

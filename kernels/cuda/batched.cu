@@ -1,0 +1,299 @@
+// y = x Q for 5 to 32 rows, one product or several in sequence, with codes as fp16: a warp multiplies
+// a part of the rows of whole tiles, CTAs meet, and all of them add up the parts.
+// docs/concepts/decoding.md describes who computes what; batched.py makes it.
+#include "halves.cuh"
+#include "activations.cuh"
+#include "ring.cuh"
+#include "early.cuh"
+
+constexpr int THREADS = 32 * CTA_WARPS;
+constexpr int LIST_HEADER = 4;           // ints before the steps of a list
+constexpr int PIECES = 4, TOGETHER = 8;  // pieces of x, parts, that a thread reads at a time
+
+struct Matrix {
+    const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel
+    const byte* scales;         // [tile] of `scale_bytes`, [group][8 lanes]: 4 codes, the unit;
+                                // GPTQ: 4 scales, 4 zeros
+    const int* lists;           // [part] of the stage's `words`, see Work
+    const half_bits* bias;      // (columns), or null
+    const half_bits* residual;  // (rows, columns) to add to the product, or null
+    half_bits* y;               // (rows, columns), or null
+    float* exact;               // y before it is rounded, or null
+    half_bits* copy;            // y again, columns as `to` says; or null
+    float* partial;             // [tile][part] of ROWS · 32, see keep
+    int columns, tiles, tile_bytes, scale_bytes;
+    int parts, each, first_cta, ctas;  // each: tiles of a warp
+};
+
+struct Stage {  // a product with matrices that share x
+    Matrix of[MOST_MATRICES];
+    const half_bits* x;     // (rows, k), in the order of the matrices' rows unless there is `order`
+    const int* order;       // (k), the place in x of each row; or null
+    const half_bits* norm;  // weights (k) in the order of the rows, if x is to be normalized; or null
+    const float* squares;   // [row][k / 32] of x, for the norm
+    float* squared;         // [row][tile] of the result, for the norm behind; or null
+    const int* to;          // (columns), for `copy`
+    int k, matrices;
+    int words, list_at;     // ints of a list; where it lies in shared memory
+    int activation;         // not 0: y = activation(x Q of the first) · (x Q of the second)
+    float eps, multiplier;  // multiplier: of the result, before it is added
+};
+
+struct Chain {
+    Stage stages[MOST_CHAINED];
+    unsigned* meetings;               // see meet
+    int count, rows, slots, x_bytes;  // slots: steps that a warp has in flight
+};
+
+// A warp's work in a stage: tiles of a matrix, and a part of its rows. The part's list: its first
+// panel, its panels, where its codes and scales begin in a tile; then steps, up to MOST_PANELS
+// panels of equal bits: bits | panels << 4 | is the last << 7 | per panel, groups after the first
+// one's << 8 | groups that end << 16.
+struct Work {
+    const Matrix* of;  // null: the CTA has none
+    int part, tile, tiles;
+
+    __device__ __forceinline__ explicit Work(const Stage& stage)
+        : of(nullptr), part(0), tile(0), tiles(0) {
+        for (int i = 0; i < stage.matrices; ++i) {
+            const Matrix& m = stage.of[i];
+            const int cta = (int)blockIdx.x - m.first_cta;
+            if (cta < 0 || cta >= m.ctas) continue;
+            of = &m, part = cta % m.parts;
+            tile = (cta / m.parts * CTA_WARPS + (int)threadIdx.x / 32) * m.each;
+            tiles = max(0, min(m.each, m.tiles - tile));
+        }
+    }
+};
+
+// What a warp fetches next: the steps of all its tiles in all stages.
+template <int SCALE_BYTES> struct Fetcher {
+    const Chain& c;
+    const int *lists, *step;
+    const byte *codes, *scales;
+    Work work;
+    int stage, tile;
+
+    __device__ __forceinline__ Fetcher(const Chain& c, const int* lists)
+        : c(c), lists(lists), work(c.stages[0]), stage(0), tile(0) {
+        open();
+    }
+    __device__ __forceinline__ void open() {  // the next tile, in a stage that has one
+        while (tile == work.tiles) {
+            if (++stage == c.count) return;
+            work = Work(c.stages[stage]), tile = 0;
+        }
+        const int* list = lists + c.stages[stage].list_at;
+        const Matrix& m = *work.of;
+        step = list + LIST_HEADER;
+        codes = m.codes + (integer)(work.tile + tile) * m.tile_bytes + list[2];
+        scales = m.scales + (integer)(work.tile + tile) * m.scale_bytes + list[3];
+    }
+    __device__ __forceinline__ void next(u32 barrier, u32 slot) {
+        if (stage == c.count) return;
+        const int kind = *step++, panels = kind >> 4 & 7, bytes = (kind & 15) * panels * 128;
+        const int groups = (kind >> (6 + 2 * panels) & 3) + 1;
+        copy_both(barrier, slot, codes, bytes, slot + STEP, scales, groups * SCALE_BYTES);
+        codes += bytes, scales += (kind >> 16) * SCALE_BYTES;
+        if (kind >> 7 & 1) ++tile, open();
+    }
+};
+
+// Put the part's x, ROWS rows, into shared memory, as `multiply` reads it.
+template <int ROWS>
+__device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int rows, byte* xs) {
+    __shared__ float sizes[ROWS];
+    const int lane = threadIdx.x % 32, count = list[1] * ROWS * 4, tiles = stage.k / PANEL_ROWS;
+    auto row_of = [&](int i) { return i / 4 % ROWS; };
+    auto place = [&](int i) { return (list[0] + i / (4 * ROWS)) * PANEL_ROWS + i % 4 * 8; };
+    auto read = [&](int i) {
+        if (i >= count || row_of(i) >= rows) return uint4{0, 0, 0, 0};
+        const half_bits* of_row = stage.x + (integer)row_of(i) * stage.k;
+        if (!stage.order) return __ldcg((const uint4*)(of_row + place(i)));
+        u32 x[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] = __ldcg(of_row + __ldg(stage.order + place(i) + e));
+        return uint4{x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
+    };
+    uint4 v[PIECES];
+#pragma unroll 1
+    for (int base = threadIdx.x; base - (int)threadIdx.x < count; base += PIECES * THREADS) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) v[i] = read(base + i * THREADS);
+        if (stage.norm && base == threadIdx.x) {
+            for (int row = threadIdx.x / 32; row < rows; row += CTA_WARPS) {
+                float sum = 0.0f;
+                for (int i = lane; i < tiles; i += 32) sum += __ldcg(stage.squares + row * tiles + i);
+                for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+                if (lane == 0) sizes[row] = rsqrtf(sum / stage.k + stage.eps);
+            }
+            __syncthreads();
+        }
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const int at = base + i * THREADS;
+            if (at >= count) break;
+            if (stage.norm && row_of(at) < rows)
+                v[i] = normed(v[i], sizes[row_of(at)],
+                              __ldg((const uint4*)(stage.norm + place(at))));
+            ((uint4*)xs)[at] = paired(v[i]);
+        }
+    }
+}
+
+// Keep a tile's sums of a part: [8 rows][row of a lane's two][lane] of 4 columns each.
+template <int ROWS>
+__device__ __forceinline__ void keep(const Work& work, int tile, int rows,
+                                     const float (*total)[2][4]) {
+    float4* to = (float4*)work.of->partial +
+                 ((integer)tile * work.of->parts + work.part) * (ROWS * 8) + threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < ROWS / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (8 * n < rows)
+                __stcg(to + (2 * n + i) * 32, float4{total[n][0][i], total[n][0][2 + i],
+                                                     total[n][1][i], total[n][1][2 + i]});
+}
+
+// Add up a lane's 4 columns of all parts: unit u of a tile is a row of the two of each lane.
+template <int ROWS>
+__device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, float* sums) {
+    const float4* from =
+        (const float4*)m.partial + (integer)tile * m.parts * (ROWS * 8) + u * 32 + threadIdx.x % 32;
+#pragma unroll 1
+    for (int part = 0; part < m.parts; part += TOGETHER) {
+        float4 v[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            v[i] = part + i < m.parts ? __ldcg(from + (part + i) * (ROWS * 8))
+                                      : float4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            sums[0] += v[i].x, sums[1] += v[i].y, sums[2] += v[i].z, sums[3] += v[i].w;
+    }
+}
+
+// Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
+template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, int rows) {
+    constexpr int UNITS = ROWS / 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const bool is_gated = stage.activation;
+    int which = is_gated, first = 0;  // of a matrix, and its first unit
+    for (int all = threadIdx.x / 32 * gridDim.x + blockIdx.x;; all += gridDim.x * CTA_WARPS) {
+        while (which < stage.matrices && all - first >= stage.of[which].tiles * UNITS)
+            first += stage.of[which++].tiles * UNITS;
+        if (which == stage.matrices) return;
+        const Matrix &m = stage.of[which], &gating = stage.of[0];
+        const int tile = (all - first) / UNITS, u = (all - first) % UNITS, row = u / 2 * 8 + u % 2;
+        if (row >= rows) continue;
+        const int own_row = row + 2 * t;
+        const integer at = (integer)own_row * m.columns;
+        half_bits added[4];
+        int to[4];
+        bool is_there[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int column = tile * TILE_COLUMNS + 8 * c + g;
+            is_there[c] = own_row < rows && column < m.columns;
+            if (m.residual) added[c] = is_there[c] ? __ldcg(m.residual + at + column) : 0;
+            if (m.copy) to[c] = is_there[c] ? __ldg(stage.to + column) : 0;
+        }
+        float sums[4] = {}, gates[4] = {}, square = 0.0f;
+        if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
+        add_parts<ROWS>(m, tile, u, sums);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            if (!is_there[c]) continue;
+            const int column = tile * TILE_COLUMNS + 8 * c + g;
+            float value = sums[c];
+            if (m.bias) value += from_half(m.bias[column]);
+            value *= stage.multiplier;
+            if (m.exact) m.exact[at + column] = value;
+            half_bits y = to_half(value);
+            if (is_gated) {
+                float gate = gates[c];
+                if (gating.bias) gate += from_half(gating.bias[column]);
+                y = to_half(activated(stage.activation, from_half(to_half(gate))) * from_half(y));
+            }
+            if (m.residual) y = to_half(from_half(added[c]) + from_half(y));
+            if (m.y) m.y[at + column] = y;
+            if (m.copy) m.copy[at + to[c]] = y;
+            square += from_half(y) * from_half(y);
+        }
+        if (!stage.squared) continue;
+        for (int o = 4; o < 32; o *= 2) square += __shfl_xor_sync(~0u, square, o);
+        if (g == 0 && own_row < rows) stage.squared[own_row * m.tiles + tile] = square;
+    }
+}
+
+// ROWS: 8, 16 or 32, for at most so many rows of x.
+template <int ROWS, bool GPTQ>
+__global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + MOST_PANELS * SCALE_BYTES;
+    extern __shared__ __align__(128) byte shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    let_the_next_begin();
+    byte* xs = shared;
+    byte* ring = shared + c.x_bytes + warp * c.slots * SLOT;
+    Barrier* barriers = (Barrier*)(shared + c.x_bytes + CTA_WARPS * c.slots * SLOT);
+    int* lists = (int*)(barriers + CTA_WARPS * c.slots);
+    for (int s = 0; s < c.count; ++s) {
+        const Stage& stage = c.stages[s];
+        const Work work(stage);
+        for (int i = threadIdx.x; work.of && i < stage.words; i += THREADS)
+            lists[stage.list_at + i] = __ldg(work.of->lists + work.part * stage.words + i);
+    }
+    const u32 ring_at = shared_address(ring), barrier = shared_address(barriers + warp * c.slots);
+    if (lane < c.slots) begin_barrier(barrier + 8 * lane);
+    end_barriers();
+    __syncthreads();
+    Fetcher<SCALE_BYTES> fetcher(c, lists);
+    for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
+    wait_for_input();
+
+    int slot = 0, parity = 0;
+    unsigned met = 0;
+#pragma unroll 1
+    for (int s = 0; s < c.count; ++s) {
+        const Stage& stage = c.stages[s];
+        const Work work(stage);
+        const int* list = lists + stage.list_at;
+        if (s) await(c.meetings, met);
+        if (work.of) stage_x<ROWS>(stage, list, c.rows, xs);
+        __syncthreads();
+#pragma unroll 1
+        for (int tile = 0; tile < work.tiles; ++tile) {
+            const int* step = list + LIST_HEADER;
+            const byte* x = xs;
+            float total[ROWS / 8][2][4] = {};
+            int kind;
+            do {
+                kind = *step++;
+                const byte *codes = ring + slot * SLOT, *scales = codes + STEP;
+                wait_for_bytes(barrier + 8 * slot, parity);
+                if constexpr (GPTQ) {
+                    multiply<4, ROWS, true>(codes, scales, x, kind, lane, total);
+                } else {
+#define CASE(B) multiply<B, ROWS, false>(codes, scales, x, kind, lane, total)
+                    switch (kind & 15) {
+                        case 2: CASE(2); break;
+                        case 3: CASE(3); break;
+                        case 4: CASE(4); break;
+                        case 5: CASE(5); break;
+                        case 6: CASE(6); break;
+                        default: CASE(8);
+                    }
+                }
+                x += (kind >> 4 & 7) * ROWS * 64;
+                __syncwarp();
+                fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
+                if (++slot == c.slots) slot = 0, parity ^= 1;
+            } while (!(kind >> 7 & 1));
+            keep<ROWS>(work, work.tile + tile, c.rows, total);
+        }
+        await(c.meetings, arrive(c.meetings, blockIdx.x, gridDim.x));
+        finish<ROWS>(stage, c.rows);
+        if (s + 1 < c.count) met = arrive(c.meetings, blockIdx.x, gridDim.x);
+    }
+}

@@ -1,0 +1,114 @@
+// Panels of packed matrices times x on tensor cores, in fp16: codes become the values that the format
+// says, exactly as decode.cu writes them, and a product serves 8 rows of x.
+#include "packed.cuh"
+
+__device__ __forceinline__ u32 masked(u32 a, u32 mask, u32 other) {  // a & mask ^ other
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(r) : "r"(a), "r"(mask), "r"(other));
+    return r;
+}
+__device__ __forceinline__ u32 fused(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+// The fp16 numbers 2^-n and n, the latter up to 2047.
+__device__ __forceinline__ constexpr u32 power_bits(int n) { return (u32)(15 - n) << 10; }
+__device__ __forceinline__ constexpr u32 integer_bits(int n) {
+    int e = 0;
+    while (n >> (e + 1)) ++e;
+    return (u32)(15 + e) << 10 | ((u32)n << (10 - e) & 0x3ff);
+}
+
+// What a lane's columns g, 8 + g, 16 + g, 24 + g are scaled by, each twice; for GPTQ, also minus
+// their zeros.
+struct HalfScales {
+    u32 scale[4], zero[4];
+};
+
+template <bool GPTQ> __device__ __forceinline__ HalfScales half_scales_of(const byte* at, int g) {
+    HalfScales own;
+    const Scales scales = scales_of<GPTQ>(at, g);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        own.scale[c] = halves(scales.scale[c], scales.scale[c]);
+        own.zero[c] = GPTQ ? halves(-scales.zero[c], -scales.zero[c]) : 0;
+    }
+    return own;
+}
+
+// The register that holds the codes of `operands`' register r, and maybe others, at `place_of`.
+template <int B> __device__ __forceinline__ u32 holder(const u32* w, int r) {
+    if constexpr (B == 8) return w[r];
+    if constexpr (B == 2) return w[r / 2 % 2];
+    if constexpr (B == 6) {
+        if (r < 6) return w[r];
+        const u32* of = w + 3 * (r - 6);
+        return raised(of[0], 6, 0xc0, raised(of[1], 4, 0x30, raised(of[2], 2, 0x0c)));
+    }
+    if constexpr (B == 5) {
+        if (r < 5) return w[r];
+        const u32 of = r == 5 ? w[0] : r == 6 ? w[2] : w[4];
+        if (r < 7) return raised(of, 5, 0xe0, raised(w[r == 5 ? 1 : 3], 3, 0x18));
+        return raised(of, 5, 0xe0, raised(w[1], 2, 0x10, raised(w[3], 1, 0x08)));
+    }
+    if constexpr (B == 3)
+        if (r >= 6) return raised(w[0], 6, 0xc0, raised(w[1], 4, 0x30, raised(w[2], 2, 0x0c)));
+    return w[r / 2];
+}
+
+// A lane's 32 values as first operands of four mma, [16 columns][rows 8 t + 4 h on]: of each column
+// rows 0 and 2 of the four, then 1 and 3. A code c at bit p of a byte is 1024 + 2^p c once it stands
+// in an fp16 number, and 2^-p times that less 1024 · 2^-p + zero is exact.
+template <int B, bool GPTQ>
+__device__ __forceinline__ void values(const u32* w, const HalfScales& own, u32 (*a)[2][4]) {
+    constexpr u32 ALL = (1 << B) - 1;
+    constexpr int ZERO = 1 << (B - 1);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+        const int m = r / 4, h = r / 2 % 2, j = r % 2, c = 2 * m + j, p = place_of<B>(c);
+        const u32 held = holder<B>(w, r), mask = twice(ALL << p);
+        const u32 base = twice(0x6400u | (has_next<B>(c) ? 0u : (u32)ZERO << p));
+        const int above = 1024 >> p;
+        const u32 least = GPTQ ? fused(own.zero[c], twice(power_bits(0)),
+                                       twice(0x8000u | integer_bits(above)))
+                               : twice(0x8000u | integer_bits(above + ZERO));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 code = masked(i ? held >> 8 : held, mask, base);
+            a[m][h][2 * i + j] = times(fused(code, twice(power_bits(p)), least), own.scale[c]);
+        }
+    }
+}
+
+// 8 adjacent numbers of a row of x as second operands: pairs 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+__device__ __forceinline__ uint4 paired(const uint4& v) {
+    return {__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+            __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632)};
+}
+
+// Add the panels of a step, times x of their rows, to `total`: for rows 8 n + 2 t and 8 n + 2 t + 1
+// of x columns 16 m + g, then 16 m + 8 + g. x: [panel][row of x] of 64 bytes, `paired`.
+template <int B, int ROWS, bool GPTQ>
+__device__ __forceinline__ void multiply(const byte* codes, const byte* scales, const byte* x,
+                                         int kind, int lane, float (*total)[2][4]) {
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
+    const int panels = kind >> 4 & 7;
+    x += lane * 16;
+#pragma unroll 1
+    for (int p = 0; p < panels; ++p, x += ROWS * 64, codes += B * 128) {
+        u32 w[B], a[2][2][4];
+        read_words<B>(codes, lane, w);
+        const byte* at = scales + (kind >> (8 + 2 * p) & 3) * SCALE_BYTES;
+        values<B, GPTQ>(w, half_scales_of<GPTQ>(at, lane / 4), a);
+#pragma unroll
+        for (int n = 0; n < ROWS / 8; ++n) {
+            const uint4 b = *(const uint4*)(x + n * 512);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                mma(total[n][m], a[m][0], b.x, b.y);
+                mma(total[n][m], a[m][1], b.z, b.w);
+            }
+        }
+    }
+}
