@@ -52,8 +52,8 @@ MATRIX = np.dtype(
 )
 STAGE = np.dtype(
     [("of", MATRIX, MOST_MATRICES)]
-    + [(name, np.uint64) for name in ("x", "order", "norm", "squares", "squared", "to")]
-    + [(name, np.int32) for name in ("k", "matrices", "words", "list_at", "activation")]
+    + [(name, np.uint64) for name in ("x", "norm", "squares", "squared", "to")]
+    + [(name, np.int32) for name in ("k", "matrices", "words", "list_at", "gathers", "activation")]
     + [(name, np.float32) for name in ("eps", "multiplier")],
     align=True,
 )
@@ -105,13 +105,16 @@ def plan_of(
     for product in products:
         found = divide(
             product.matrices, rows, processors=processors,
-            most_panels=most_x // panel_bytes,
+            most_panels=most_x // (panel_bytes + 4 * PANEL_ROWS),
         )  # fmt: skip
         if found is None:
             return None
         divided.append(found)
     lists = [
-        [lists_of(matrix, own.parts) for matrix, own in zip(product.matrices, of, strict=True)]
+        [
+            lists_of(matrix, own.parts, product.order if product is products[0] else None)
+            for matrix, own in zip(product.matrices, of, strict=True)
+        ]
         for product, of in zip(products, divided, strict=True)
     ]
     words = [max(len(part) for matrix in of for part in matrix) for of in lists]
@@ -135,9 +138,7 @@ def plan_of(
         if index:
             kept += _join(argument["stages"][index - 1], entry, product, scratch)
         else:
-            order = product.order.int()
-            filled(entry, order=order)
-            kept.append(order)
+            filled(entry, gathers=True)
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(own.parts for of in divided for own in of),
@@ -233,14 +234,17 @@ def _cuts(before: np.ndarray, parts: int) -> np.ndarray:
     return np.concatenate([[0], np.clip(inner, least, panels - parts + least), [panels]])
 
 
-def lists_of(matrix: PackedMatrix, parts: int) -> list[tuple[int, ...]]:
-    """Return the list of each part's steps: see `Work` in batched.cu."""
-    panels = matrix.panels()
+def lists_of(
+    matrix: PackedMatrix, parts: int, order: torch.Tensor | None
+) -> list[tuple[int, ...]]:
+    """Return the list of each part: see `Work` in batched.cu. order: of rows of x to be gathered."""
+    panels, all_places = matrix.panels(), [] if order is None else order.tolist()
     lists = []
     for begin, end in pairwise(_cuts(_bytes_before(matrix.groups), parts).tolist()):
         _, word, group = panels[begin]
         header = (begin, end - begin, 4 * word, matrix.scale_bytes * group)
-        lists.append((*header, *kinds_of(panels[begin:end])))
+        places = all_places[begin * PANEL_ROWS : end * PANEL_ROWS]
+        lists.append((*header, *places, *kinds_of(panels[begin:end])))
     return lists
 
 

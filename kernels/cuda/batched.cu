@@ -8,7 +8,7 @@
 
 constexpr int THREADS = 32 * CTA_WARPS;
 constexpr int LIST_HEADER = 4;           // ints before the steps of a list
-constexpr int PIECES = 4, TOGETHER = 8;  // pieces of x, parts, that a thread reads at a time
+constexpr int PIECES = 4;                // of x that a thread reads at a time
 
 struct Matrix {
     const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel
@@ -27,14 +27,14 @@ struct Matrix {
 
 struct Stage {  // a product with matrices that share x
     Matrix of[MOST_MATRICES];
-    const half_bits* x;     // (rows, k), in the order of the matrices' rows unless there is `order`
-    const int* order;       // (k), the place in x of each row; or null
+    const half_bits* x;     // (rows, k), in the order of the matrices' rows unless lists have one
     const half_bits* norm;  // weights (k) in the order of the rows, if x is to be normalized; or null
     const float* squares;   // [row][k / 32] of x, for the norm
     float* squared;         // [row][tile] of the result, for the norm behind; or null
     const int* to;          // (columns), for `copy`
     int k, matrices;
     int words, list_at;     // ints of a list; where it lies in shared memory
+    int gathers;            // whether lists say where rows are in x
     int activation;         // not 0: y = activation(x Q of the first) · (x Q of the second)
     float eps, multiplier;  // multiplier: of the result, before it is added
 };
@@ -48,7 +48,7 @@ struct Chain {
 // A warp's work in a stage: tiles of a matrix, and a part of its rows. The part's list: its first
 // panel, its panels, where its codes and scales begin in a tile; then steps, up to MOST_PANELS
 // panels of equal bits: bits | panels << 4 | is the last << 7 | per panel, groups after the first
-// one's << 8 | groups that end << 16.
+// one's << 8 | groups that end << 16. If the stage gathers x, the place of each row comes before.
 struct Work {
     const Matrix* of;  // null: the CTA has none
     int part, tile, tiles;
@@ -65,6 +65,9 @@ struct Work {
         }
     }
 };
+__device__ __forceinline__ const int* steps_of(const Stage& stage, const int* list) {
+    return list + LIST_HEADER + (stage.gathers ? list[1] * PANEL_ROWS : 0);
+}
 
 // What a warp fetches next: the steps of all its tiles in all stages.
 template <int SCALE_BYTES> struct Fetcher {
@@ -85,7 +88,7 @@ template <int SCALE_BYTES> struct Fetcher {
         }
         const int* list = lists + c.stages[stage].list_at;
         const Matrix& m = *work.of;
-        step = list + LIST_HEADER;
+        step = steps_of(c.stages[stage], list);
         codes = m.codes + (integer)(work.tile + tile) * m.tile_bytes + list[2];
         scales = m.scales + (integer)(work.tile + tile) * m.scale_bytes + list[3];
     }
@@ -109,10 +112,11 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
     auto read = [&](int i) {
         if (i >= count || row_of(i) >= rows) return uint4{0, 0, 0, 0};
         const half_bits* of_row = stage.x + (integer)row_of(i) * stage.k;
-        if (!stage.order) return __ldcg((const uint4*)(of_row + place(i)));
+        if (!stage.gathers) return __ldcg((const uint4*)(of_row + place(i)));
         u32 x[8];
+        const int* order = list + LIST_HEADER + place(i) - list[0] * PANEL_ROWS;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) x[e] = __ldcg(of_row + __ldg(stage.order + place(i) + e));
+        for (int e = 0; e < 8; ++e) x[e] = __ldcg(of_row + order[e]);
         return uint4{x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
     };
     uint4 v[PIECES];
@@ -157,21 +161,24 @@ __device__ __forceinline__ void keep(const Work& work, int tile, int rows,
 }
 
 // Add up a lane's 4 columns of all parts: unit u of a tile is a row of the two of each lane.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void add_some(const float4* from, int parts, float* sums) {
+    float4 v[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        v[i] = i < parts ? __ldcg(from + i * (ROWS * 8)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        sums[0] += v[i].x, sums[1] += v[i].y, sums[2] += v[i].z, sums[3] += v[i].w;
+}
 template <int ROWS>
 __device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, float* sums) {
     const float4* from =
         (const float4*)m.partial + (integer)tile * m.parts * (ROWS * 8) + u * 32 + threadIdx.x % 32;
-#pragma unroll 1
-    for (int part = 0; part < m.parts; part += TOGETHER) {
-        float4 v[TOGETHER];
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-            v[i] = part + i < m.parts ? __ldcg(from + (part + i) * (ROWS * 8))
-                                      : float4{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-            sums[0] += v[i].x, sums[1] += v[i].y, sums[2] += v[i].z, sums[3] += v[i].w;
-    }
+    int left = m.parts;
+    for (; left > 8; left -= 16, from += 16 * (ROWS * 8)) add_some<ROWS, 16>(from, left, sums);
+    if (left > 4) add_some<ROWS, 8>(from, left, sums);
+    else if (left > 0) add_some<ROWS, 4>(from, left, sums);
 }
 
 // Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
@@ -241,6 +248,11 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
         const Work work(stage);
+        const int line = (threadIdx.x * gridDim.x + blockIdx.x) * 32;  // of 128 bytes, for all CTAs
+        if (stage.norm && 2 * line < stage.k)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + 2 * line));
+        if (stage.to && line < stage.of[stage.matrices - 1].columns)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.to + line));
         for (int i = threadIdx.x; work.of && i < stage.words; i += THREADS)
             lists[stage.list_at + i] = __ldg(work.of->lists + work.part * stage.words + i);
     }
@@ -264,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         __syncthreads();
 #pragma unroll 1
         for (int tile = 0; tile < work.tiles; ++tile) {
-            const int* step = list + LIST_HEADER;
+            const int* step = steps_of(stage, list);
             const byte* x = xs;
             float total[ROWS / 8][2][4] = {};
             int kind;

@@ -28,11 +28,14 @@ struct HalfScales {
 
 template <bool GPTQ> __device__ __forceinline__ HalfScales half_scales_of(const byte* at, int g) {
     HalfScales own;
-    const Scales scales = scales_of<GPTQ>(at, g);
+    uint4 v = {};
+    if constexpr (GPTQ) v = ((const uint4*)at)[g];  // adjacent columns of four
+    else scale_pairs(at, g, v.x, v.y);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-        own.scale[c] = halves(scales.scale[c], scales.scale[c]);
-        own.zero[c] = GPTQ ? halves(-scales.zero[c], -scales.zero[c]) : 0;
+        const u32 low = GPTQ ? c % 2 : c / 2, of = GPTQ ? c / 2 : c % 2;
+        own.scale[c] = __byte_perm(of ? v.y : v.x, 0, low ? 0x3232 : 0x1010);
+        own.zero[c] = __byte_perm(of ? v.w : v.z, 0, low ? 0x3232 : 0x1010) ^ 0x80008000u;
     }
     return own;
 }
@@ -101,14 +104,13 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
         read_words<B>(codes, lane, w);
         const byte* at = scales + (kind >> (8 + 2 * p) & 3) * SCALE_BYTES;
         values<B, GPTQ>(w, half_scales_of<GPTQ>(at, lane / 4), a);
+        uint4 b[ROWS / 8];
 #pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n) {
-            const uint4 b = *(const uint4*)(x + n * 512);
+        for (int n = 0; n < ROWS / 8; ++n) b[n] = *(const uint4*)(x + n * 512);
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                mma(total[n][m], a[m][0], b.x, b.y);
-                mma(total[n][m], a[m][1], b.z, b.w);
-            }
+        for (int i = 0; i < ROWS / 2; ++i) {  // sums that follow each other are others
+            const int h = i / (ROWS / 4), m = i / (ROWS / 8) % 2, n = i % (ROWS / 8);
+            mma(total[n][m], a[m][h], h ? b[n].z : b[n].x, h ? b[n].w : b[n].y);
         }
     }
 }

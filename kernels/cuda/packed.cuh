@@ -137,6 +137,15 @@ struct Scales {
     float scale[4], zero[4];
 };
 
+// Scales of columns g and 16 + g, 8 + g and 24 + g: RN16(level² · unit), like decoder_scale.
+__device__ __forceinline__ void scale_pairs(const byte* at, int g, u32& even, u32& odd) {
+    const u32 w = ((const u32*)at)[g], unit = __byte_perm(w, 0, 0x3232);
+    const u32 spread = __byte_perm(w, 0, 0x4140);  // codes 0, 1 | 2, 3
+    const u32 low = less(pick(spread, 0x000f000fu, 0x64006400u), 0x63fe63feu);
+    const u32 high = less(pick(spread, 0x00f000f0u, 0x54005400u), 0x53e053e0u);
+    even = times(times(low, low), unit), odd = times(times(high, high), unit);
+}
+
 template <bool GPTQ> __device__ __forceinline__ Scales scales_of(const byte* at, int g) {
     Scales own;
     if constexpr (GPTQ) {
@@ -147,12 +156,9 @@ template <bool GPTQ> __device__ __forceinline__ Scales scales_of(const byte* at,
             own.scale[i] = from_half(w[i / 2] >> (16 * (i % 2)));
             own.zero[i] = from_half(w[2 + i / 2] >> (16 * (i % 2)));
         }
-    } else {  // RN16(level² · unit), like decoder_scale
-        const u32 w = ((const u32*)at)[g], unit = __byte_perm(w, 0, 0x3232);
-        const u32 spread = __byte_perm(w, 0, 0x4140);  // codes 0, 1 | 2, 3
-        const u32 low = less(pick(spread, 0x000f000fu, 0x64006400u), 0x63fe63feu);
-        const u32 high = less(pick(spread, 0x00f000f0u, 0x54005400u), 0x53e053e0u);
-        const u32 even = times(times(low, low), unit), odd = times(times(high, high), unit);
+    } else {
+        u32 even, odd;
+        scale_pairs(at, g, even, odd);
         own.scale[0] = from_half(even), own.scale[1] = from_half(odd);
         own.scale[2] = from_half(even >> 16), own.scale[3] = from_half(odd >> 16);
     }
