@@ -52,9 +52,15 @@ MATRIX = np.dtype(
 )
 STAGE = np.dtype(
     [("of", MATRIX, MOST_MATRICES)]
-    + [(name, np.uint64) for name in ("x", "norm", "squares", "squared", "to")]
+    + [
+        (name, np.uint64)
+        for name in (
+            *("x", "norm", "squares", "squared"),
+            *("after", "hidden", "sum", "next", "summed", "to"),
+        )
+    ]
     + [(name, np.int32) for name in ("k", "matrices", "words", "list_at", "gathers", "activation")]
-    + [(name, np.float32) for name in ("eps", "multiplier")],
+    + [(name, np.float32) for name in ("eps", "multiplier", "after_eps", "after_multiplier")],
     align=True,
 )
 CHAIN = np.dtype(
@@ -126,17 +132,18 @@ def plan_of(
     device = products[0].matrices[0].codes.device
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
     squares = 4 * rows * max(len(matrix.codes) for p in products for matrix in p.matrices)
-    scratch = _scratch(device, squares + held * max(map(_sums, products, divided)))
+    scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
     argument, kept = np.zeros(1, CHAIN)[0], [meetings, scratch]
     filled(
         argument, meetings=meetings, count=len(products), rows=rows, slots=slots, x_bytes=x_bytes
     )
     for index, (product, of, of_lists) in enumerate(zip(products, divided, lists, strict=True)):
         entry = argument["stages"][index]
-        kept += _fill(entry, product, of, of_lists, words[index], scratch[squares:], held)
+        kept += _fill(entry, product, of, of_lists, words[index], scratch[2 * squares :], held)
         filled(entry, list_at=sum(words[:index]))
         if index:
-            kept += _join(argument["stages"][index - 1], entry, product, scratch)
+            before = argument["stages"][index - 1], products[index - 1]
+            kept += _join(*before, entry, product, [scratch, scratch[squares:]])
         else:
             filled(entry, gathers=True)
     has_zeros = products[0].matrices[0].has_zeros
@@ -147,6 +154,7 @@ def plan_of(
         ctas=processors,
         shared=fixed + slots * slot,
         meets=True,
+        adds_normed=True,
         argument=argument,
         kept=kept,
     )
@@ -237,7 +245,10 @@ def _cuts(before: np.ndarray, parts: int) -> np.ndarray:
 def lists_of(
     matrix: PackedMatrix, parts: int, order: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
-    """Return the list of each part: see `Work` in batched.cu. order: of rows of x to be gathered."""
+    """Return the list of each part: see `Work` in batched.cu.
+
+    order: of the rows of x, if they are gathered.
+    """
     panels, all_places = matrix.panels(), [] if order is None else order.tolist()
     lists = []
     for begin, end in pairwise(_cuts(_bytes_before(matrix.groups), parts).tolist()):
@@ -286,20 +297,36 @@ def _fill(
     filled(
         entry, k=len(product.order), matrices=len(product.matrices), words=words,
         activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
-        multiplier=product.multiplier,
+        multiplier=1.0 if product.after is not None else product.multiplier,
     )  # fmt: skip
     return kept
 
 
 def _join(
-    before: np.void, entry: np.void, product: Product, squares: torch.Tensor
+    stage: np.void,
+    before: Product,
+    entry: np.void,
+    product: Product,
+    squares: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fill what a stage does for the one behind it; return the tensors they point to."""
+    """Fill what a stage does for the one behind it; return the tensors they point to.
+
+    squares: room for those of a result, and of its sum with hidden states.
+    """
     to = torch.argsort(product.order).int()
-    filled(before, to=to)
-    if product.norm is None:
-        return [to]
-    weight = product.norm.weight[product.order].contiguous()
-    filled(before, squared=squares)
-    filled(entry, norm=weight, squares=squares, eps=product.norm.eps)
-    return [to, weight]
+    filled(stage, to=to)
+    kept, x_squares, name = [to], squares[0], "squared"
+    if before.after is not None:
+        by = before.after
+        filled(
+            stage, after=by.weight, squared=x_squares, after_eps=by.eps,
+            after_multiplier=before.multiplier,
+        )  # fmt: skip
+        kept.append(by.weight)
+        x_squares, name = squares[1], "summed"
+    if product.norm is not None:
+        weight = product.norm.weight[product.order].contiguous()
+        filled(stage, **{name: x_squares})
+        filled(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
+        kept.append(weight)
+    return kept

@@ -41,6 +41,7 @@ MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
 APART = 256  # least positions of a part, at full length
 MOST_STAGES = 4  # steps that a warp has in flight
 CTAS = 1  # per multiprocessor, at full length
+SHORT, MOST_CTAS = 1024, 4  # positions at full length of which more CTAs share one, and how many
 CODED_CTAS = 2  # the same for one token and key head in 4 bits, which take more time to decode
 ALL = 2**31 - 1  # a window that hides nothing
 SET = 8  # columns of an mma: pairs of a new token and a query head
@@ -173,8 +174,8 @@ def attend_step(
         max(1, ctas * processors // (b * teams * parts)),
         max(1, pages * PAGE_TOKENS // APART),
     )
-    import os
-    ctas = max(ctas, min(int(os.environ.get("EXL_PER", "1")), -(-b * teams * parts * splits // processors)))
+    if pages * PAGE_TOKENS <= SHORT:
+        ctas = max(ctas, min(MOST_CTAS, -(-b * teams * parts // processors)))
     warps, stages, shared = _stages(
         bits, together * width, columns, positions=-(-pages * PAGE_TOKENS // splits),
         room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),

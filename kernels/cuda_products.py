@@ -131,7 +131,14 @@ def _launched(
     before: Product | None = None
     for stage, product in zip(argument["stages"], products, strict=False):
         filled(stage, x=x)
-        if before is not None and before.after is not None:
+        if plan.adds_normed and product.after is not None:
+            y, total, x = (x.new_empty(len(x), product.matrices[0].columns) for _ in range(3))
+            filled(stage["of"][0], y=y)
+            filled(stage, hidden=0 if hidden is None else hidden, sum=total, next=x)
+            hidden = total
+            used += [y, total, x]
+            continue
+        if before is not None and before.after is not None and not plan.adds_normed:
             total = torch.empty_like(x)
             filled(stage, sum=total, hidden=0 if hidden is None else hidden)
             hidden = total

@@ -20,7 +20,7 @@ MOST_ROWS = ROWS[-1]
 FEWEST_SHARED_ROWS = 8  # that any device has room for
 IN_ORDER = 8  # more rows of x are put in order beforehand
 X_PIECES = 2  # of a result whose norm is added to hidden states, that a thread holds of a row
-MOST_ADDED_ROWS = 4  # of such a result
+MOST_ADDED_ROWS = 1  # of such a result
 UNIT = 8  # bytes that belong to a panel of a row of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
 SLOT = WARPS * (STEP + 8)  # bytes of one step of all warps, barriers included
@@ -73,7 +73,8 @@ class Plan:
 
     parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
     ctas, shared: the number of CTAs, and bytes of each; meets: whether CTAs wait for each other;
-    argument: `CHAIN`; kept: what it points to.
+    adds_normed: whether a product whose result is normalized adds it to hidden states, and not the
+    product behind it; argument: `CHAIN`; kept: what it points to.
     """
 
     parts: tuple[int, ...]
@@ -82,6 +83,7 @@ class Plan:
     ctas: int
     shared: int
     meets: bool
+    adds_normed: bool
     argument: np.void
     kept: Sequence[torch.Tensor]
 
@@ -110,18 +112,20 @@ def has_own_norm(product: Product) -> bool:
 def needs_more(product: Product, following: Product | None, rows: int) -> bool:
     """Return whether the kernel leaves out what follows from a product's result.
 
-    A norm of the result is the work of the product behind it, for a few rows: each of its CTAs does
-    it, so for more rows a launch is faster.
+    A norm of the result is the work of the product behind it, for one row: each of its CTAs does
+    it, so for two to four rows a launch is faster. More are batched: all CTAs do it together.
     """
     if product.activation is not None and not product.is_gated:
         return True
     if product.after is None:
         return False
-    if following is None or has_own_norm(following) or rows > MOST_ADDED_ROWS:
+    if following is None or has_own_norm(following):
         return True
-    if len(following.order) > X_PIECES * 8 * WARPS * LANES:
+    if not (product.adds and product.after.is_plain):
         return True
-    return not (product.adds and product.after.is_plain)
+    if rows > MOST_ROWS:
+        return False
+    return rows > MOST_ADDED_ROWS or len(following.order) > X_PIECES * 8 * WARPS * LANES
 
 
 def plan_of(
@@ -198,6 +202,7 @@ def plan_of(
         ctas=ctas,
         shared=fixed + slots * SLOT,
         meets=len(products) > 1,
+        adds_normed=False,
         argument=argument,
         kept=kept,
     )

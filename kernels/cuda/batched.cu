@@ -29,14 +29,20 @@ struct Stage {  // a product with matrices that share x
     Matrix of[MOST_MATRICES];
     const half_bits* x;     // (rows, k), in the order of the matrices' rows unless lists have one
     const half_bits* norm;  // weights (k) in the order of the rows, if x is to be normalized; or null
-    const float* squares;   // [row][k / 32] of x, for the norm
-    float* squared;         // [row][tile] of the result, for the norm behind; or null
+    const float* squares;   // [row][tile] of x, for the norm
+    float* squared;         // [row][tile] of the result, for a norm behind; or null
+    // If the result is normalized, and that is added to hidden states:
+    const half_bits* after;   // weights (columns) of that norm; or null
+    const half_bits* hidden;  // (rows, columns); or null: zeros
+    half_bits *sum, *next;    // (rows, columns), the same; and again, columns as `to` says, or null
+    float* summed;            // [row][tile] of the sum, for a norm behind; or null
     const int* to;          // (columns), for `copy`
     int k, matrices;
     int words, list_at;     // ints of a list; where it lies in shared memory
     int gathers;            // whether lists say where rows are in x
     int activation;         // not 0: y = activation(x Q of the first) · (x Q of the second)
     float eps, multiplier;  // multiplier: of the result, before it is added
+    float after_eps, after_multiplier;  // the same of the normalized result
 };
 
 struct Chain {
@@ -102,11 +108,19 @@ template <int SCALE_BYTES> struct Fetcher {
     }
 };
 
+// Return the size of a row, 1 / sqrt(mean square + eps), from the squares of its tiles.
+__device__ __forceinline__ float size_of(const float* squares, int columns, float eps) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x % 32; i < columns / TILE_COLUMNS; i += 32) sum += __ldcg(squares + i);
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    return rsqrtf(sum / columns + eps);
+}
+
 // Put the part's x, ROWS rows, into shared memory, as `multiply` reads it.
 template <int ROWS>
 __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int rows, byte* xs) {
     __shared__ float sizes[ROWS];
-    const int lane = threadIdx.x % 32, count = list[1] * ROWS * 4, tiles = stage.k / PANEL_ROWS;
+    const int count = list[1] * ROWS * 4;
     auto row_of = [&](int i) { return i / 4 % ROWS; };
     auto place = [&](int i) { return (list[0] + i / (4 * ROWS)) * PANEL_ROWS + i % 4 * 8; };
     auto read = [&](int i) {
@@ -126,10 +140,9 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
         for (int i = 0; i < PIECES; ++i) v[i] = read(base + i * THREADS);
         if (stage.norm && base == threadIdx.x) {
             for (int row = threadIdx.x / 32; row < rows; row += CTA_WARPS) {
-                float sum = 0.0f;
-                for (int i = lane; i < tiles; i += 32) sum += __ldcg(stage.squares + row * tiles + i);
-                for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-                if (lane == 0) sizes[row] = rsqrtf(sum / stage.k + stage.eps);
+                const float size =
+                    size_of(stage.squares + row * stage.k / TILE_COLUMNS, stage.k, stage.eps);
+                if (threadIdx.x % 32 == 0) sizes[row] = size;
             }
             __syncthreads();
         }
@@ -234,6 +247,42 @@ template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, i
     }
 }
 
+// Add RN16(RN16(y · size) · weight) · multiplier to hidden states: a warp has 256 columns of a row.
+__device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
+    const Matrix& m = stage.of[0];
+    const int lane = threadIdx.x % 32, each = (m.columns + 255) / 256;
+    for (int unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < rows * each;
+         unit += gridDim.x * CTA_WARPS) {
+        const int row = unit / each, column = unit % each * 256 + lane * 8;
+        const bool is_there = column < m.columns;
+        const integer at = (integer)row * m.columns + column;
+        uint4 y = {}, weights = {}, hidden = {};
+        if (is_there) y = __ldcg((const uint4*)(m.y + at));
+        if (is_there) weights = __ldg((const uint4*)(stage.after + column));
+        if (is_there && stage.hidden) hidden = __ldcg((const uint4*)(stage.hidden + at));
+        const float size = size_of(stage.squared + row * m.tiles, m.columns, stage.after_eps);
+        float old[8], added[8], square = 0.0f;
+        pairs_of(hidden, old), pairs_of(normed(y, size, weights), added);
+        u32 sum[4];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) old[e] += added[e] * stage.after_multiplier;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] = halves(old[2 * e], old[2 * e + 1]);
+        const uint4 all = {sum[0], sum[1], sum[2], sum[3]};
+        pairs_of(all, old);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) square += old[e] * old[e];
+        for (int o = 1; o < 4; o *= 2) square += __shfl_xor_sync(~0u, square, o);
+        if (!is_there) continue;
+        *(uint4*)(stage.sum + at) = all;
+        if (stage.summed && lane % 4 == 0)
+            stage.summed[row * m.tiles + column / TILE_COLUMNS] = square;
+        for (int e = 0; stage.next && e < 8; ++e)
+            stage.next[at - column + __ldg(stage.to + column + e)] =
+                (half_bits)(sum[e / 2] >> (16 * (e % 2)));
+    }
+}
+
 // ROWS: 8, 16 or 32, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
@@ -304,8 +353,12 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
             } while (!(kind >> 7 & 1));
             keep<ROWS>(work, work.tile + tile, c.rows, total);
         }
-        await(c.meetings, arrive(c.meetings, blockIdx.x, gridDim.x));
+        meet(c.meetings, blockIdx.x, gridDim.x);
         finish<ROWS>(stage, c.rows);
+        if (stage.after) {
+            meet(c.meetings, blockIdx.x, gridDim.x);
+            add_normed(stage, c.rows);
+        }
         if (s + 1 < c.count) met = arrive(c.meetings, blockIdx.x, gridDim.x);
     }
 }
