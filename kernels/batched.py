@@ -183,9 +183,7 @@ def divide(
     matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_panels: int
 ) -> list[Division] | None:
     """Give each matrix CTAs such that all warps end as early as can be; None if x does not fit."""
-    options = [
-        _divisions(m.groups, len(m.codes), rows, processors, most_panels) for m in matrices
-    ]
+    options = [_divisions(m.groups, len(m.codes), rows, processors, most_panels) for m in matrices]
     if not all(options):
         return None
     costs = sorted({own.cost for of in options for own in of})
@@ -242,9 +240,7 @@ def _cuts(before: np.ndarray, parts: int) -> np.ndarray:
     return np.concatenate([[0], np.clip(inner, least, panels - parts + least), [panels]])
 
 
-def lists_of(
-    matrix: PackedMatrix, parts: int, order: torch.Tensor | None
-) -> list[tuple[int, ...]]:
+def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> list[tuple[int, ...]]:
     """Return the list of each part: see `Work` in batched.cu.
 
     order: of the rows of x, if they are gathered.

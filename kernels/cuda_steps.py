@@ -140,13 +140,6 @@ def joined(
     return y, sums
 
 
-def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return x[:, order] for a few rows x fp16 (r, d), and order int64 (d,)."""
-    y, d = torch.empty_like(x), x.shape[-1]
-    launch("elementwise.cu", "reorder", (len(x), -(-d // THREADS)), x, order, y, d, early=True)
-    return y
-
-
 def _is_plain(*tensors: torch.Tensor) -> bool:
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     is_half = all(x.dtype == torch.float16 and x.numel() > 0 for x in tensors)

@@ -1,4 +1,4 @@
-"""How products of few rows with packed matrices are divided: the plan `cuda/product.cu` follows.
+"""How products of 1 to 4 rows with packed matrices are divided: the plan `cuda/product.cu` follows.
 
 A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of the rows; its warps
 share its panels equally. Products that each read the previous result are one launch.
@@ -17,15 +17,11 @@ from exl2flow.kernels.shares import STEP, WARPS, scale_bytes, shares_of
 
 ROWS = (1, 4)  # kernels, by the most rows of x
 MOST_ROWS = ROWS[-1]
-FEWEST_SHARED_ROWS = 8  # that any device has room for
-IN_ORDER = 8  # more rows of x are put in order beforehand
-X_PIECES = 2  # of a result whose norm is added to hidden states, that a thread holds of a row
-MOST_ADDED_ROWS = 1  # of such a result
+X_PIECES = 2  # of a row that a thread holds, if its norm is added to hidden states
 UNIT = 8  # bytes that belong to a panel of a row of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
 SLOT = WARPS * (STEP + 8)  # bytes of one step of all warps, barriers included
-MANY_SHARED = 160 << 10  # bytes of shared memory per CTA that suffice for 16 rows
-FIXED_SHARED = 2 << 10  # of them, bytes that the kernel keeps for itself
+FIXED_SHARED = 2 << 10  # bytes of a CTA's shared memory that the kernel keeps for itself
 MOST_MATRICES = 3  # per product
 MOST_TILES = 14  # per CTA, because it holds their sums
 MOST_CHAINED = 4  # products per launch
@@ -88,11 +84,6 @@ class Plan:
     kept: Sequence[torch.Tensor]
 
 
-def most_rows(most_shared: int) -> int:
-    """Return the most rows of x per launch on a device with this much shared memory."""
-    return ROWS[-1] if most_shared >= MANY_SHARED else FEWEST_SHARED_ROWS
-
-
 def kernel_rows(rows: int) -> int:
     """Return the rows of x that the kernel for so many has room for."""
     return next(most for most in ROWS if rows <= most)
@@ -125,7 +116,7 @@ def needs_more(product: Product, following: Product | None, rows: int) -> bool:
         return True
     if rows > MOST_ROWS:
         return False
-    return rows > MOST_ADDED_ROWS or len(following.order) > X_PIECES * 8 * WARPS * LANES
+    return rows > 1 or len(following.order) > X_PIECES * 8 * WARPS * LANES
 
 
 def plan_of(
@@ -141,7 +132,7 @@ def plan_of(
     Args:
         products: up to `MOST_CHAINED` that the kernel knows (`are_known`), matrices on the device,
             all EXL2 or all GPTQ.
-        rows: rows of x, up to `most_rows`.
+        rows: rows of x, up to `MOST_ROWS`.
         processors: multiprocessors of the device.
         most_shared: bytes of shared memory that a CTA can have.
             parts: for each product, into how many its rows are divided; more if they do not fit.
@@ -190,10 +181,9 @@ def plan_of(
             kept += _fill_after(entry, products[index - 1], product)
         filled(entry, share_at=share_at, scale_at=scale_at)
         share_at, scale_at = share_at + division.words, scale_at + division.scales
-    if rows <= IN_ORDER:
-        place = torch.argsort(products[0].order).int()
-        filled(argument["stages"][0], place=place)
-        kept.append(place)
+    place = torch.argsort(products[0].order).int()
+    filled(argument["stages"][0], place=place)
+    kept.append(place)
     has_zeros = products[0].matrices[0].has_zeros
     return Plan(
         parts=tuple(division.parts for division in divisions),

@@ -265,12 +265,3 @@ extern "C" __global__ void joined(const Halves<8>* a, const Halves<8>* b, const 
     }
     y[i] = value;
 }
-
-// x fp16 (rows, d) → y[i] = x[order[i]]: blockIdx.x is a row, blockIdx.y a piece of it.
-extern "C" __global__ void reorder(const half_bits* x, const integer* order, half_bits* y,
-                                   integer d) {
-    const integer i = blockIdx.y * blockDim.x + threadIdx.x, from = i < d ? order[i] : 0;
-    let_the_next_begin();
-    wait_for_input();
-    if (i < d) y[blockIdx.x * d + i] = x[blockIdx.x * d + from];
-}

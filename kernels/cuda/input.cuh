@@ -1,13 +1,12 @@
 // Load x, for a part of the rows of the matrices and in their order, to shared memory, and turn each
 // panel of a row into 16-bit numbers with a unit. With a norm, its weights multiply x here and its
-// size multiplies the results. A few rows may be a result whose norm is added to hidden states.
+// size multiplies the results. One row may be a result whose norm is added to hidden states.
 
-constexpr int MOST_TOGETHER = 4;  // rows of which a thread reads 8 numbers each at a time
 constexpr float MOST_X = 32512.0f;  // the largest 16-bit number: its upper byte is still signed
 constexpr float LEAST_X = 1e-30f;   // less is nothing
 
 // Whether x may be a result whose norm is added to hidden states.
-template <int ROWS> constexpr bool ADDS = ROWS <= MOST_ADDED_ROWS;
+template <int ROWS> constexpr bool ADDS = ROWS == 1;
 
 // Where 8 numbers of a row are in shared memory: piece c of a part.
 template <int ROWS> __device__ __forceinline__ byte* piece_of(byte* xs, int row, int c) {
@@ -51,12 +50,12 @@ __device__ __forceinline__ void keep(float square, float* squares) {
     if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
 }
 
-// Read piece c of rows of x from r on.
-template <int COUNT, class Stage>
-__device__ __forceinline__ void read_rows(const Stage& stage, int r, int rows, int c, uint4* v) {
+// Read piece c of the rows of x.
+template <int ROWS, class Stage>
+__device__ __forceinline__ void read_rows(const Stage& stage, int rows, int c, uint4* v) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-        if (r + i < rows) v[i] = __ldcg((const uint4*)(stage.x + (integer)(r + i) * stage.k) + c);
+    for (int r = 0; r < ROWS; ++r)
+        if (r < rows) v[r] = __ldcg((const uint4*)(stage.x + (integer)r * stage.k) + c);
 }
 
 // Turn 8 numbers into 16-bit numbers of their panel, whose other 24 three adjacent lanes have.
@@ -90,108 +89,84 @@ __device__ __forceinline__ Unit quantize(const float* x, u32 (*planes)[2]) {
     return {largest * (1.0f / MOST_X), sum};
 }
 
-// Whether a thread has the places of its first piece before x is there: more rows need the registers.
-template <int ROWS> constexpr bool AHEAD = ROWS <= 4;
-
 // Where piece c of a row that is not in order belongs.
 template <class Stage>
 __device__ __forceinline__ void places_of(const Stage& stage, int c, int4* places) {
     for (int i = 0; i < 2; ++i) places[i] = __ldg((const int4*)stage.place + 2 * c + i);
 }
 
-// Put hidden states, to which the norm of a result will be added, where x will be.
-template <int ROWS, class Stage>
-__device__ __forceinline__ void load_hidden(const Stage& stage, int rows, byte* xs) {
+// Put a row of hidden states, to which the norm of a result will be added, where x will be.
+template <class Stage> __device__ __forceinline__ void load_hidden(const Stage& stage, byte* xs) {
     for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
         int4 places[2];
         places_of(stage, c, places);
-        for (int r = 0; r < rows; ++r) {
-            uint4 v = {0, 0, 0, 0};
-            if (stage.hidden) v = __ldcg((const uint4*)(stage.hidden + (integer)r * stage.k) + c);
-            scatter<ROWS>(v, places, 0, stage.k, xs, r);
-        }
+        uint4 v = {0, 0, 0, 0};
+        if (stage.hidden) v = __ldcg((const uint4*)stage.hidden + c);
+        scatter<1>(v, places, 0, stage.k, xs, 0);
     }
 }
 
 // Add RN16(RN16(x · size) · weight) · multiplier to the hidden states where x will be. Each CTA
 // stores a part of the sums, in the order of in-features.
-template <int ROWS, class Stage>
-__device__ __forceinline__ void add_normed(const Stage& stage, int rows, byte* xs,
-                                           float (*squares)[CTA_WARPS]) {
+template <class Stage>
+__device__ __forceinline__ void add_normed(const Stage& stage, byte* xs, float* squares) {
     const int step = 32 * CTA_WARPS, all = stage.k / 8;
-    uint4 v[X_PIECES][ROWS];
-    float square[ROWS] = {}, added[ROWS] = {}, sizes[ROWS];
+    uint4 v[X_PIECES];
+    float square = 0.0f, added = 0.0f;
 #pragma unroll
     for (int i = 0; i < X_PIECES; ++i) {
         const int c = threadIdx.x + i * step;
         if (c >= all) break;
-        read_rows<ROWS>(stage, 0, rows, c, v[i]);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (r < rows) add_squares(v[i][r], square[r]);
+        v[i] = __ldcg((const uint4*)stage.x + c);
+        add_squares(v[i], square);
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-        if (r < rows) keep(square[r], squares[r]);
+    keep(square, squares);
     __syncthreads();
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-        if (r < rows) sizes[r] = size_of(squares[r], stage.k, stage.after_eps);
+    const float size = size_of(squares, stage.k, stage.after_eps);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < X_PIECES; ++i) {
         const int c = threadIdx.x + i * step;
         if (c >= all) break;
         const uint4 weights = __ldg((const uint4*)stage.after + c);
-        const bool stores = blockIdx.x < stage.ctas && c % stage.ctas == blockIdx.x;
+        uint4* at = (uint4*)piece_of<1>(xs, 0, c);
+        float old[8], y[8];
+        u32 sum[4];
+        pairs_of(*at, old);
+        pairs_of(normed(v[i], size, weights), y);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            sum[e] = halves(old[2 * e] + y[2 * e] * stage.after_multiplier,
+                            old[2 * e + 1] + y[2 * e + 1] * stage.after_multiplier);
+        *at = {sum[0], sum[1], sum[2], sum[3]};
+        add_squares(*at, added);
+        if (blockIdx.x >= stage.ctas || c % stage.ctas != blockIdx.x) continue;
+        for (int e = 0; e < 8; ++e)
+            stage.sum[__ldg(stage.order + 8 * c + e)] = (half_bits)(sum[e / 2] >> (16 * (e % 2)));
+    }
+    keep(added, squares);
+}
+
+// Put rows of x that are not in order into shared memory, those of a part.
+// places: of the first piece, already read.
+template <int ROWS, class Stage>
+__device__ __forceinline__ void reorder(const Stage& stage, int rows, int first, int end,
+                                        int4* places, byte* xs, float (*squares)[CTA_WARPS]) {
+    float square[ROWS] = {};
+    for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
+        uint4 v[ROWS];
+        if (c != threadIdx.x) places_of(stage, c, places);
+        read_rows<ROWS>(stage, rows, c, v);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= rows) break;
-            uint4* at = (uint4*)piece_of<ROWS>(xs, r, c);
-            float old[8], y[8];
-            u32 sum[4];
-            pairs_of(*at, old);
-            pairs_of(normed(v[i][r], sizes[r], weights), y);
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                sum[e] = halves(old[2 * e] + y[2 * e] * stage.after_multiplier,
-                                old[2 * e + 1] + y[2 * e + 1] * stage.after_multiplier);
-            *at = {sum[0], sum[1], sum[2], sum[3]};
-            add_squares(*at, added[r]);
-            if (!stores) continue;
-            for (int e = 0; e < 8; ++e)
-                stage.sum[(integer)r * stage.k + __ldg(stage.order + 8 * c + e)] =
-                    (half_bits)(sum[e / 2] >> (16 * (e % 2)));
+            scatter<ROWS>(v[r], places, first * 8, (end - first) * 8, xs, r);
+            if (stage.norm) add_squares(v[r], square[r]);
         }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
-        if (r < rows) keep(added[r], squares[r]);
-}
-
-// Put rows of x that are not in order into shared memory, those of a part.
-// More than 8 rows must already be in order: reordering here costs more than a launch for it.
-template <int ROWS, class Stage>
-__device__ __forceinline__ void reorder(const Stage& stage, int rows, int first, int end,
-                                        int4* places, byte* xs, float (*squares)[CTA_WARPS]) {
-    constexpr int TOGETHER = ROWS < 4 ? ROWS : 4;
-    for (int r = 0; r < rows; r += TOGETHER) {
-        float square[TOGETHER] = {};
-        for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
-            uint4 v[TOGETHER];
-            if (!AHEAD<ROWS> || r || c != threadIdx.x) places_of(stage, c, places);
-            read_rows<TOGETHER>(stage, r, rows, c, v);
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) {
-                if (r + i >= rows) break;
-                scatter<ROWS>(v[i], places, first * 8, (end - first) * 8, xs, r + i);
-                if (stage.norm) add_squares(v[i], square[i]);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-            if (stage.norm && r + i < rows) keep(square[i], squares[r + i]);
-    }
+        if (stage.norm && r < rows) keep(square[r], squares[r]);
 }
 
 // Stage x. xs: where the part's x will be, which may begin within all of it. squares: per row, sums
@@ -202,48 +177,42 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
                                         float (*squares)[CTA_WARPS]) {
     const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;  // pieces of 8
     const int end = min(all, first + stage.length * PANEL_ROWS / 8);
-    constexpr int TOGETHER = ROWS < MOST_TOGETHER ? ROWS : MOST_TOGETHER;
-    const bool is_shared = ROWS <= 8 && stage.place;  // it is in shared memory first
-    if (ADDS<ROWS> && stage.after) add_normed<ROWS>(stage, rows, all_xs, squares);
-    else if (is_shared) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
-    if (is_shared) __syncthreads();
-    const bool sums = stage.norm && !is_shared;
-#pragma unroll 1
-    for (int r0 = 0; r0 < rows; r0 += TOGETHER) {
-        float square[TOGETHER] = {};
-        for (int base = threadIdx.x / 32 * 32 + (sums ? 0 : first); base < (sums ? all : end);
-             base += 32 * CTA_WARPS) {
-            const int c = base + threadIdx.x % 32, at = c - first;
-            const bool is_own = c >= first && c < end;
-            uint4 v[TOGETHER] = {};
-            float weights[8] = {};
-            if (is_shared && is_own)
+    if (ADDS<ROWS> && stage.after) add_normed(stage, all_xs, squares[0]);
+    else if (stage.place) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
+    if (stage.place) __syncthreads();
+    const bool sums = stage.norm && !stage.place;
+    float square[ROWS] = {};
+    for (int base = threadIdx.x / 32 * 32 + (sums ? 0 : first); base < (sums ? all : end);
+         base += 32 * CTA_WARPS) {
+        const int c = base + threadIdx.x % 32, at = c - first;
+        const bool is_own = c >= first && c < end;
+        uint4 v[ROWS] = {};
+        float weights[8] = {};
+        if (stage.place && is_own)
 #pragma unroll
-                for (int i = 0; i < TOGETHER; ++i)
-                    v[i] = *(const uint4*)piece_of<ROWS>(xs, r0 + i, at);
-            else if (c < all) read_rows<TOGETHER>(stage, r0, rows, c, v);
-            if (stage.norm && is_own) pairs_of(__ldg((const uint4*)stage.norm + c), weights);
+            for (int r = 0; r < ROWS; ++r) v[r] = *(const uint4*)piece_of<ROWS>(xs, r, at);
+        else if (c < all) read_rows<ROWS>(stage, rows, c, v);
+        if (stage.norm && is_own) pairs_of(__ldg((const uint4*)stage.norm + c), weights);
 #pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) {
-                if (r0 + i >= rows) break;
-                if (sums) add_squares(v[i], square[i]);
-                float numbers[8];
-                u32 planes[2][2];
-                pairs_of(v[i], numbers);
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) break;
+            if (sums) add_squares(v[r], square[r]);
+            float numbers[8];
+            u32 planes[2][2];
+            pairs_of(v[r], numbers);
 #pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    if (stage.norm) numbers[e] *= weights[e];
-                const Unit unit = quantize(numbers, planes);
-                if (!is_own) continue;
-                byte* to = xs + (at / 4 * ROWS + r0 + i) * 64 + at % 4 * 8;
-                *(uint2*)to = {planes[0][0], planes[0][1]};
-                *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
-                if (at % 4 == 0) units[at / 4 * ROWS + r0 + i] = unit;
-            }
+            for (int e = 0; e < 8; ++e)
+                if (stage.norm) numbers[e] *= weights[e];
+            const Unit unit = quantize(numbers, planes);
+            if (!is_own) continue;
+            byte* to = xs + (at / 4 * ROWS + r) * 64 + at % 4 * 8;
+            *(uint2*)to = {planes[0][0], planes[0][1]};
+            *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
+            if (at % 4 == 0) units[at / 4 * ROWS + r] = unit;
         }
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-            if (sums && r0 + i < rows) keep(square[i], squares[r0 + i]);
     }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (sums && r < rows) keep(square[r], squares[r]);
     __syncthreads();
 }

@@ -33,13 +33,12 @@ __device__ __forceinline__ void add_sums(const int (*sums)[4], const Scales& own
     }
 }
 
-// Add the panels of a step, times x of their rows, to `total`: for rows 4 n + t of x, columns
+// Add the panels of a step, times x of their rows, to `total`: for row t of x, columns
 // 8 c + g. x: the step's panels, [panel][row of x][plane][32 bytes]; units: [panel][row of x].
 // One row: four panels fill the operand for x, and lane t has the sums of panel t.
 template <int B, int ROWS, bool GPTQ>
 __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, const byte* x,
-                                         const Unit* units, int kind, int lane,
-                                         float (*total)[4]) {
+                                         const Unit* units, int kind, int lane, float* total) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     const int panels = kind >> 4 & 7, g = lane / 4, t = lane % 4;
     auto scales_at = [&](int panel) {
@@ -59,20 +58,16 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
             const u32 b0 = lane / 8 == p ? own.x : 0, b1 = lane / 8 == p ? own.y : 0;
             mma_signed(sums[0], a, b0, b1), mma_signed(sums[1], a + 4, b0, b1);
         }
-        add_sums<B, GPTQ>(sums, scales_at(t), unit, total[0]);
+        add_sums<B, GPTQ>(sums, scales_at(t), unit, total);
     } else {
 #pragma unroll 1
         for (int p = 0; p < panels; ++p, x += ROWS * 64, units += ROWS, codes += B * 128) {
             read_words<B>(codes, lane, w);
             operands<B>(w, a);
-            const Scales own = scales_at(p);
-#pragma unroll
-            for (int n = 0; n < ROWS / 4; ++n) {
-                int sums[2][4] = {};
-                const uint2 b = *(const uint2*)(x + n * 256 + lane * 8);
-                mma_signed(sums[0], a, b.x, b.y), mma_signed(sums[1], a + 4, b.x, b.y);
-                add_sums<B, GPTQ>(sums, own, units[4 * n + t], total[n]);
-            }
+            int sums[2][4] = {};
+            const uint2 b = *(const uint2*)(x + lane * 8);
+            mma_signed(sums[0], a, b.x, b.y), mma_signed(sums[1], a + 4, b.x, b.y);
+            add_sums<B, GPTQ>(sums, scales_at(p), units[t], total);
         }
     }
 }

@@ -1,4 +1,4 @@
-// y = x Q for 1 to 16 rows, one product or several in sequence: a CTA has whole tiles, and its
+// y = x Q for 1 to 4 rows, one product or several in sequence: a CTA has whole tiles, and its
 // warps have equal shares of their panels. docs/concepts/decoding.md describes who computes what.
 #include "panels.cuh"
 #include "input.cuh"
@@ -23,13 +23,13 @@ __device__ __forceinline__ bool is_last(int* arrived, int parts) {
 
 // Store a segment's sums as (rows, 32 columns). One row: a lane has those of every fourth panel.
 template <int ROWS>
-__device__ __forceinline__ void put(float (*total)[4], int rows, float* to) {
+__device__ __forceinline__ void put(const float* total, int rows, float* to) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if constexpr (ROWS == 1) {
         float own = 0.0f;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            float sum = total[0][c];
+            float sum = total[c];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (c == t) own = sum;
@@ -37,10 +37,8 @@ __device__ __forceinline__ void put(float (*total)[4], int rows, float* to) {
         to[8 * t + g] = own;
     } else {
 #pragma unroll
-        for (int n = 0; n < ROWS / 4; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                if (4 * n + t < rows) to[(4 * n + t) * TILE_COLUMNS + 8 * c + g] = total[n][c];
+        for (int c = 0; c < 4; ++c)
+            if (t < rows) to[t * TILE_COLUMNS + 8 * c + g] = total[c];
     }
 }
 
@@ -137,10 +135,10 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
-// ROWS: 1, 4, 8 or 16, for at most so many rows of x.
+// ROWS: 1 or 4, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
-    constexpr int SCALE_BYTES = GPTQ ? 128 : 32, BLOCKS = ROWS > 4 ? ROWS / 4 : 1;
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     extern __shared__ __align__(128) byte shared[];
     __shared__ float squares[ROWS][CTA_WARPS];
     __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one continues
@@ -148,7 +146,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     let_the_next_begin();
 
     int4 places[2];  // of the first piece of x that this thread moves: before memory is busy
-    if (AHEAD<ROWS> && c.stages[0].place && (int)threadIdx.x < c.stages[0].k / 8)
+    if (c.stages[0].place && (int)threadIdx.x < c.stages[0].k / 8)
         places_of(c.stages[0], threadIdx.x, places);
     byte* ring = shared + warp * c.slots * STEP;
     byte* all_scales = shared + CTA_WARPS * c.slots * STEP;
@@ -246,7 +244,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
             const Parts parts(stage, work, threadIdx.x);
             warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
         }
-        if (ADDS<ROWS> && stage.after) load_hidden<ROWS>(stage, c.rows, xs);
+        if (ADDS<ROWS> && stage.after) load_hidden(stage, xs);
         if (s) await(c.meetings, met);
         // with hidden states all of x is there, else a part
         const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
@@ -257,13 +255,13 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         __syncwarp();
         const byte* scales = own_scales + stage.scale_at;
         const int* kinds = work.share->kinds;
-        float total[BLOCKS][4];
+        float total[4];
         for (int segment = 0; segment < work.segments; ++segment) {
             const int panel = segment ? 0 : work.share->row / PANEL_ROWS;
             const byte* from = x_at + panel * ROWS * 64;
             const Unit* own_units = units + panel * ROWS;
 #pragma unroll
-            for (int i = 0; i < BLOCKS * 4; ++i) total[i / 4][i % 4] = 0.0f;
+            for (int i = 0; i < 4; ++i) total[i] = 0.0f;
             int kind;
             do {
                 kind = *kinds++;

@@ -164,16 +164,6 @@ def test_what_needs_gradients_is_left_to_torch() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("d", [96, 4096, 11008, 100, 28672])
-def test_places_are_put_in_another_order(rows: int, d: int) -> None:
-    x, order = torch.randn(rows, d, device=DEVICE).half(), torch.randperm(d, device=DEVICE)
-
-    found = cuda_steps.reordered(x, order)
-
-    assert torch.equal(found, x[:, order])
-
-
 @pytest.mark.parametrize("d", [128, 100])
 def test_columns_of_a_wider_result_are_read_where_they_are(d: int) -> None:
     wide = torch.randn(7, 5 * d + 8, device=DEVICE).half()

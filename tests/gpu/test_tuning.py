@@ -18,7 +18,7 @@ from exl2flow.kernels import (
     tuning,
 )
 from exl2flow.kernels.compiler import limits
-from exl2flow.kernels.product import Plan, most_rows
+from exl2flow.kernels.product import Plan
 from exl2flow.kernels.torch_ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -129,11 +129,10 @@ def test_a_choice_in_the_file_is_used(file: Path, measured: list[tuple[int, ...]
     assert len(measured) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+@pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("first", [0, 1, 2, 3, None])  # product alone, or the chain
 def test_every_candidate_computes_the_same(rows: int, first: int | None) -> None:
     processors, most_shared = limits(torch.cuda.current_device())
-    rows = min(rows, most_rows(most_shared))
     products = chain() if first is None else chain()[first : first + 1]
     x = torch.randn(rows, len(products[0].order), device=DEVICE).half() / 8
     hidden = torch.randn(rows, HIDDEN, device=DEVICE).half()

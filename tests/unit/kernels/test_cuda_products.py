@@ -12,6 +12,7 @@ from product_walks import H200, chain, matrix, product
 
 from exl2flow.kernels import FEW_ROWS, Norm, Product, cuda_products
 from exl2flow.kernels.cuda_products import multiply
+from exl2flow.kernels.product import MOST_ROWS
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     found: list[tuple[Any, Any]] = []
 
     def kept(file: str, name: str, grid: tuple[int, ...], argument: np.void, **how: Any) -> None:
-        assert file == "product.cu"
+        assert file == ("product.cu" if argument["rows"] <= MOST_ROWS else "batched.cu")
         found.append((argument, how))
 
     def step(name: str) -> Callable[..., torch.Tensor]:
@@ -30,14 +31,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
         return made
 
-    def same(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        assert x.is_contiguous()
-        assert order.shape == x.shape[1:]
-        return x
-
     monkeypatch.setattr(cuda_products, "launch", kept)
     monkeypatch.setattr(cuda_products, "limits", lambda device: H200)
-    monkeypatch.setattr(cuda_products, "reordered", same)
     for name in ("norm", "activated", "add_normed"):
         monkeypatch.setattr(cuda_products, name, step(name))
     return found
@@ -51,21 +46,22 @@ def where(*tensors: torch.Tensor) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_results_of_a_product_are_where_it_writes(launches: list) -> None:
+@pytest.mark.parametrize("rows", [3, 5])
+def test_results_of_a_product_are_where_it_writes(launches: list, rows: int) -> None:
     three = product(matrix(64, 64, (4, 32)), matrix(64, 40, (4, 32)), matrix(64, 32, (6, 64)))
-    x = inputs(5, 64)
+    x = inputs(rows, 64)
 
     found, last = multiply(x, [three])
 
     [(argument, how)] = launches
     stage = argument["stages"][0]
-    assert [tuple(y.shape) for y in found] == [(5, 64), (5, 40), (5, 32)]
+    assert [tuple(y.shape) for y in found] == [(rows, 64), (rows, 40), (rows, 32)]
     assert last is found[0]
     assert stage["of"]["y"].tolist() == where(*found)
     assert not stage["of"]["residual"].any()
     assert not stage["of"]["copy"].any()
-    assert (stage["x"], argument["rows"]) == (x.data_ptr(), 5)
-    assert not how["together"]
+    assert (stage["x"], argument["rows"]) == (x.data_ptr(), rows)
+    assert how["together"] == (rows > MOST_ROWS)
 
 
 def test_a_gated_product_has_one_result(launches: list) -> None:
@@ -76,8 +72,9 @@ def test_a_gated_product_has_one_result(launches: list) -> None:
     assert launches[0][0]["stages"][0]["of"]["y"].tolist() == [0, *where(y), 0]
 
 
-def test_stages_of_a_chain_read_what_the_ones_before_write(launches: list) -> None:
-    products, x, hidden = chain(64, 96, 32), inputs(2, 64), inputs(2, 64)
+@pytest.mark.parametrize("rows", [2, 20])
+def test_stages_of_a_chain_read_what_the_ones_before_write(launches: list, rows: int) -> None:
+    products, x, hidden = chain(64, 96, 32), inputs(rows, 64), inputs(rows, 64)
 
     found, last = multiply(x, products, hidden)
 
@@ -142,24 +139,25 @@ def test_a_plan_is_made_once_for_so_many_rows(
     assert len(launches) == 4
 
 
-@pytest.mark.parametrize(("limits", "most"), [(H200, 16), ((128, 99 << 10), 8)])
+@pytest.mark.parametrize(("limits", "most"), [(H200, 32), ((28, 99 << 10), 16)])
 def test_a_launch_has_as_many_rows_as_there_is_memory_for(
     launches: list, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], most: int
 ) -> None:
     monkeypatch.setattr(cuda_products, "limits", lambda device: limits)
-    x, hidden = inputs(FEW_ROWS - 1, 64), inputs(FEW_ROWS - 1, 32)
+    rows, k = FEW_ROWS - 1, 14336
+    x, hidden = inputs(rows, k), inputs(rows, 32)
 
-    [y], last = multiply(x, [product(matrix(64, 32, (4, 32)), adds=True)], hidden)
+    [y], last = multiply(x, [product(matrix(k, 32, (4, 32)), adds=True)], hidden)
 
-    firsts, stages = range(0, len(x), most), [argument["stages"][0] for argument, _ in launches]
+    firsts, stages = range(0, rows, most), [argument["stages"][0] for argument, _ in launches]
     assert [argument["rows"] for argument, _ in launches] == [
-        min(most, len(x) - first) for first in firsts
+        min(most, rows - first) for first in firsts
     ]
     assert [stage["x"] for stage in stages] == where(*(x[first:] for first in firsts))
     assert [stage["of"][0]["residual"] for stage in stages] == where(
         *(hidden[first:] for first in firsts)
     )
-    assert y.shape == last.shape == (FEW_ROWS - 1, 32)
+    assert y.shape == last.shape == (rows, 32)
 
 
 RMS = Norm(weight=inputs(1, 64)[0], eps=1e-5)
@@ -188,9 +186,9 @@ def test_norms_of_results_are_added_by_what_reads_them(launches: list) -> None:
         replace(down, after=RMS),
         replace(last, norm=RMS),
     ]
-    hidden = inputs(4, 64)
+    hidden = inputs(1, 64)
 
-    found, states = multiply(inputs(4, 64), products, hidden)
+    found, states = multiply(inputs(1, 64), products, hidden)
 
     [(argument, _)] = launches
     of_out, of_gated, of_down, of_last = argument["stages"]
@@ -211,13 +209,50 @@ def test_norms_of_results_are_added_by_what_reads_them(launches: list) -> None:
     assert of_last["of"]["y"].tolist() == where(*found)
 
 
-def test_norms_of_results_of_many_rows_are_added_by_themselves(launches: list) -> None:
+def test_norms_of_results_of_a_few_rows_are_added_by_themselves(launches: list) -> None:
     out, gated, *_ = chain(64, 96, 32)
     products = [replace(out, after=RMS), replace(gated, norm=RMS)]
 
-    multiply(inputs(5, 64), products, inputs(5, 64))
+    multiply(inputs(4, 64), products, inputs(4, 64))
 
     assert names(launches) == [1, "add_normed", 1]
+
+
+def test_norms_of_batched_results_are_added_in_the_launch(launches: list) -> None:
+    out, gated, down, last = chain(64, 96, 32)
+    products = [
+        replace(out, after=RMS, multiplier=0.5),
+        replace(gated, norm=RMS),
+        replace(down, after=RMS),
+        replace(last, norm=RMS),
+    ]
+    x, hidden = inputs(9, 64), inputs(9, 64)
+
+    found, states = multiply(x, products, hidden)
+
+    [(argument, _)] = launches
+    of_out, of_gated, of_down, of_last = argument["stages"]
+    assert of_out["after"] == of_down["after"] == RMS.weight.data_ptr()
+    assert of_out["hidden"] == hidden.data_ptr()
+    assert of_down["hidden"] == of_out["sum"]
+    assert of_down["sum"] == states.data_ptr()
+    assert [of_gated["x"], of_last["x"]] == [of_out["next"], of_down["next"]]
+    assert of_out["summed"] == of_gated["squares"] != of_out["squared"]
+    assert of_down["summed"] == of_last["squares"] != of_down["squared"]
+    assert (of_out["after_multiplier"], of_down["after_multiplier"]) == (0.5, 1)
+    assert [stage["multiplier"] for stage in argument["stages"]] == [1] * 4
+    assert not argument["stages"]["of"]["residual"].any()
+    assert not argument["stages"]["of"][[0, 2]]["copy"].any()
+    assert of_last["of"]["y"].tolist() == where(*found)
+
+
+def test_the_first_norm_of_batched_products_comes_before_the_launch(launches: list) -> None:
+    normed = replace(product(matrix(64, 32, (4, 32))), norm=RMS)
+
+    multiply(inputs(9, 64), [normed])
+    multiply(inputs(2, 64), [normed])
+
+    assert names(launches) == ["norm", 1, 1]
 
 
 def test_other_norms_of_results_are_added_by_themselves(launches: list) -> None:

@@ -8,6 +8,7 @@ import pytest
 from caches import GPU_FORMATS
 from cupy_backends.cuda.libs import nvrtc
 
+from exl2flow.kernels.batched import ROWS as batched_rows
 from exl2flow.kernels.cache_formats import CACHE_FORMATS, Element
 from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
 from exl2flow.kernels.cuda_cache import (
@@ -18,7 +19,7 @@ from exl2flow.kernels.cuda_cache import (
     WIDTHS,
     _beside,
 )
-from exl2flow.kernels.product import ROWS
+from exl2flow.kernels.product import ROWS as product_rows
 
 DEVICES = [
     [90],
@@ -29,6 +30,7 @@ FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for 
 SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
 CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
 SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
+GPTQ = ("false", "true")
 INSTANCES = {
     "attention.cu": [
         f"attend<{width}, {keys}, {values}, {tokens}, {columns}, 1>"
@@ -41,7 +43,8 @@ INSTANCES = {
         for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
         if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
-    "product.cu": [f"product<{rows}, {gptq}>" for rows in ROWS for gptq in ("false", "true")],
+    "product.cu": [f"product<{rows}, {gptq}>" for rows in product_rows for gptq in GPTQ],
+    "batched.cu": [f"batched<{rows}, {gptq}>" for rows in batched_rows for gptq in GPTQ],
 }
 
 
@@ -88,6 +91,7 @@ def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> Non
 def test_no_source_is_left_out() -> None:
     assert SOURCES == [
         "attention.cu",
+        "batched.cu",
         "cache.cu",
         "choose.cu",
         "decode.cu",

@@ -66,7 +66,7 @@ def refused() -> Parts | None:
 
 
 @pytest.mark.parametrize(
-    ("processors", "most_shared", "rows"), [(132, LARGE, 1), (132, LARGE, 16), (128, SMALL, 2)]
+    ("processors", "most_shared", "rows"), [(132, LARGE, 1), (132, LARGE, 4), (128, SMALL, 2)]
 )
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_candidates_fit_and_the_default_is_the_first(
