@@ -56,3 +56,15 @@ class GenerationOptions(Options):
     ngram: bool = Field(False, description="guess tokens from what the text already contains")
     draft_tokens: int = Field(4, ge=1, le=7, description="that are guessed at once, at most")
     device: Device = Field("auto", description="auto, cpu or cuda")
+    gpu_split: str | None = Field(
+        None,
+        description="GB that the model and its cache may take on each GPU, as 20,24, 0 to skip "
+        "one; or auto: what is free",
+    )
+    reserve: str | None = Field(
+        None,
+        description="bytes that an automatic split leaves free, one number or one for each GPU",
+    )
+    devices: str | None = Field(
+        None, description="GPUs to split the model among, as 0,2, in the order of its layers"
+    )

@@ -4,8 +4,9 @@ For a GPU, several threads read files and copy their contents to it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.memory import available_memory, free_memory
+from exl2flow.inference.placement import Split, placed
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
     CanonicalTensors,
@@ -22,6 +24,7 @@ from exl2flow.model import (
     Embedding,
     Head,
     ModelSpec,
+    Placement,
     Sublayer,
     TensorFiles,
     Tokenizer,
@@ -32,6 +35,8 @@ from exl2flow.model import (
     resolve,
 )
 from exl2flow.model.footprint import Footprint, exact_format
+from exl2flow.model.ranks import Ranks
+from exl2flow.model.shards import check_ranks, share_head, share_sublayer, shared_spec
 from exl2flow.model.spec import expected_tensors
 
 SAMPLE_PROMPT_TOKENS = 512  # of a sample, to estimate memory
@@ -40,12 +45,16 @@ THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run; `max_tokens` is the longest text that it reads."""
+    """A model ready to run; `max_tokens` is the longest text that it reads.
+
+    ranks: the processes that share it; None: it is whole.
+    """
 
     spec: ModelSpec
     decoder: Decoder
     tokenizer: Tokenizer
     max_tokens: int
+    ranks: Ranks | None = None
 
 
 class StreamedSublayers(Sequence[Sublayer]):
@@ -76,12 +85,16 @@ class StreamedSublayers(Sequence[Sublayer]):
     def __getitem__(self, index: int | slice) -> Sublayer | Sequence[Sublayer]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        return self.read(index, self.device)
+
+    def read(self, index: int, device: torch.device) -> Sublayer:
+        """Return a sublayer on a device."""
         return build_sublayer(
             self.spec,
             self.spec.sublayers[index],
             self.tensors,
             dtype=self.dtype,
-            device=self.device,
+            device=device,
             packed=self.packed,
         )
 
@@ -95,46 +108,66 @@ def load_model(
     rope_alpha: float | None = None,
     rope_yarn: float | None = None,
     streamed: bool = False,
+    placement: Placement | Split | None = None,
+    ranks: Ranks | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a model folder.
 
     Args:
         model_dir: folder with config.json, a tokenizer and *.safetensors; index files are ignored.
-        device: auto, cpu or cuda. The CPU computes in fp32, CUDA in fp16.
+        device: auto, cpu, cuda, or cuda:1 for one of several GPUs. The CPU computes in fp32, CUDA
+            in fp16.
         max_tokens: longest text, prompt included; None: what the model was trained for.
         rope_scale: divides positions.
         rope_alpha: NTK factor, which stretches the base of the rotation.
         rope_yarn: YaRN factor, in place of the model's own way to stretch its context.
         streamed: read sublayers from disk in every forward pass instead of keeping them.
+        placement: where each part goes, or how they are divided among GPUs; None: all on `device`.
+        ranks: the processes that share the layers; all load the model and make the same calls, on a
+            CPU. The spec of the result has the heads of this one only.
         progress: called with the number of parts loaded, in order, and their total: the embedding,
             the sublayers that are kept, the head.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
         BackendUnavailable: the device is not available.
+        ConfigError: an option is out of range, or the split names devices that are not there.
+        OutOfDeviceMemory: the split has too little room.
     """
     folder = Path(model_dir)
-    place = resolve_device(device)
+    place = placement.head if isinstance(placement, Placement) else resolve_device(device)
     dtype = torch.float16 if place.type == "cuda" else torch.float32
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"`max_tokens` is {max_tokens}; it must be 1 or more")
+    if placement is not None and streamed:
+        raise ConfigError("a model that is read from disk in each pass needs one device: no split")
+    if ranks is not None and (placement is not None or streamed or place.type != "cpu"):
+        raise ConfigError('ranks share a model on CPUs, neither split nor streamed: `device="cpu"`')
     spec = resolve(folder).with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
     tensors = CanonicalTensors(spec)
     check_layers(spec, tensors)
+    if ranks is not None:
+        check_ranks(spec, ranks.count)
     packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
+    limit = max_tokens or spec.max_positions
+    if isinstance(placement, Split):
+        placement = placed(placement, spec, tensors, device=place, context=limit)
+    where = placement or Placement.on(place, spec.num_layers)
     sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
-    if packed:
-        get_ops(place).prepare()
-    with Threads(THREADS[place.type], place) as threads:
-        tokenizer = threads.begin(partial(Tokenizer.load, folder))
-        decoder = _decoder(threads, sublayers, streamed=streamed, progress=progress)
-        return LoadedModel(
-            spec=spec,
-            decoder=decoder,
-            tokenizer=tokenizer.result(),
-            max_tokens=max_tokens or spec.max_positions,
+    with ExitStack() as stack:
+        threads = {d: stack.enter_context(Threads(THREADS[d.type], d)) for d in where.devices}
+        for each in threads if packed else ():
+            with torch.cuda.device(each):
+                get_ops(each).prepare()
+        tokenizer = threads[where.head].begin(partial(Tokenizer.load, folder))
+        decoder = _decoder(
+            threads, sublayers, where, ranks=ranks, streamed=streamed, progress=progress
         )
+        return LoadedModel(
+            spec=decoder.spec, decoder=decoder, tokenizer=tokenizer.result(), max_tokens=limit,
+            ranks=ranks,
+        )  # fmt: skip
 
 
 def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel:
@@ -169,31 +202,45 @@ def _fits_in_memory(model_dir: Path, place: torch.device, *, tokens: int) -> boo
 
 
 def _decoder(
-    threads: Threads,
+    threads: Mapping[torch.device, Threads],
     source: StreamedSublayers,
+    where: Placement,
     *,
+    ranks: Ranks | None,
     streamed: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Decoder:
     """Load the parts of a model concurrently; raise the first error in part order."""
-    spec, tensors, dtype, device = source.spec, source.tensors, source.dtype, source.device
-    embedding = threads.begin(partial(build_embedding, spec, tensors, dtype=dtype, device=device))
-    head = threads.begin(  # second, because it takes long
+    spec, tensors, dtype = source.spec, source.tensors, source.dtype
+    embedding = threads[where.embedding].begin(
+        partial(build_embedding, spec, tensors, dtype=dtype, device=where.embedding)
+    )
+    is_shared = spec.tied_head and where.head == where.embedding
+    head = threads[where.head].begin(  # second, because it takes long
         lambda: build_head(
-            spec, tensors, dtype=dtype, device=device, packed=source.packed,
-            embedding=embedding.result() if spec.tied_head else None,
+            spec, tensors, dtype=dtype, device=where.head, packed=source.packed,
+            embedding=embedding.result() if is_shared else None,
         )
     )  # fmt: skip
-    count = 0 if streamed else len(source)
-    kept = [threads.begin(partial(source.__getitem__, index)) for index in range(count)]
+
+    def read(index: int, device: torch.device) -> Sublayer:
+        sublayer = source.read(index, device)
+        return sublayer if ranks is None else share_sublayer(spec, sublayer, ranks)
+
+    kept = [
+        threads[device].begin(partial(read, sublayer.index, device))
+        for sublayer in (() if streamed else spec.sublayers)
+        for device in (where.layers[sublayer.layer_index],)
+    ]
     parts: list[Future[Embedding] | Future[Sublayer] | Future[Head]] = [embedding, *kept, head]
     for done, part in enumerate(parts, 1):
         part.result()
         if progress is not None:
             progress(done, len(parts))
     return Decoder(
-        spec,
+        spec if ranks is None else shared_spec(spec, ranks),
         embedding=embedding.result(),
         sublayers=source if streamed else [sublayer.result() for sublayer in kept],
-        head=head.result(),
+        head=head.result() if ranks is None else share_head(head.result(), ranks),
+        placement=where if where.is_split else None,
     )

@@ -11,19 +11,25 @@ from exl2flow.kernels.torch_ops import TORCH_OPS
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for `auto`, `cpu` or `cuda`.
+    """Return the device for `auto`, `cpu`, `cuda`, or `cuda:1` and the like.
 
     Raises:
-        BackendUnavailable: CUDA is requested but torch finds no device.
+        BackendUnavailable: CUDA is requested but torch finds no device, or not that one.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise BackendUnavailable(
             "no CUDA device is visible to torch; check the driver and that a CUDA build of torch "
             "is installed, or use `--device cpu`"
         )
-    return torch.device(name)
+    device = torch.device(name)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise BackendUnavailable(
+            f"`{name}` is not visible to torch, which sees {torch.cuda.device_count()} CUDA "
+            "devices; choose another one"
+        )
+    return device
 
 
 def get_ops(device: torch.device | str) -> Ops:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,10 +41,16 @@ class Recording(Generic[T]):
 class Recordings:
     """Recordings by key, in one pool of memory; work that cannot be recorded is launched."""
 
-    def __init__(self, idle: Callable[[], AbstractContextManager[None]], *, records: bool) -> None:
-        """`idle` makes a context in which work changes nothing that counts."""
+    def __init__(
+        self,
+        idle: Callable[[], AbstractContextManager[None]],
+        *,
+        records: bool,
+        device: torch.device,
+    ) -> None:
+        """`idle` makes a context in which work, all on one device, changes nothing that counts."""
         self.records = records
-        self._idle = idle
+        self._idle, self._device = idle, device
         self._made: dict[tuple[Hashable, ...], Recording[Any]] = {}
 
     def replay(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> T:
@@ -58,11 +64,15 @@ class Recordings:
             return
         beside = next(iter(self._made.values()), None)
         try:
-            with self._idle():
+            with self._here(), self._idle():
                 self._made[key] = Recording(work, beside=beside)
         except RuntimeError as error:
             log.info("step=launched reason=%s", error)
             self.records = False
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Make the device current, because a recording is of its stream."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def forget(self, mark: object) -> None:
         """Drop the recordings whose keys hold a mark."""

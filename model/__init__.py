@@ -33,6 +33,7 @@ from exl2flow.model.linear import (
     narrowed,
 )
 from exl2flow.model.mlp import MlpSublayer
+from exl2flow.model.placement import Placement
 from exl2flow.model.resolution import resolve
 from exl2flow.model.rope import RopeTable, RopeTables
 from exl2flow.model.rope_spec import RopeKind, RopeSpec
@@ -75,6 +76,7 @@ __all__ = [
     "ModelSpec",
     "NormSpec",
     "PackedLinear",
+    "Placement",
     "Projected",
     "ProjectionSpec",
     "QuantParams",

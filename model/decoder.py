@@ -6,14 +6,14 @@ import torch
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.core.request import FIRST_EMBEDDING
-from exl2flow.kernels import get_ops
-from exl2flow.model.attention import AttentionSublayer, KvCache
-from exl2flow.model.chains import Chains
+from exl2flow.kernels import get_ops, on_device
+from exl2flow.model.attention import KvCache
 from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved, read_to
 from exl2flow.model.norms import Norm, load_norm
-from exl2flow.model.parallel import ParallelSublayer
+from exl2flow.model.placement import Placement
 from exl2flow.model.products import product_of
-from exl2flow.model.rope import RopeTables, at_layer
+from exl2flow.model.rope import RopeTables
+from exl2flow.model.span import Span
 from exl2flow.model.spec import ModelSpec
 from exl2flow.model.sublayers import Sublayer, build_sublayer
 from exl2flow.model.weights import TensorFiles
@@ -139,17 +139,28 @@ class Head:
 
 
 class Decoder:
-    """A model ready to run."""
+    """A model ready to run; `spans`: its sublayers by device, in the order of a pass."""
 
     def __init__(
-        self, spec: ModelSpec, *, embedding: Embedding, sublayers: Sequence[Sublayer], head: Head
+        self,
+        spec: ModelSpec,
+        *,
+        embedding: Embedding,
+        sublayers: Sequence[Sublayer],
+        head: Head,
+        placement: Placement | None = None,
     ) -> None:
-        """Assemble a model; every pass takes `sublayers` in order, one at a time."""
+        """Assemble a model; `placement` says where its parts are, by default all on one device."""
         self.spec = spec
         self.embedding = embedding
         self.sublayers = sublayers
         self.head = head
-        self._chains = Chains.of(sublayers) if isinstance(sublayers, list) else None
+        whole = Placement.on(embedding.weight.device, spec.num_layers)
+        self.placement = placement or whole
+        self.spans = [
+            Span(spec, sublayers, device=device, layers=layers)
+            for device, layers in self.placement.spans()
+        ]
 
     def embed(
         self,
@@ -168,8 +179,9 @@ class Decoder:
         hidden = self.embedding(ids, positions=positions)
         if rows is None:
             return hidden
-        scaled = rows * self.spec.family.residual_scale
-        return hidden.masked_scatter((ids >= FIRST_EMBEDDING)[..., None], scaled)
+        given = ids.to(hidden.device) >= FIRST_EMBEDDING
+        scaled = rows.to(hidden.device) * self.spec.family.residual_scale
+        return hidden.masked_scatter(given[..., None], scaled)
 
     def hidden(
         self,
@@ -180,17 +192,18 @@ class Decoder:
     ) -> torch.Tensor:
         """Return the last sublayer's output (b, t, hidden), before the final norm.
 
+        It is on the device of the head.
+
         Args:
             ids: token ids (b, t) that follow what the cache holds.
             cache: receives the keys and values of these tokens.
             table: their rotation; by default that of positions from 0 on.
             rows: see `embed`.
         """
-        start = table or 0
         hidden = self.embed(ids, rows, None if table is None else table.positions)
-        if self._chains and hidden.dtype == torch.float16:
-            return self._chains(hidden, start=start, cache=cache)
-        return self._through(len(self.sublayers), hidden, start, cache)
+        for span in self.spans:
+            hidden = span(on_device(hidden, span.device), start=table or 0, cache=cache)
+        return hidden
 
     def fill(
         self,
@@ -203,27 +216,11 @@ class Decoder:
 
         What follows the last layer's keys and values is not computed.
         """
-        start = table or 0
         hidden = self.embed(ids, rows, None if table is None else table.positions)
-        if self._chains and hidden.dtype == torch.float16:
-            self._chains.fill(hidden, start=start, cache=cache)
-            return
-        last = max(i for i, sublayer in enumerate(self.spec.sublayers) if sublayer.kind != "mlp")
-        hidden, index = self._through(last, hidden, start, cache), self.spec.num_layers - 1
-        sublayer = self.sublayers[last]
-        assert isinstance(sublayer, AttentionSublayer | ParallelSublayer)
-        sublayer.fill(hidden, start=at_layer(start, index), cache=cache.layer(index))
-
-    def _through(
-        self, count: int, hidden: torch.Tensor, start: int | RopeTables, cache: KvCache | None
-    ) -> torch.Tensor:
-        """Return the output of the first `count` sublayers."""
-        for place in range(count):
-            sublayer = self.sublayers[place]
-            index = sublayer.spec.layer_index
-            layer = None if cache is None else cache.layer(index)
-            hidden = sublayer(hidden, start=at_layer(start, index), cache=layer)
-        return hidden
+        *spans, last = [span for span in self.spans if span.layers]
+        for span in spans:
+            hidden = span(on_device(hidden, span.device), start=table or 0, cache=cache)
+        last.fill(on_device(hidden, last.device), start=table or 0, cache=cache)
 
     def forward(
         self, ids: torch.Tensor, cache: KvCache | None = None, table: RopeTables | None = None

@@ -235,7 +235,7 @@ def read_to(
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor on a device, sent in its own dtype and converted there."""
     if torch.device(device).type == "cpu":
-        return tensor.to(dtype)
+        return tensor.to(device, dtype)
     found = torch.empty(tensor.shape, dtype=dtype, device=device)
     rows = max(1, SENT_ELEMENTS * len(tensor) // tensor.numel())
     for part, source in zip(torch.split(found, rows), torch.split(tensor, rows), strict=True):

@@ -4,6 +4,7 @@ The linears that read one activation are multiplied together, as are their A.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -19,11 +20,12 @@ Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # key → A (r, k) a
 class LowRank:
     """The linears of a sublayer that read one activation, and room for A and B of each.
 
-    down: (linears, ranks, k), or None; ups: (ranks, n) each. unused: bool, True where a token
-    (b, t, 1, ranks) leaves a rank out.
+    device: of all of them; down: (linears, ranks, k), or None; ups: (ranks, n) each; unused: bool,
+    True where a token (b, t, 1, ranks) leaves a rank out.
     """
 
-    def __init__(self, sublayer: Sublayer, capture: str) -> None:
+    def __init__(self, sublayer: Sublayer, capture: str, device: torch.device) -> None:
+        self.device = device
         self._projections = sublayer.spec.reading(capture)
         self.keys = {p.key for p in self._projections}
         self._linears = [sublayer.linears[p.name] for p in self._projections]
@@ -35,10 +37,11 @@ class LowRank:
         self.ups: list[torch.Tensor] = []
         self.unused = torch.empty(0, dtype=torch.bool)
 
-    def room(self, ranks: int, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def room(self, ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return a new `down` and `ups`, of zeros."""
-        down = like.new_zeros(len(self._linears), ranks, self._projections[0].in_features)
-        return down, [like.new_zeros(ranks, p.out_features) for p in self._projections]
+        zeros = partial(torch.zeros, dtype=dtype, device=self.device)
+        down = zeros(len(self._linears), ranks, self._projections[0].in_features)
+        return down, [zeros(ranks, p.out_features) for p in self._projections]
 
     def put(self, matrices: Matrices, first: int, ranks: int) -> None:
         """Store matrices at so many ranks from the first on; what they do not fill is zero."""
@@ -73,8 +76,15 @@ def with_low_rank(decoder: Decoder) -> tuple[Decoder, list[LowRank]]:
     parts: list[LowRank] = []
     for base in decoder.sublayers:
         captures = dict.fromkeys(p.capture for p in base.spec.projections)
-        own = {capture: LowRank(base, capture) for capture in captures}
+        device = decoder.placement.layers[base.spec.layer_index]
+        own = {capture: LowRank(base, capture, device) for capture in captures}
         twins.append(base.replaced(own))
         parts += own.values()
-    made = Decoder(decoder.spec, embedding=decoder.embedding, sublayers=twins, head=decoder.head)
+    made = Decoder(
+        decoder.spec,
+        embedding=decoder.embedding,
+        sublayers=twins,
+        head=decoder.head,
+        placement=decoder.placement,
+    )
     return made, parts

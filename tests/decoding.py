@@ -39,7 +39,8 @@ class Slots:
             model.spec,
             pages=slots * self._each,
             form=CACHE_FORMATS[name],
-            device=model.decoder.embedding.weight.device,
+            device=model.decoder.placement.head,
+            layers=model.decoder.placement.layers,
         )
         self.steps = Steps(model, self.cache, slots=slots, max_tokens=tokens)
         if launched:

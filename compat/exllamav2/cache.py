@@ -4,6 +4,7 @@ It is made when it is first needed, and again when one of them needs other optio
 which texts they hold: nobody needs to reset or to copy a cache, and `texts` is all that one holds.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -14,7 +15,7 @@ from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.inference import Generator
 from exl2flow.inference.cache.paged import pages_of
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.footprint import cache_bytes, exact_format
+from exl2flow.model.footprint import exact_format, store_bytes
 
 
 class ExLlamaV2Cache:
@@ -101,9 +102,12 @@ class ExLlamaV2Cache:
 
     def footprint(self) -> list[int]:
         """Return the bytes on each device."""
-        native = self.model.native
-        name = self.format or exact_format(native.decoder.embedding.weight.device)
-        return [cache_bytes(native.spec, context=self.tokens, cache_format=name)]
+        native, found = self.model.native, Counter[torch.device]()
+        placement, pages = native.decoder.placement, self.tokens // PAGE_TOKENS
+        name = self.format or exact_format(placement.head)
+        for layer, device in zip(native.spec.attentions, placement.layers, strict=True):
+            found[device] += store_bytes(layer.num_kv_heads, layer.head_dim, pages, name)
+        return [*found.values()]
 
 
 ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8 = (

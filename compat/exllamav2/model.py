@@ -1,4 +1,4 @@
-"""Configuration, model and LoRA; a model is on one device, a GPU if there is one."""
+"""Configuration, model and LoRA; a model is on one GPU unless it is split, or on the CPU."""
 
 import logging
 import sys
@@ -17,6 +17,7 @@ from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Adapter, LoadedModel, load_model
+from exl2flow.inference.placement import Split
 from exl2flow.model import resolve
 
 log = logging.getLogger(__name__)
@@ -75,16 +76,22 @@ class ExLlamaV2:
         self, gpu_split: Sequence[float] | None = None, lazy: bool = False, stats: bool = False,
         callback: Any = None, progress: bool = False,
     ) -> None:  # fmt: skip
-        """Load the model; `lazy`: read its layers from disk in every pass."""
-        config, folder = self.config, Path(self.config.model_dir)
+        """Load the model; `lazy`: read its layers from disk in every pass, on one device."""
+        folder, split = Path(self.config.model_dir), None
         nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        if gpu_split is not None and (not gpu_split or gpu_split[0] * 2**30 < nbytes):
+        if gpu_split and torch.cuda.device_count() > 1:
+            split = Split(sizes=tuple(int(size * 2**30) for size in gpu_split))
+        elif gpu_split is not None and (not gpu_split or gpu_split[0] * 2**30 < nbytes):
             why = f"the weights of `{folder}` take {nbytes / 2**30:.1f} GB on one device"
             raise ConfigError(f"`gpu_split` is {gpu_split}, but {why}; give the first one as much")
+        self._load(split, lazy=lazy, callback=_show if progress else callback)
+
+    def _load(self, split: Split | None, *, callback: Any, lazy: bool = False) -> None:
+        config, folder = self.config, Path(self.config.model_dir)
         scale, alpha = config.scale_pos_emb / config._read, config.scale_alpha_value
         self._native = None  # first, to have room
         self._native = load_model(
-            folder, streamed=lazy, progress=_show if progress else callback,
+            folder, streamed=lazy, placement=split, progress=callback,
             max_tokens=config.max_seq_len, rope_scale=None if scale == 1 else scale,
             rope_alpha=None if alpha == 1 else alpha,
             rope_yarn=config.yarn_rope_factor if config.alt_rope_method == "yarn" else None,
@@ -94,13 +101,21 @@ class ExLlamaV2:
         self, cache: Any, reserve_vram: int | Sequence[int] | None = None,
         last_id_only: bool = False, callback: Any = None, progress: bool = False,
     ) -> None:  # fmt: skip
-        self.load(callback=callback, progress=progress)
+        """Split the model among GPUs if there are several, with room for the cache."""
+        split = None
+        if torch.cuda.device_count() > 1:
+            kept = (reserve_vram,) if isinstance(reserve_vram, int) else reserve_vram
+            split = Split(
+                reserve=None if kept is None else tuple(kept), tokens=cache.tokens,
+                cache=cache.format, slots=cache.batch_size,
+            )  # fmt: skip
+        self._load(split, callback=_show if progress else callback)
 
     def load_tp(
         self, gpu_split: Sequence[float] | None = None, callback: Any = None,
         progress: bool = False, expect_cache_tokens: int = 0, expect_cache_base: Any = None,
     ) -> None:  # fmt: skip
-        log.warning("tensor parallelism is not implemented; the model runs on one device")
+        log.warning("tensor parallelism is not implemented; layers are on one device or split")
         self.load(gpu_split, callback=callback, progress=progress)
 
     def _load_gen(

@@ -9,7 +9,7 @@ from exl2flow.core.errors import ConfigError
 
 VALUES = {  # name: its short form, its type and help
     "model_dir": ("m", str, "folder of the model"),
-    "gpu_split": ("gs", str, "auto, or GB per device; here a model runs on the first one"),
+    "gpu_split": ("gs", str, "auto, or GB per device"),
     "length": ("l", int, "longest text, prompt included"),
     "rope_scale": ("rs", float, "divides positions"),
     "rope_alpha": ("ra", float, "NTK factor"),

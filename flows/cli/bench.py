@@ -38,6 +38,33 @@ def bench_command(
             help="Device to compute on; auto: CUDA if there is a usable GPU, else the CPU.",
         ),
     ] = "auto",
+    gpu_split: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-split",
+            metavar="GB,…|auto",
+            help="GB that the model and its cache may take on each GPU, 0 to skip one.",
+            show_default="one GPU",
+        ),
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            "--reserve",
+            metavar="BYTES,…",
+            help="Bytes that an automatic split leaves free.",
+            show_default="192 MiB of the first one, 64 MiB of the others",
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="N,…",
+            help="GPUs to split the model among, in the order of its layers.",
+            show_default="all",
+        ),
+    ] = None,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -72,11 +99,23 @@ def bench_command(
     counts = _counts(rows)
     from exl2flow.flows.conversion import choose_allocator
     from exl2flow.inference.bench import bench
+    from exl2flow.inference.placement import Split
+    from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()
+    most = max(counts)
+    split = Split.parse(
+        gpu_split,
+        reserve=reserve,
+        devices=devices,
+        tokens=most * (context // PAGE_TOKENS + 1) * PAGE_TOKENS,
+        cache=cache,
+        slots=most,
+    )
     found = bench(
         model,
         device=device,
+        placement=split,
         cache=cache,
         context=context,
         rows=counts,

@@ -177,9 +177,9 @@ def _begin(
 
     chat, shared = config.chat, config.generation
     filters = filters_of(json_schema=shared.json_schema, regex=shared.regex, grammar=shared.grammar)
-    loaded = load(model, shared)
+    loaded = load(model, shared, slots=1)
     format, why = choose_format(model, loaded.tokenizer, chat.format)
-    draft = load_draft(shared)
+    draft = load_draft(shared, loaded)
 
     def generator() -> "Generator":
         return Generator(loaded, cache=shared.cache, slots=1, draft=draft)

@@ -128,8 +128,8 @@ def _generator(
     filters = filters_of(
         json_schema=options.json_schema, regex=options.regex, grammar=options.grammar
     )
-    loaded = load(model, options)
-    draft = load_draft(options)
+    loaded = load(model, options, slots=options.slots if options.prompts else 1)
+    draft = load_draft(options, loaded)
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids
     stops: tuple[int | str, ...] = (*ends, *options.stop)
     common: dict[str, Any] = {

@@ -13,14 +13,19 @@ if TYPE_CHECKING:  # these import torch
     from exl2flow.inference.drafts import Drafter
 
 
-def load(model: Path, options: GenerationOptions) -> "LoadedModel":
-    """Load a model as the options say."""
+def load(model: Path, options: GenerationOptions, *, slots: int) -> "LoadedModel":
+    """Load a model as the options say; a split leaves room for the logits of so many texts."""
     from exl2flow.flows.conversion import choose_allocator
     from exl2flow.inference import load_model
+    from exl2flow.inference.placement import Split
 
     choose_allocator()
+    split = Split.parse(
+        options.gpu_split, reserve=options.reserve, devices=options.devices,
+        tokens=options.tokens, cache=options.cache, slots=slots,
+    )  # fmt: skip
     return load_model(
-        model, device=options.device, max_tokens=options.max_tokens,
+        model, device=options.device, placement=split, max_tokens=options.max_tokens,
         rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
     )  # fmt: skip
 
@@ -32,8 +37,8 @@ def read_adapters(model: "LoadedModel", folders: Iterable[Path]) -> "list[Adapte
     return [Adapter.load(folder, model) for folder in folders]
 
 
-def load_draft(options: GenerationOptions) -> "Drafter | None":
-    """Return what guesses tokens.
+def load_draft(options: GenerationOptions, model: "LoadedModel") -> "Drafter | None":
+    """Return what guesses tokens, on the device of the model's head.
 
     Raises:
         ConfigError: two would.
@@ -46,8 +51,8 @@ def load_draft(options: GenerationOptions) -> "Drafter | None":
 
     if options.draft is None:
         return NgramDraft(tokens=options.draft_tokens)
-    model = load_model(options.draft, device=options.device)
-    return Draft(model=model, tokens=options.draft_tokens)
+    draft = load_model(options.draft, device=str(model.decoder.placement.head))
+    return Draft(model=draft, tokens=options.draft_tokens)
 
 
 def filters_of(

@@ -53,6 +53,8 @@ class Adapter:
             ConfigError: a file is missing or damaged, or the adapter is of a kind that is not
                 supported, or for another model; the message names file and tensor.
         """
+        if model.ranks is not None:
+            raise ConfigError(f"`{folder}` needs a whole model, not one that ranks share")
         folder, spec, dtype = Path(folder), model.spec, model.decoder.embedding.weight.dtype
         config, digest, matrices = _config(folder), blake2b(digest_size=16), dict[str, Any]()
         rank: int = config["r"]

@@ -4,7 +4,7 @@ Each activation is multiplied by all adapters at once; what its text does not us
 So a text may use several, and recorded steps read a mask at a fixed address.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -27,11 +27,15 @@ class AdapterSlots:
     def __init__(self, decoder: Decoder, slots: int, moved: Callable[[str], None]) -> None:
         """Take a decoder, which stays as it is; `moved` is called with a `mark` if tensors move."""
         self._plain = self._decoder = decoder
-        self._parts, self._moved = list[LowRank](), moved
+        self._parts, self._moved = list[LowRank](), [moved]
         self._used = dict[int, Used]()  # by slot
         self._stored, self._width = list[Adapter | None](), 0  # each has room for `width` ranks
         self._keys = set[str]()  # of the projections that adapters may change
-        self._unused = torch.empty(slots, 1, 1, 0)  # of `LowRank`, in steps
+        self._slots, self._unused = slots, dict[torch.device, torch.Tensor]()  # of `LowRank`
+
+    def tell(self, moved: Callable[[str], None]) -> None:
+        """Call this, too, with a `mark` if tensors move."""
+        self._moved.append(moved)
 
     @property
     def mark(self) -> str:
@@ -51,19 +55,21 @@ class AdapterSlots:
 
     def for_slots(self, slots: int) -> Decoder:
         """Return the decoder for a step of the first slots, (slots, t) tokens."""
-        return self._with(self._unused[:slots]) if self._used else self._plain
+        if not self._used:
+            return self._plain
+        return self._with({device: x[:slots] for device, x in self._unused.items()})
 
     def for_parts(self, parts: Sequence[Used], counts: Sequence[int]) -> Decoder:
         """Return the decoder for a pass (1, t) over texts: their adapters, and how many tokens."""
         if not any(parts):
             return self._plain
         self._hold(chain(*parts))
-        rows = self._rows(parts).repeat_interleave(torch.tensor(counts), dim=0)
-        return self._with(on_device(rows.transpose(0, 1), self._unused.device))
+        rows = self._rows(parts).repeat_interleave(torch.tensor(counts), dim=0).transpose(0, 1)
+        return self._with({device: on_device(rows, device) for device in self._unused})
 
-    def _with(self, unused: torch.Tensor) -> Decoder:
+    def _with(self, unused: Mapping[torch.device, torch.Tensor]) -> Decoder:
         for part in self._parts:
-            part.unused = unused
+            part.unused = unused[part.device]
         return self._decoder
 
     def _rows(self, texts: Iterable[Used]) -> torch.Tensor:
@@ -85,20 +91,25 @@ class AdapterSlots:
             self._stored[i] = adapter
             for part in self._parts:
                 part.put(adapter.matrices, i * self._width, self._width)
-        rows = self._rows(self._used.get(slot, ()) for slot in range(len(self._unused)))
-        self._unused.copy_(rows, non_blocking=True)
+        rows = self._rows(self._used.get(slot, ()) for slot in range(self._slots))
+        for unused in self._unused.values():
+            unused.copy_(rows, non_blocking=True)
 
     def _grow(self, needed: Sequence[Adapter]) -> None:
         """Make room for the needed adapters in new tensors, which are empty."""
         if not self._parts:
             self._decoder, self._parts = with_low_rank(self._plain)
-        like, keys = self._plain.embedding.weight, self._keys.union(*(a.matrices for a in needed))
+        dtype = self._plain.embedding.weight.dtype
+        keys = self._keys.union(*(adapter.matrices for adapter in needed))
         width = max(self._width, *(-(-adapter.rank // ALIGNED) * ALIGNED for adapter in needed))
         count = max(len(self._stored), 1 << (len(needed) - 1).bit_length())
         changed = [part for part in self._parts if part.keys & keys]
-        rooms = [part.room(count * width, like) for part in changed]  # memory may run out
+        rooms = [part.room(count * width, dtype) for part in changed]  # memory may run out
         for part, (down, ups) in zip(changed, rooms, strict=True):
             part.down, part.ups = down, ups
-        self._unused = like.new_ones(len(self._unused), 1, 1, count * width, dtype=torch.bool)
+        shape = (self._slots, 1, 1, count * width)
+        devices = dict.fromkeys(self._plain.placement.layers)
+        self._unused = {x: torch.ones(shape, dtype=torch.bool, device=x) for x in devices}
         self._stored, self._width, self._keys = [None] * count, width, keys
-        self._moved("adapted")
+        for moved in self._moved:
+            moved("adapted")

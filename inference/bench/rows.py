@@ -26,14 +26,14 @@ class Rows:
             ConfigError: there is no such format.
             OutOfDeviceMemory: the cache does not fit.
         """
-        device, each = model.decoder.embedding.weight.device, pages_of(context + 1)
-        form = cache_format(cache, device)
+        placement, each = model.decoder.placement, pages_of(context + 1)
+        form = cache_format(cache, placement.head)
         self.rows, self.context, self.model = rows, context, model
-        self.cache = reserve(model.spec, pages=rows * each, form=form, device=device)
+        self.cache = reserve(model.spec, pages=rows * each, form=form, placement=placement)
         self.steps = Steps(model, self.cache, slots=rows, max_tokens=context + 1)
         self._ids = torch.randint(0, model.spec.vocab_size, (rows, context + 1)).tolist()
         self._pages = torch.arange(rows * each).view(rows, each).tolist()
-        self._angles = RopeTables.of(model.spec, context + 1, device)
+        self._angles = RopeTables.of(model.spec, context + 1, placement.head)
         self._kind = Kind.of([SamplingSettings.greedy()])
 
     def read(self, rows: int | None = None) -> None:

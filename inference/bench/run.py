@@ -5,6 +5,7 @@ A short prompt gives the machine's pace, and each result refines the forecast fo
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, 
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of
 from exl2flow.inference.load import LoadedModel, load_model
+from exl2flow.inference.placement import Split
 from exl2flow.kernels import PAGE_TOKENS, resolve_device
 from exl2flow.model import CanonicalTensors, Decoder
 from exl2flow.model.footprint import exact_format
@@ -33,6 +35,7 @@ def bench(
     folder: Path,
     *,
     device: str = "auto",
+    placement: Split | None = None,
     cache: str | None = None,
     context: int = PROMPTS[0],
     rows: Sequence[int] = (1, 4, 16),
@@ -43,6 +46,7 @@ def bench(
     Args:
         folder: the model.
         device: auto, cpu or cuda.
+        placement: how the model is divided among GPUs; None: it is on one.
         cache: its cache's format; None: fp16 on a GPU, fp32 on a CPU.
         context: tokens before those that are decoded, at most.
         rows: numbers of sequences that are decoded at once.
@@ -58,17 +62,19 @@ def bench(
     cache_format(form, place)
     report("loading")
     begun = time.perf_counter()
-    model = load_model(folder, device=device)
-    if place.type == "cuda":
-        torch.cuda.synchronize()
+    model = load_model(folder, device=device, placement=placement)
+    devices = model.decoder.placement.devices
+    for each in devices if place.type == "cuda" else ():
+        torch.cuda.synchronize(each)
     taken = time.perf_counter() - begun
     tensors = CanonicalTensors(model.spec)
     session = Session(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
-    session.run(context, rows)
+    with torch.cuda.device(devices[-1]) if place.type == "cuda" else nullcontext():  # ends last
+        session.run(context, rows)
     memory = session.memory()  # the copy needs some of its own
     return Speed(
         model=str(folder),
-        device=device_name(place),
+        device=", ".join(map(device_name, devices)),
         versions=all_versions(place),
         load_seconds=taken,
         file_bytes=sum(tensors.nbytes(name) for name in tensors.names),
@@ -88,12 +94,14 @@ class Session:
 
     def __init__(self, model: LoadedModel, *, cache: str, seconds: float, report: Report) -> None:
         self.model, self.cache, self.report = model, cache, report
-        self.device = model.decoder.embedding.weight.device
+        self.device = model.decoder.placement.head
+        self._placed = [(model.spec, model.decoder.placement)]
         self.timings: list[Timing] = []
         self.omitted: list[str] = []
         self.pace = 0.0
         self.on_gpu = self.device.type == "cuda"
-        self._weights = torch.cuda.memory_allocated() if self.on_gpu else 0
+        self._devices = model.decoder.placement.devices if self.on_gpu else ()
+        self._weights = sum(map(torch.cuda.memory_allocated, self._devices))
         self._largest_cache = 0
         self._end = time.perf_counter() + seconds
 
@@ -117,7 +125,7 @@ class Session:
         """Return the use of a GPU's memory so far."""
         if not self.on_gpu:
             return None
-        peak = torch.cuda.max_memory_allocated()
+        peak = sum(map(torch.cuda.max_memory_allocated, self._devices))
         return Memory(weights=self._weights, cache=self._largest_cache, peak=peak)
 
     def _share(self, parts: int) -> float:
@@ -159,7 +167,7 @@ class Session:
         needed = rows * pages_of(context + 1) * PAGE_TOKENS
         if steps and steps[-1].seconds / steps[-1].rows * rows > share / 2:
             self.omitted.append(f"{name}: too slow here")
-        elif fitting(needed, [self.model.spec], self.cache, self.device) < needed:
+        elif fitting(needed, self._placed, self.cache) < needed:
             self.omitted.append(f"{name}: {NO_ROOM}")
         else:
             if context < wanted:

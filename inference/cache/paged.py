@@ -5,6 +5,10 @@ reads and writes through a view (`views.py`): `StepView` for a few new tokens pe
 `PromptView` for many tokens of several prompts.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+
 import torch
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
@@ -14,9 +18,10 @@ from exl2flow.kernels import (
     PAGE_TOKENS,
     CacheFormat,
     LayerStore,
+    on_device,
 )
-from exl2flow.model import ModelSpec
-from exl2flow.model.footprint import cache_bytes
+from exl2flow.model import ModelSpec, Placement
+from exl2flow.model.footprint import store_bytes
 
 SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
@@ -24,25 +29,40 @@ SHARE = 0.7  # of the free memory, for a cache whose size is not given
 class PagedCache:
     """Keys and values of all layers.
 
-    pages: usable pages; one more, `spare`, takes what idle slots write.
+    pages: usable pages; one more, `spare`, takes what idle slots write. device: of the tables that
+    views take.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, pages: int, form: CacheFormat, device: torch.device | str
+        self,
+        spec: ModelSpec,
+        *,
+        pages: int,
+        form: CacheFormat,
+        device: torch.device | str,
+        layers: Sequence[torch.device] | None = None,
     ) -> None:
+        """Reserve pages on the device of each layer, by default on `device`."""
         self.pages = self.spare = pages
         self.form = form
         self.device = torch.device(device)
+        self._layers = layers or [self.device] * spec.num_layers
         self.stores = [
             LayerStore.empty(
                 form,
                 pages=pages + 1,
                 kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
-                device=device,
+                device=there,
             )
-            for attention in spec.attentions
+            for attention, there in zip(spec.attentions, self._layers, strict=True)
         ]
+
+    def at(self, device: torch.device) -> "PagedCache":
+        """Return the same pages for views with tables on another device."""
+        twin = copy(self)
+        twin.device = device
+        return twin
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -57,9 +77,10 @@ class PagedCache:
 
     def copy(self, pages: torch.Tensor) -> None:
         """Copy pages, all rows of them: int64 (2, n), sources and targets."""
-        for store in self.stores:
-            store.keys.copy_pages(*pages)
-            store.values.copy_pages(*pages)
+        there = {device: on_device(pages, device) for device in dict.fromkeys(self._layers)}
+        for store, device in zip(self.stores, self._layers, strict=True):
+            store.keys.copy_pages(*there[device])
+            store.values.copy_pages(*there[device])
 
 
 def cache_format(name: str, device: torch.device) -> CacheFormat:
@@ -74,10 +95,12 @@ def cache_format(name: str, device: torch.device) -> CacheFormat:
     return CACHE_FORMATS[name]
 
 
-def reserve(spec: ModelSpec, *, pages: int, form: CacheFormat, device: torch.device) -> PagedCache:
-    """Reserve a cache; raises `OutOfDeviceMemory` if it does not fit."""
+def reserve(spec: ModelSpec, *, pages: int, form: CacheFormat, placement: Placement) -> PagedCache:
+    """Reserve a cache, its tables with the head; raises `OutOfDeviceMemory` if it does not fit."""
     try:
-        return PagedCache(spec, pages=pages, form=form, device=device)
+        return PagedCache(
+            spec, pages=pages, form=form, device=placement.head, layers=placement.layers
+        )
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(
             f"a cache of {pages * PAGE_TOKENS} tokens does not fit in the memory of the GPU; give "
@@ -90,10 +113,14 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def fitting(context: int, specs: list[ModelSpec], name: str, device: torch.device) -> int:
-    """Return the tokens of one context, or as many as fit in the free memory."""
-    room = free_memory(device) if device.type == "cuda" else available_memory()
-    if room is None:
-        return context
-    page = sum(cache_bytes(spec, context=1, cache_format=name) for spec in specs)
-    return max(PAGE_TOKENS, min(context, int(SHARE * room) // page * PAGE_TOKENS))
+def fitting(context: int, models: Sequence[tuple[ModelSpec, Placement]], name: str) -> int:
+    """Return the tokens of one context, or as many as fit in the free memory of every device."""
+    pages, most = Counter[torch.device](), context
+    for spec, placement in models:
+        for attention, device in zip(spec.attentions, placement.layers, strict=True):
+            pages[device] += store_bytes(attention.num_kv_heads, attention.head_dim, 1, name)
+    for device, page in pages.items():
+        room = free_memory(device) if device.type == "cuda" else available_memory()
+        if room is not None:
+            most = min(most, int(SHARE * room) // page * PAGE_TOKENS)
+    return max(PAGE_TOKENS, most)

@@ -57,9 +57,12 @@ class ModelGuesses:
     def __init__(self, draft: Draft, slots: Slots) -> None:
         self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
         device, rows, spec = slots.tables.device, len(slots.lengths), draft.model.spec
-        if self.decoder.embedding.weight.device != device:
-            raise ConfigError(f"the draft's model is not on {device}; load both there")
-        self.cache = reserve(spec, pages=slots.cache.pages, form=slots.cache.form, device=device)
+        placement = self.decoder.placement
+        if placement.is_split or placement.head != device:
+            raise ConfigError(f"the draft's model is not on {device}; load all of it there")
+        self.cache = reserve(
+            spec, pages=slots.cache.pages, form=slots.cache.form, placement=placement
+        )
         self._angles = RopeTables.of(spec, slots.tables.shape[1] * PAGE_TOKENS, device)
         self._ids = torch.zeros(rows, 2 + draft.tokens, dtype=torch.int64, device=device)
         self._found = torch.zeros(rows, draft.tokens, 2, dtype=torch.float64, device=device)

@@ -77,12 +77,13 @@ class Generator:
                 f"is a multiple of {PAGE_TOKENS}"
             )
         self.model, self.slots, self.context = model, slots, model.max_tokens
-        device = model.decoder.embedding.weight.device
-        name = cache or exact_format(device)
-        form, specs = cache_format(name, device), [model.spec]
-        specs += [draft.model.spec] if isinstance(draft, Draft) else []
-        self.pages = pages_of(tokens or fitting(model.max_tokens, specs, name, device))
-        pool = reserve(model.spec, pages=self.pages, form=form, device=device)
+        placement, models = model.decoder.placement, [model]
+        name = cache or exact_format(placement.head)
+        form = cache_format(name, placement.head)
+        models += [draft.model] if isinstance(draft, Draft) else []
+        placed = [(one.spec, one.decoder.placement) for one in models]
+        self.pages = pages_of(tokens or fitting(model.max_tokens, placed, name))
+        pool = reserve(model.spec, pages=self.pages, form=form, placement=placement)
         most = min(self.context, self.pages * PAGE_TOKENS)
         self._steps = Steps(model, pool, slots=slots, max_tokens=most, draft=draft)
         self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)

@@ -8,6 +8,7 @@ several tokens per slot, and sampling is replayed for each place while what it c
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,15 +18,15 @@ from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.adapters import AdapterSlots, Used
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.pages import Copy
-from exl2flow.inference.cache.views import PromptView, Segment, StepView
+from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.drafts import Drafter, Slots
+from exl2flow.inference.generate.passes import Passes, SplitPasses, State, WholePasses
 from exl2flow.inference.generate.places import Places
-from exl2flow.inference.generate.tails import Tails
 from exl2flow.inference.load import LoadedModel
 from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
 from exl2flow.kernels.recording import Recordings, bucket
-from exl2flow.model import Decoder, RopeTables, check_ids
+from exl2flow.model import Decoder, check_ids
 
 COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
@@ -63,17 +64,21 @@ class Steps:
         self.sampler = SamplerSlots(
             slots=slots, max_tokens=max_tokens, vocab_size=known, width=width, device=device
         )
-        most = max_tokens + max(drafts, STEP_TOKENS)
-        self._angles = RopeTables.of(model.spec, most, device)
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
         idle = partial(self.places.idle, self.sampler.active)
-        self.recordings = Recordings(idle, records=records)
-        self._tails = Tails(model.decoder, cache, self._angles, self.recordings)
+        self.recordings = Recordings(idle, records=records, device=device)
         self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
-        state = Slots(cache, self.tables, self.lengths, self.recordings)
-        self.guesses = None if draft is None else draft.start(model, state)
-        self.no_states = model.decoder.embedding.weight[:0]  # hidden states of no tokens
+        kind = SplitPasses if model.decoder.placement.is_split else WholePasses
+        state = State(
+            decoder=model.decoder, cache=cache, tables=self.tables, lengths=self.lengths,
+            ids=self.ids, places=self.places, adapters=self._adapters, recordings=self.recordings,
+            idle=idle, most=max_tokens + max(drafts, STEP_TOKENS),
+        )  # fmt: skip
+        self._passes: Passes = kind(state)
+        shared = Slots(cache, self.tables, self.lengths, self.recordings)
+        self.guesses = None if draft is None else draft.start(model, shared)
+        self.no_states = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
 
     @property
@@ -124,6 +129,7 @@ class Steps:
         self.tables[slot] = self.cache.spare
         there = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
         self.tables[slot, : len(pages)] = there
+        self._passes.tables_changed()
 
     def replace(self, slot: int, place: int, token: int) -> None:
         """Put another id in the place of the one that was sampled last.
@@ -138,6 +144,7 @@ class Steps:
     def leave(self, slot: int) -> None:
         """Free a slot."""
         self.tables[slot] = self.cache.spare
+        self._passes.tables_changed()
         self.lengths[slot].fill_(0)
         self._adapters.enter(slot)
         self.sampler.leave(slot)
@@ -165,12 +172,12 @@ class Steps:
         order; adapters: of each segment; states: return them, else none.
         """
         tokens, hidden = on_device(torch.tensor([ids]), self.cache.device), self.no_states
-        if not rows and not any(adapters) and self._tails.takes(segments):
-            hidden = self._tails.read(ids, segments)
+        ends = None if rows or any(adapters) else self._passes.read_ends(ids, segments)
+        if ends is not None:
+            hidden = ends
         else:
-            view = PromptView(self.cache, segments)
             given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
-            work = tokens, view, self._angles.along(view.positions), given
+            work = tokens, *self._passes.views(segments), given
             decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
             if states:
                 hidden = decoder.hidden(*work)[0]
@@ -185,7 +192,7 @@ class Steps:
         if copy is None:
             return
         self._copied[:] = on_device(torch.tensor([[copy.source], [copy.target]]), self.cache.device)
-        self.recordings.replay(("copy",), partial(self.cache.copy, self._copied))
+        self._passes.copy(self._copied)
         if self.guesses is not None:
             self.guesses.copy(self._copied)
 
@@ -201,8 +208,7 @@ class Steps:
             lists = [drafts.get(slot, ()) for slot in range(slots)]
             padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
             self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
-        key = rows, count, self._adapters.mark
-        self.recordings.replay(key, partial(self._forward, rows, count))
+        self._passes.forward(rows, count)
 
     def sample(self, slots: int, kind: Kind, *, behind: bool = False) -> Sampled:
         """Sample a token for each of the first slots; the next call overwrites the result.
@@ -219,11 +225,10 @@ class Steps:
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record what steps of any number of slots need for the kinds."""
-        self._tails.warm_up()
-        for rows in sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)}):
-            for count in sorted({min(count, 1 + self.drafts) for count in COUNTS}):
-                key = rows, count, self._adapters.mark
-                self.recordings.make(key, partial(self._forward, rows, count))
+        every = sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)})
+        counts = sorted({min(count, 1 + self.drafts) for count in COUNTS})
+        self._passes.warm_up([*product(every, counts)])
+        for rows in every:
             for kind in kinds:
                 for behind in {False, self.drafts > 0}:
                     sampling = rows, kind, behind
@@ -231,11 +236,6 @@ class Steps:
 
     def _rows(self, slots: int) -> int:
         return min(bucket(slots), len(self.ids))
-
-    def _forward(self, rows: int, count: int) -> None:
-        view = StepView(self.cache, self.tables[:rows], self.lengths[:rows], count=count)
-        work = self.ids[:rows, :count], view, self._angles.at(view.positions)
-        self.places.put(self._adapters.for_slots(rows).forward(*work))
 
     def _sample(self, rows: int, kind: Kind, behind: bool) -> Sampled:
         active, ids = self.sampler.active[:rows], self.ids[:rows, 0]

@@ -42,8 +42,9 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
 SAMPLER_ROWS = {"seed": ("N", "a new one every time"), "greedy": ("", None)}
 # of `exl2flow generate`
 SHARED = (
-    *("ban", "json_schema", "regex", "grammar", "device", "cache", "max_tokens"),
-    *("rope_scale", "rope_alpha", "rope_yarn", "lora", "draft", "ngram", "draft_tokens"),
+    *("ban", "json_schema", "regex", "grammar", "device", "gpu_split", "devices", "cache"),
+    *("max_tokens", "rope_scale", "rope_alpha", "rope_yarn"),
+    *("lora", "draft", "ngram", "draft_tokens"),
 )
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here

@@ -33,6 +33,9 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
     },
     "Model and cache": {
         "device": ("auto|cpu|cuda", None),
+        "gpu_split": ("GB,…|auto", "one GPU"),
+        "reserve": ("BYTES,…", "192 MiB of the first one, 64 MiB of the others"),
+        "devices": ("N,…", "all"),
         "cache": ("FORMAT", "as computed"),
         "tokens": ("N", "one context, or as many as fit"),
         "slots": ("N", None),
@@ -49,7 +52,8 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
     },
 }
 ROPE = ("rope_scale", "rope_alpha", "rope_yarn")
-RARE = (*ROPE, "draft_tokens", "no_bos", "end_loops", "prefer_end")
+SPLIT = ("gpu_split", "reserve", "devices")
+RARE = (*ROPE, *SPLIT, "draft_tokens", "no_bos", "end_loops", "prefer_end")
 REPEATED = ("stop", "ban", "lora")
 
 

@@ -21,6 +21,7 @@ from exl2flow.compat.exllamav2 import (
 )
 from exl2flow.compat.exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, SourceModelError
+from exl2flow.inference.placement import Split
 
 
 def test_fields_changed_after_construction_count(folder) -> None:
@@ -93,6 +94,35 @@ def test_all_ways_to_load_run_on_one_device(config, tokenizer, how, caplog, caps
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
 
     assert generator.generate("A", 4, completion_only=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("load", "split"),
+    [
+        (lambda model, _: model.load([1, 0, 0.5]), Split(sizes=(2**30, 0, 2**29))),
+        (lambda model, _: model.load(), None),
+        (
+            lambda model, cache: model.load_autosplit(cache, [5, 6]),
+            Split(reserve=(5, 6), tokens=512, cache="q4", slots=2),
+        ),
+        (
+            lambda model, cache: model.load_autosplit(cache, 7),
+            Split(reserve=(7,), tokens=512, cache="q4", slots=2),
+        ),
+    ],
+)
+def test_several_gpus_share_a_model_as_it_is_told(config, monkeypatch, load, split) -> None:
+    model, given = ExLlamaV2(config), []
+    cache = ExLlamaV2Cache_Q4(model, batch_size=2, max_seq_len=256, lazy=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        "exl2flow.compat.exllamav2.model.load_model",
+        lambda folder, *, placement, **options: given.append(placement),
+    )
+
+    load(model, cache)
+
+    assert given == [split]
 
 
 def test_what_needs_more_devices_or_images_is_refused(model) -> None:

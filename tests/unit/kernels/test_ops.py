@@ -52,6 +52,15 @@ def test_auto_takes_the_accelerator_if_there_is_one(
     assert resolve_device("auto").type == expected
 
 
+def test_a_gpu_may_be_named_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(BackendUnavailable, match="`cuda:2` is not visible to torch, which sees 2"):
+        resolve_device("cuda:2")
+
+
 def test_missing_accelerator_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

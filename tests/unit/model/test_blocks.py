@@ -173,7 +173,7 @@ def test_low_rank_products_are_those_of_merged_weights(
     twin, parts = with_low_rank(decoder)
     plain = decoder.forward(IDS)
     for part in parts:
-        part.down, part.ups = part.room(8, decoder.embedding.weight)
+        part.down, part.ups = part.room(8, decoder.embedding.weight.dtype)
         part.unused = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
 
     def change(sublayer: Sublayer) -> None:

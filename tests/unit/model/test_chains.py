@@ -180,7 +180,7 @@ def test_low_rank_products_are_added_to_those_of_packed_maps(tmp_path: Path) -> 
     decoder = decoder_of(make_packed("qwen2", tmp_path))
     _, [part, *_] = with_low_rank(decoder)
     sublayer, x = decoder.sublayers[0], torch.randn(2, 3, 64).half()
-    part.down, part.ups = part.room(5, x)
+    part.down, part.ups = part.room(5, x.dtype)
     projections = sublayer.spec.reading("input")
     matrices = {
         p.key: (torch.randn(2, 64).half() / 8, torch.randn(2, p.out_features).half())

@@ -197,3 +197,26 @@ def test_adapters_change_the_model_for_all_prompts(folder: Path, tmp_path: Path)
     assert plain != adapted == expected
     refused = run(folder, *options, "--lora", tmp_path)
     assert (refused.exit_code, "adapter_config.json" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu-split", "auto"), "a model is split among GPUs, and the device is `cpu`"),
+        (("--devices", "0,1"), "a model is split among GPUs, and the device is `cpu`"),
+        (("--gpu-split", "20;24"), "`--gpu-split 20;24` is no list such as `20,24` in GB"),
+        (("--gpu-split", "20", "--reserve", "1"), "`--reserve` goes with `--gpu-split auto`"),
+        (("--devices", "1,1"), "`--devices 1,1` names a device twice"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_splits_that_cannot_be_are_refused(
+    command: str, folder: Path, options: tuple[str, ...], message: str
+) -> None:
+    prompt = ("--prompt", "a") if command == "generate" else ()
+    words = [command, str(folder), "--device", "cpu", *prompt, *options]
+
+    done = CliRunner().invoke(app, words)
+
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())

@@ -70,7 +70,7 @@ def check(slots: AdapterSlots, source: Path, *texts: tuple[Adapter, ...]) -> Non
 
 def addresses(slots: AdapterSlots) -> list[int]:
     tensors = [x for part in slots._parts for x in (part.down, *part.ups) if x is not None]
-    return [x.data_ptr() for x in (*tensors, slots._unused)]
+    return [x.data_ptr() for x in (*tensors, *slots._unused.values())]
 
 
 def test_without_adapters_the_decoder_is_the_model_itself(

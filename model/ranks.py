@@ -1,0 +1,75 @@
+"""The processes that run one model together, and the two ways in which they exchange results."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+from torch import distributed
+
+from exl2flow.core.errors import BackendUnavailable, InferenceError
+
+PATIENCE = timedelta(minutes=5)  # with a rank that is alive; the loss of one is seen at once
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One of `count` processes, all of which make the same calls in the same order.
+
+    A context manager, which leaves the others: a process that ends without that may abort.
+    """
+
+    rank: int
+    count: int
+
+    @classmethod
+    def join(cls, init_method: str = "env://", *, rank: int = -1, count: int = -1) -> Self:
+        """Meet the others; by default as `torchrun` says.
+
+        Raises:
+            BackendUnavailable: they do not meet.
+        """
+        if not distributed.is_initialized():
+            try:
+                distributed.init_process_group(
+                    "gloo", init_method=init_method, rank=rank, world_size=count, timeout=PATIENCE
+                )
+            except (RuntimeError, ValueError) as error:
+                raise BackendUnavailable(
+                    f"the ranks of a model did not meet: {error}; start each with `torchrun`"
+                ) from error
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    def gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Return the columns of all ranks, (…, Σ widths), of this rank's own, (…, width)."""
+        rows, most = x.flatten(0, -2), max(widths)
+        sent = torch.nn.functional.pad(rows, (0, most - rows.shape[1])).contiguous()
+        found = [part[:, :width] for part, width in zip(self._all(sent), widths, strict=True)]
+        return torch.cat(found, dim=1).view(*x.shape[:-1], -1)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks in fp32, in their order, so it is equal on all of them."""
+        first, *others = self._all(x.float().contiguous())
+        for part in others:
+            first += part
+        return first.to(x.dtype)
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor of each rank, of one shape."""
+        found = [torch.empty_like(x) for _ in range(self.count)]
+        gather: Callable[..., object] = distributed.all_gather
+        try:
+            gather(found, x)
+        except RuntimeError as error:
+            raise InferenceError(
+                f"rank {self.rank} lost another one of {self.count}: {error}; start all again"
+            ) from error
+        return found

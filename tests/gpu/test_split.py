@@ -1,0 +1,133 @@
+"""Layers on two GPUs: texts and logits of one, forecast memory, models larger than one GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import run_until
+from tiny import make_tiny
+
+from exl2flow.core.errors import OutOfDeviceMemory
+from exl2flow.core.memory import free_memory, limit_memory
+from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference.placement import Sizes, Split, needs, place
+from exl2flow.kernels.recording import Recording
+from exl2flow.model import CanonicalTensors, Placement, resolve
+from exl2flow.model.footprint import Texts
+
+pytestmark = pytest.mark.multigpu
+
+A, B = torch.device("cuda", 0), torch.device("cuda", 1)
+LAYERS = 4
+HALVES = Placement(embedding=A, layers=(A, A, B, B), head=B)
+GREEDY = SamplingSettings.greedy()
+TEXT = "The quick brown fox jumps over the lazy dog. Numbers such as 3.14 and 42"
+NEAR = 2e-3  # relative error of logits: chains end at the border, where states are fp16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("split")
+    source = make_tiny("llama", made / "source", head_dim=64, num_hidden_layers=LAYERS)
+    config = small_config(source, made / "out", bpw=4.0)
+    run_until(config, "compile")
+    return config.out
+
+
+def generated(model: LoadedModel, **options: object) -> list[torch.Tensor]:
+    """Return the logits of 100 steps of a text that reads its own tokens."""
+    generator = Generator(model, slots=2, tokens=1024, **options)
+    request = Request(TEXT, max_new_tokens=100, settings=GREEDY, logits=True, stops=())
+    return [x for event in generator.stream(request) for x in event.logits if x is not None]
+
+
+def test_logits_are_near_those_of_one_gpu_and_the_same_in_every_run(
+    folder: Path, recordings: list[Recording]
+) -> None:
+    whole = generated(load_model(folder, device="cuda:0"))
+    first, second = (generated(load_model(folder, placement=HALVES)) for _ in range(2))
+
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    for found, expected in zip(first, whole, strict=True):
+        assert (found - expected).norm() <= NEAR * expected.norm()
+    assert recordings
+
+
+def test_a_model_may_be_on_another_gpu_than_the_current_one(folder: Path) -> None:
+    first, second = (generated(load_model(folder, device=f"cuda:{i}")) for i in range(2))
+
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_texts_share_pages_and_drafts_change_nothing(folder: Path) -> None:
+    draft = Draft(model=load_model(folder, device="cuda:1"), tokens=3)
+    prompts = [TEXT * 6, TEXT * 6 + " more", "A", TEXT]
+    options = {"max_new_tokens": 24, "settings": GREEDY}
+
+    expected = Generator(load_model(folder, placement=HALVES), tokens=4096).generate(
+        prompts, **options
+    )
+    drafted = Generator(load_model(folder, placement=HALVES), tokens=4096, draft=draft)
+
+    assert drafted.generate(prompts, **options) == expected
+
+
+def test_parts_and_pages_are_on_their_devices(folder: Path) -> None:
+    model = load_model(folder, placement=HALVES)
+    stored = Generator(model, tokens=1024).states.stored
+
+    assert model.decoder.embedding.weight.device == A
+    assert [x.device for x in stored[:: len(stored) // LAYERS]] == [*HALVES.layers]
+
+
+def test_forecast_of_what_each_gpu_takes_is_within_3_percent(tmp_path: Path) -> None:
+    source = make_tiny(
+        "llama", tmp_path / "wide", dtype=torch.float16, hidden_size=4096, intermediate_size=11008,
+        num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=LAYERS,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    spec = resolve(source)
+    texts = Texts(context=32768, pages=128, cache_format="fp16", sequences=1)
+    sizes = Sizes.of(spec, CanonicalTensors(spec), torch.float16)
+    forecast = needs(spec, sizes, HALVES, texts)
+    for device in (A, B):
+        torch.cuda.reset_peak_memory_stats(device)
+    before = {device: torch.cuda.memory_allocated(device) for device in (A, B)}
+
+    generator = Generator(load_model(source, placement=HALVES), tokens=32768, slots=1)
+    generator.generate([[5] * 32000], max_new_tokens=8, settings=GREEDY)
+
+    for device in (A, B):
+        taken = torch.cuda.max_memory_allocated(device) - before[device]
+        assert abs(taken / forecast[device] - 1) <= 0.03
+
+
+def test_a_model_larger_than_one_gpu_runs_on_two(folder: Path) -> None:
+    spec = resolve(folder)
+    sizes = Sizes.of(spec, CanonicalTensors(spec), torch.float16)
+    texts = Texts(context=256, pages=1, cache_format="fp16", sequences=2)
+    whole = needs(spec, sizes, Placement.on(A, LAYERS), texts)[A]
+    rooms = {A: whole - 1, B: whole}
+
+    with pytest.raises(OutOfDeviceMemory):
+        place(spec, sizes, {A: whole - 1}, texts)
+    model = load_model(folder, placement=Split(sizes=(whole - 1, whole), tokens=256, slots=2))
+
+    assert model.decoder.placement == place(spec, sizes, rooms, texts)
+    assert model.decoder.placement.devices == (A, B)
+    assert Generator(model, tokens=256, slots=2).generate("A", max_new_tokens=4) is not None
+
+
+def test_auto_uses_what_is_free_less_the_reserve(folder: Path) -> None:
+    try:
+        for device in (A, B):
+            limit_memory(device, 4 << 30)
+        split = Split(reserve=(free_memory(A) - 1, 0), tokens=256)
+
+        model = load_model(folder, placement=split)
+    finally:
+        for device in (A, B):
+            limit_memory(device, None)
+
+    assert model.decoder.placement.devices == (B,)
