@@ -33,6 +33,12 @@ def run_state(run: UUID) -> str:
     return state.name if state is not None else "none"
 
 
+def run_count(run: UUID) -> int:
+    """Return how often a flow run began."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(run).run_count
+
+
 def task_states(run: UUID) -> dict[str, str]:
     """Return task name → state name of a finished flow run."""
     chosen = FlowRunFilter(id=FlowRunFilterId(any_=[run]))

@@ -156,12 +156,12 @@ class LastingServer:
                 found.append(int(folder.name))
         return found
 
-    def submit(self, deployment: str, config: dict[str, Any]) -> UUID:
-        """Create a run of a deployment."""
+    def submit(self, deployment: str, config: dict[str, Any], key: str | None = None) -> UUID:
+        """Create a run of a deployment, unless there is one of this key."""
         with self.client() as client:
             found = client.read_deployment_by_name(deployment)
             return client.create_flow_run_from_deployment(
-                found.id, parameters={"config": config}
+                found.id, parameters={"config": config}, idempotency_key=key
             ).id
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The application of our servers: Prefect's own, with two changes.
+"""The application of our servers: Prefect's own, with three changes.
 
 Browsers let any web page open a WebSocket, whatever the CORS settings, and Prefect's WebSockets
 carry events and log lines: connections from other pages are refused.
@@ -7,13 +7,22 @@ Prefect begins most transactions as readers. SQLite refuses a reader that writes
 transaction has written (`database is locked`), whatever the timeout; after four refusals Prefect
 drops an event, and with it the action of an automation. A transaction that begins as a writer
 waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
+
+After a restart of the server, its clients send some events again. On SQLite, Prefect 3.8 fails to
+write what holds the same event twice, or none that is new in about 20 that it inserts together, and
+after five attempts drops all that were to be written with them. Only new events are written here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import sqlalchemy as sa
+from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import set_database_config
+from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.server.events.storage import database as storage
 from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
@@ -29,6 +38,19 @@ class PatientSqlite(AioSqliteConfiguration):
     def begin_transaction(self, session: AsyncSession, with_for_update: bool = False) -> Any:
         """See `BaseDatabaseConfiguration`."""
         return super().begin_transaction(session, with_for_update=True)
+
+
+_write: Any = storage._write_sqlite_events  # a decorator of Prefect hides its type
+
+
+async def write_new_events(session: AsyncSession, events: Sequence[ReceivedEvent]) -> None:
+    """Write the events that are not stored yet, each once."""
+    table = provide_database_interface().Event
+    for batch in storage._in_safe_batches(list({event.id: event for event in events}.values())):
+        ids = [event.id for event in batch]
+        stored = set(await session.scalars(sa.select(table.id).where(table.id.in_(ids))))
+        if new := [event for event in batch if event.id not in stored]:
+            await _write(session, new)
 
 
 class OwnPages:
@@ -53,6 +75,7 @@ def create_app() -> Any:
     url = PREFECT_API_DATABASE_CONNECTION_URL.value()
     if url is not None and url.startswith("sqlite"):
         set_database_config(PatientSqlite(connection_url=url))
+    storage._write_sqlite_events = write_new_events
     from prefect.server.api import server
 
     app = server.create_app()

@@ -5,9 +5,14 @@
 Each case is one command in a folder of its own: it runs for a random part of the time that it takes
 undisturbed, gets a random signal, and starts again, until it ends well. A case depends on the seed
 and its number only, but for the speed of the machine: `--only N` repeats one.
+
+With `--targets flow worker server`, Prefect runs the conversions, on a server of their own: every
+other one as a command, the rest as runs that its worker executes. The signals go to the process of
+the flow, to the worker and to the server, which the supervisor starts again.
 """
 
 import argparse
+import os
 import random
 import shutil
 import signal
@@ -15,8 +20,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -24,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
-from campaign import tally
+from campaign import deployed, tally
 from campaign.scenarios import (
     WEIGHTS,
     Material,
@@ -36,39 +43,39 @@ from campaign.scenarios import (
     results,
     under_way,
 )
-from crash import Run, catches, members
+from campaign.signals import (
+    BYTES,
+    CODE,
+    CONTINUED,
+    KILLED,
+    LOCKS,
+    ORPHANS,
+    PARTIAL,
+    POLL_SECONDS,
+    STOPPED,
+    TERMINATED,
+    TRACEBACK,
+    TWICE,
+    TWICE_DONE,
+    Case,
+    Victims,
+    disturb,
+    moment,
+    still_there,
+)
+from crash import Conversion, Run, catches
+from servers import LastingServer, wait_for
 from traces import leftovers
 
-KILLED, TERMINATED, TWICE = "SIGKILL", "SIGTERM", "SIGINT twice"
-CONTINUED, STOPPED = "SIGSTOP, SIGCONT", "SIGSTOP, SIGKILL"
-SIGNALS = {KILLED: 4, TERMINATED: 2, TWICE: 2, CONTINUED: 1, STOPPED: 1}  # how often
+from exl2flow.flows.server.services import answers
+
 CODES = {KILLED: -signal.SIGKILL, STOPPED: -signal.SIGKILL, TERMINATED: 143, TWICE: 130}
-SOON = 0.25  # share of the time that a command takes
-PAUSE_SECONDS = 0.3  # at most, between two signals
-GONE_SECONDS = 5.0  # until the children of a killed process have noticed
-POLL_SECONDS = 0.002
 MOST_ATTEMPTS = 60
 SHOW_EVERY = 50  # signals
 HUB = "hub"  # its folder
-CODE, ORPHANS, LOCKS = "ends with its exit code", "no orphan", "no lock left"
-TWICE_DONE, TRACEBACK = "nothing finished is done twice", "no traceback"
-PARTIAL, BYTES = "no unfinished file", "identical bytes"
-
-
-@dataclass(slots=True, kw_only=True)
-class Case:
-    """What happened in one case. disturbed: (signal, stage) pairs; failures: (check, what)."""
-
-    index: int
-    scenario: str
-    disturbed: list[tuple[str, str]] = field(default_factory=list)
-    failures: list[tuple[str, str]] = field(default_factory=list)
-    attempts: int = 0
-
-    def check(self, name: str, problem: object) -> None:
-        """Note a failure if there is a problem."""
-        if problem:
-            self.failures.append((name, f"attempt {self.attempts}: {problem}"))
+COMMAND = "command"  # the target without Prefect
+NO_SERVER = "no Prefect API answers"  # before any work
+OWN, DEPLOYED = "command", "deployment"  # ways to run a conversion with Prefect
 
 
 def ends_within(run: Run, seconds: float) -> bool:
@@ -82,45 +89,20 @@ def ends_within(run: Run, seconds: float) -> bool:
     return False
 
 
-def disturb(run: Run, kind: str, rng: random.Random) -> None:
-    """Send the signals of a kind."""
-    pause = rng.uniform(0, PAUSE_SECONDS)
-    match kind:
-        case "SIGKILL":
-            run.send(signal.SIGKILL)
-        case "SIGTERM":
-            run.send(signal.SIGTERM)
-        case "SIGINT twice":
-            run.send(signal.SIGINT)
-            time.sleep(pause)
-            run.send(signal.SIGINT)
-        case _:
-            run.send(signal.SIGSTOP)
-            time.sleep(pause)
-            run.send(signal.SIGCONT if kind == CONTINUED else signal.SIGKILL)
-
-
-def attempt(run: Run, case: Case, work_root: Path, seconds: float, rng: random.Random) -> str:
-    """Let a process run and disturb it; return the signal that ended it, nothing if none did.
-
-    Every other time it comes soon, so that there are many in one command and at its resumes.
-    """
-    while not ends_within(run, rng.uniform(0, seconds) * rng.choice((1.0, SOON))):
-        [kind] = rng.choices(list(SIGNALS), list(SIGNALS.values()))
+def attempt(
+    run: Run, case: Case, work_root: Path, seconds: float, victims: Victims, rng: random.Random
+) -> str:
+    """Let a process run and disturb it; return the signal that ended it, nothing if none did."""
+    while not ends_within(run, moment(seconds, rng)):
+        target = rng.choice(list(victims))
         stage = under_way(work_root)
-        disturb(run, kind, rng)
-        case.disturbed.append((kind, stage))
-        if kind != CONTINUED:
+        pid = victims[target]()
+        if not pid or not (kind := disturb(pid, rng)):
+            continue
+        case.note(kind, target, stage)
+        if pid == run.pid and kind != CONTINUED:
             return kind
     return ""
-
-
-def still_there(session: int) -> list[int]:
-    """Return the processes of a session that do not end."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while (left := members(session=session)) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,31 +122,36 @@ def finished(material: Material, home: Path, scenario: str) -> Reference:
     return Reference(results=results(command, home / HUB), seconds=seconds)
 
 
-def scenario_of(rng: random.Random, chosen: str | None) -> str:
-    """Draw a scenario, unless one is chosen."""
-    [drawn] = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
-    return chosen or drawn
-
-
-def run_case(
-    material: Material, home: Path, references: dict[str, Reference], seed: int, case: Case
-) -> Case:
-    """Run one case; its folder stays if it fails."""
-    rng = random.Random(f"{seed}/{case.index}")
-    case.scenario = scenario_of(rng, case.scenario or None)
-    reference = references[case.scenario]
-    folder = home / f"case-{case.index}"
-    command = material.command(case.scenario, folder)
+def run_command(
+    command: Conversion,
+    case: Case,
+    seconds: float,
+    *,
+    server: LastingServer | None,
+    targets: list[str],
+    rng: random.Random,
+) -> str:
+    """Start a command, disturb it and repeat it until it is done; return the log."""
     before: dict[Path, tuple[int, int]] = {}
     log = ""
     for case.attempts in range(1, MOST_ATTEMPTS + 1):
+        if server is not None:
+            wait_for(partial(answers, server.api_url))
         run = command.start()
+        found = {name: lambda run=run: run.pid for name in (COMMAND, deployed.FLOW)}
+        if server is not None:
+            found[deployed.SERVER] = partial(deployed.server_process, server)
         run.until(partial(catches, run.pid, signal.SIGTERM))  # the program has begun
-        kind = attempt(run, case, command.work_root, reference.seconds, rng)
+        victims = {name: found[name] for name in targets if name in found}
+        kind = attempt(run, case, command.work_root, seconds, victims, rng)
         ended = run.wait()
         log += f"\n--- {kind or 'undisturbed'}: {ended.code}\n{ended.err}"
+        is_refused = ended.code == 1 and NO_SERVER in ended.err
         case.check(
-            CODE, ended.code not in {0, CODES.get(kind, 0)} and f"{ended.code}: {ended.err[-500:]}"
+            CODE,
+            ended.code not in {0, CODES.get(kind, 0)}
+            and not is_refused
+            and f"{ended.code}: {ended.err[-500:]}",
         )
         case.check(ORPHANS, still_there(run.pid))
         case.check(LOCKS, held_locks(command.work_root))
@@ -172,8 +159,38 @@ def run_case(
         now = committed(command.work_root)
         case.check(TWICE_DONE, redone(before, now))
         before |= now
-        if not kind:
+        if not kind and not is_refused:
             break
+    return log
+
+
+def run_case(
+    material: Material,
+    home: Path,
+    references: dict[str, Reference],
+    server: LastingServer | None,
+    options: argparse.Namespace,
+    case: Case,
+) -> Case:
+    """Run one case; its folder stays if it fails."""
+    rng = random.Random(f"{options.seed}/{case.index}")
+    targets = options.targets or [COMMAND]
+    own = [name for name in targets if name != deployed.WORKER]
+    ways = [OWN] * bool(own) + [DEPLOYED] * bool(options.targets)
+    case.way = rng.choice(ways)
+    weights = WEIGHTS if case.way == OWN else deployed.SCENARIOS
+    [drawn] = rng.choices(list(weights), list(weights.values()))
+    case.scenario = case.scenario or drawn
+    reference = references[case.scenario]
+    folder = home / f"case-{case.index}"
+    command = material.command(case.scenario, folder)
+    if case.way == DEPLOYED:
+        assert server is not None
+        log = deployed.run_deployment(
+            server, command, case, reference.seconds, targets=targets, rng=rng
+        )
+    else:
+        log = run_command(command, case, reference.seconds, server=server, targets=own, rng=rng)
     case.check(TWICE_DONE, repeated(log))
     case.check(PARTIAL, leftovers(folder))
     wanted, found = reference.results, results(command, home / HUB)
@@ -185,7 +202,20 @@ def run_case(
     return case
 
 
-def campaign(options: argparse.Namespace, material: Material, home: Path) -> list[Case]:
+@contextmanager
+def server_for(options: argparse.Namespace, home: Path) -> Iterator[LastingServer | None]:
+    """Run the Prefect server of all commands that start from now on, if they use one."""
+    if not options.targets:
+        yield None
+        return
+    with deployed.serving(home) as server:
+        os.environ.update(PREFECT_API_URL=server.api_url, PREFECT_API_AUTH_STRING=server.auth)
+        yield server
+
+
+def campaign(
+    options: argparse.Namespace, material: Material, home: Path, server: LastingServer | None
+) -> list[Case]:
     """Run cases until there were enough signals or the time is over."""
     material.convert()
     deadline = time.monotonic() + options.seconds
@@ -194,8 +224,10 @@ def campaign(options: argparse.Namespace, material: Material, home: Path) -> lis
     shown = 0
     names = [options.scenario] if options.scenario else list(WEIGHTS)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        found = pool.map(partial(finished, material, home), names)
-        run = partial(run_case, material, home, dict(zip(names, found, strict=True)), options.seed)
+        undisturbed = replace(material, with_prefect=False)  # whose bytes those with it must have
+        found = pool.map(partial(finished, undisturbed, home), names)
+        references = dict(zip(names, found, strict=True))
+        run = partial(run_case, material, home, references, server, options)
 
         def submit(*, at_most: int) -> set[Future[Case]]:
             cases = (Case(index=i, scenario=options.scenario) for i in islice(numbers, at_most))
@@ -215,18 +247,31 @@ def campaign(options: argparse.Namespace, material: Material, home: Path) -> lis
     return done
 
 
+def stages_table(events: list[tuple[str, str, str]]) -> str:
+    """Return a Markdown table of the signals by target and stage."""
+    counts = Counter((stage, target) for _, target, stage in events)
+    targets, stages = (sorted({pair[i] for pair in counts}) for i in (1, 0))
+    lines = [f"| signals in stage | {' | '.join(targets)} |", f"|---|{'---|' * len(targets)}"]
+    for stage in sorted(stages, key=lambda s: -sum(counts[s, target] for target in targets)):
+        lines.append(f"| {stage} | {' | '.join(str(counts[stage, t]) for t in targets)} |")
+    return "\n".join(lines)
+
+
 def report(done: list[Case], options: argparse.Namespace, home: Path) -> str:
     """Return the table of a campaign, and how to repeat what failed."""
     events = [event for case in done for event in case.disturbed]
     attempts = sum(case.attempts for case in done)
-    tried = dict.fromkeys((CODE, ORPHANS, LOCKS, TRACEBACK), attempts)
+    own = sum(case.attempts for case in done if case.way == OWN)
+    tried = {CODE: attempts, ORPHANS: attempts, LOCKS: attempts, TRACEBACK: own}
     tried |= {TWICE_DONE: len(events)} | dict.fromkeys((PARTIAL, BYTES), len(done))
     failed = Counter(name for case in done for name, _ in case.failures)
+    ways = tally.spread(f"{case.way} {case.scenario}" for case in done)
     lines = [
         f"seed {options.seed}, device {options.device}: {len(events)} signals in {len(done)} "
-        f"commands ({tally.spread(case.scenario for case in done)})",
-        f"signals: {tally.spread(kind for kind, _ in events)}",
-        f"stages: {tally.spread(stage for _, stage in events)}",
+        f"conversions ({ways}), started {attempts} times",
+        f"signals: {tally.spread(kind for kind, _, _ in events)}",
+        "",
+        stages_table(events),
         "",
         tally.table("check", tried, failed),
     ]
@@ -246,13 +291,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="commands at the same time")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--scenario", default="", choices=("", *WEIGHTS), help="only this one")
+    parser.add_argument(
+        "--targets", nargs="+", choices=deployed.TARGETS, help="of conversions that Prefect runs"
+    )
     parser.add_argument("--only", type=int, help="number of the one case to repeat")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="kills-"))
-    material = Material(root=home / "material", device=options.device)
+    prefect = bool(options.targets)
+    if prefect and (options.jobs > 1 or options.device != "cpu"):
+        parser.error("with --targets: one job, on the CPU")
+    material = Material(root=home / "material", device=options.device, with_prefect=prefect)
     material.write()
-    with hub_for(home / HUB, material.model):
-        done = campaign(options, material, home)
+    with hub_for(home / HUB, material.model), server_for(options, home) as server:
+        done = campaign(options, material, home, server)
     print(report(done, options, home))
     has_failed = any(case.failures for case in done)
     if not has_failed:

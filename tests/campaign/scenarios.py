@@ -42,6 +42,7 @@ class Material:
 
     root: Path
     device: str
+    with_prefect: bool = False
 
     @property
     def model(self) -> Path:
@@ -67,7 +68,7 @@ class Material:
 
     def convert(self) -> None:
         """Convert the first model."""
-        self.command("fast", self.converted.parent).finish()
+        replace(self, with_prefect=False).command("fast", self.converted.parent).finish()
 
     def command(self, name: str, folder: Path) -> Conversion:
         """Return the command of a scenario, with its folders inside `folder`."""
@@ -77,10 +78,8 @@ class Material:
         words = plain.arguments
         where, rest = ["--out", str(plain.out)], words[4:]
         match name:
-            case "fast" | "shards":
-                return plain
             case "best":
-                return replace(plain, options=(*options, "--quality", "best"))
+                words += ["--quality", "best"]
             case "sweep":
                 words = ["sweep", str(source), *where, "--bpw", "3,5", *rest]
             case "refine":
@@ -89,6 +88,8 @@ class Material:
                     del words[words.index(option) : words.index(option) + 2]
             case "hub":
                 words = ["convert", SOURCE, *where, *rest, "--publish", target_of(folder)]
+        if self.with_prefect:
+            words.remove("--no-prefect")
         fields = {"source": source, "out": plain.out, "work_root": plain.work_root}
         return Command(**fields, words=tuple(words))
 
@@ -134,13 +135,17 @@ def committed(work_root: Path) -> dict[Path, tuple[int, int]]:
     return found
 
 
-SUBLAYER = re.compile(r"^(?:[\d.]+bpw )?(sensitivity|measure|quantize|refine) \d+/\d+ (model\.\S+)")
+# As a command shows it, or as the log of a worker does.
+SUBLAYER = re.compile(
+    r"^(?:((?:[\d.]+bpw )?(?:sensitivity|measure|quantize|refine)) \d+/\d+ (model\.\S+)"
+    r"|.* exl2flow\.(quant\.\S+) - (model\.\S+ \w+)=)",
+    re.MULTILINE,
+)
 
 
 def repeated(log: str) -> list[str]:
     """Return the sublayers that the log of all attempts reports as finished more than once."""
-    lines = [line for line in log.splitlines() if (m := SUBLAYER.match(line)) and m[2]]
-    names = Counter(re.sub(r" \d+/\d+ (\S+).*", r" \1", line) for line in lines)
+    names = Counter(" ".join(filter(None, groups)) for groups in SUBLAYER.findall(log))
     return [name for name, count in names.items() if count > 1]
 
 

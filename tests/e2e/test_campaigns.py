@@ -13,9 +13,17 @@ CAMPAIGN = Path(__file__).parents[1] / "campaign"
 TOKEN = "hf_kept"
 
 
+PREFECT = ("--targets", "flow", "worker", "server")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [("kills.py", "--kills", "6"), ("leaks.py", "--failures", "6", "--flows", "2")]
+    "words",
+    [
+        ("kills.py", "--kills", "6"),
+        ("kills.py", "--kills", "6", "--scenario", "fast", *PREFECT),
+        ("leaks.py", "--failures", "6", "--flows", "2"),
+    ],
 )
 def test_a_short_campaign_finds_nothing(words: tuple[str, ...]) -> None:
     done = subprocess.run(
@@ -42,6 +50,14 @@ def test_a_sublayer_that_was_done_twice_is_counted() -> None:
 
     assert repeated(first) == []
     assert repeated(f"{first}\n{second}") == ["quantize model.layers.0.mlp"]
+
+
+def test_a_sublayer_that_a_worker_did_twice_is_counted() -> None:
+    line = "12:00:00.1 | INFO    | exl2flow.quant.walk.walk - model.layers.0.mlp"
+    both = f"{line} nats=1e-07..0.005 elapsed=0.3s\n{line} bpw=3.794 rel_err=0.0707"
+
+    assert repeated(both) == []
+    assert repeated(f"{both}\n{line} bpw=3.8") == ["quant.walk.walk model.layers.0.mlp bpw"]
 
 
 def test_no_failure_in_300_trials_excludes_one_per_cent() -> None:

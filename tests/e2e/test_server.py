@@ -9,7 +9,6 @@ import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from conversions import FileIdentity, snapshot
@@ -19,7 +18,7 @@ from prefect.events.schemas.automations import Automation, EventTrigger
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling, Crashed
-from prefect_runs import run_state
+from prefect_runs import run_count, run_state
 from servers import (
     PROGRAM,
     LastingServer,
@@ -162,11 +161,6 @@ def test_down_leaves_no_process_of_a_run_under_way(server: LastingServer, tmp_pa
             client.delete_flow_run(run)  # it would go on
 
 
-def run_count(server: LastingServer, run: UUID) -> int:
-    with server.client() as client:
-        return client.read_flow_run(run).run_count
-
-
 @pytest.mark.slow
 def test_server_killed_in_the_middle_comes_back_and_the_run_ends_well(
     server: LastingServer, tmp_path: Path
@@ -181,7 +175,7 @@ def test_server_killed_in_the_middle_comes_back_and_the_run_ends_well(
     wait_for(lambda: server.call("status").returncode == 0)
 
     assert server.wait(run) == "Completed"
-    assert run_count(server, run) == 1
+    assert run_count(run) == 1
     assert (config.out / "model.safetensors").is_file()
 
 
@@ -215,7 +209,7 @@ def test_killed_run_finishes_by_itself_repeats_nothing_and_gives_the_same_bytes(
     finished |= killed_in_the_middle(config, "quantize")
 
     assert server.wait(run) == "Completed"
-    assert run_count(server, run) == 3
+    assert run_count(run) == 3
     assert finished.items() <= snapshot(config.work_dir_root).items()
     assert json.loads((config.out / "config.json").read_text())["quantization_config"]
     made, expected = (folder / "model.safetensors" for folder in (config.out, whole.out))
@@ -236,7 +230,7 @@ def test_run_that_only_counts_as_crashed_ends_in_its_own_process(
     wait_for(lambda: run_state(run) == "AwaitingRetry")
 
     assert server.wait(run) == "Completed"
-    assert run_count(server, run) == 1
+    assert run_count(run) == 1
     assert server.pid("worker") == worker
     assert (config.out / "model.safetensors").is_file()
 

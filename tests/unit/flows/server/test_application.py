@@ -1,16 +1,26 @@
-"""Concurrent transactions that read, then write: ours wait, those of Prefect are refused."""
+"""Concurrent writers wait for each other, events that come twice are stored once.
+
+The tests of Prefect itself show what is changed.
+"""
 
 import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
+from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
+from prefect.server.database.dependencies import temporary_database_config
+from prefect.server.events.schemas.events import ReceivedEvent, Resource
+from prefect.server.events.storage import database as storage
+from prefect.types import DateTime
 
-from exl2flow.flows.server.application import PatientSqlite
+from exl2flow.flows.server.application import PatientSqlite, write_new_events
 
 WRITERS = 4
 
@@ -47,7 +57,10 @@ from prefect.server.database import provide_database_interface
 from exl2flow.flows.server.application import create_app
 
 create_app()
+from prefect.server.events.storage import database
+
 print(type(provide_database_interface().database_config).__name__)
+print(database._write_sqlite_events.__name__)
 """
 
 
@@ -70,4 +83,50 @@ def test_application_uses_them(tmp_path: Path) -> None:
 
     done = subprocess.run([sys.executable, "-c", SHOW], env=env, capture_output=True, text=True)
 
-    assert done.stdout == "PatientSqlite\n", done.stderr
+    assert done.stdout == "PatientSqlite\nwrite_new_events\n", done.stderr
+
+
+def event() -> ReceivedEvent:
+    return ReceivedEvent(
+        id=uuid4(),
+        occurred=DateTime.now("UTC"),
+        received=DateTime.now("UTC"),
+        event="prefect.flow-run.heartbeat",
+        resource=Resource({"prefect.resource.id": "prefect.flow-run.x"}),
+    )
+
+
+async def events_stored(*flushes: Sequence[ReceivedEvent]) -> int:
+    """Return how many events the database has after these were written to it."""
+    db = provide_database_interface()
+    async with (await db.engine()).begin() as connection:
+        tables = [db.Event.__table__, db.EventResource.__table__]
+        await connection.run_sync(db.Base.metadata.create_all, tables=tables)
+    for events in flushes:
+        async with db.session_context(begin_transaction=True) as session:
+            await storage.write_events(session, list(events))
+    async with db.session_context() as session:
+        return len((await session.scalars(sa.select(db.Event.id))).all())
+
+
+MANY = [event() for _ in range(100)]  # more than are inserted together
+
+
+def test_events_that_come_again_after_a_restart_are_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_write_sqlite_events", write_new_events)
+    new = [event(), event()]
+
+    with temporary_database_config(PatientSqlite(connection_url=url_of(tmp_path))):
+        stored = asyncio.run(events_stored(MANY, [*MANY, *new, new[0]], new))
+
+    assert stored == len(MANY) + len(new)
+
+
+def test_prefect_refuses_all_that_come_with_them(tmp_path: Path) -> None:
+    with (
+        temporary_database_config(PatientSqlite(connection_url=url_of(tmp_path))),
+        pytest.raises(sa.exc.IntegrityError, match=r"NOT NULL constraint failed: events\.occurred"),
+    ):
+        asyncio.run(events_stored(MANY, [*MANY, event()]))
