@@ -117,8 +117,12 @@ for _name, _command, _examples in (
 app.add_typer(server.app, name="server")
 
 
+_terminations: list[int] = []  # signals that ended the program
+
+
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise an exception, so that temporary servers and files are cleaned up."""
+    _terminations.append(signum)
     os.write(2, b"\nterminated; finished work is saved: repeat the command to resume\n")
     raise SystemExit(128 + signum)
 
@@ -147,5 +151,9 @@ def main() -> None:
     except Exception as error:  # the outermost frame: only defects get here
         if "--debug" in sys.argv:
             raise
+        if _terminations:  # a library replaced the exception, as pydantic does in its callbacks
+            sys.exit(128 + _terminations[0])
+        if KeyboardInterrupt.__name__ in str(error):  # likewise
+            sys.exit(KEYBOARD)
         explain_defect(error)
         sys.exit(FAILURE)

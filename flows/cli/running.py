@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from exl2flow.core.config import RunOptions
-from exl2flow.core.errors import HubError, PublicationDamaged, PublicationRefused
+from exl2flow.core.errors import HubError, PublicationDamaged, PublicationRefused, ServerFailed
 from exl2flow.flows.cli.console import say
 
 if TYPE_CHECKING:
@@ -51,20 +51,32 @@ def run_flow(
         name: of the flow.
         prepared: the flow's checked configuration.
         otherwise: the same without Prefect.
+
+    Raises:
+        ServerFailed: the server does not answer, or ended meanwhile and did not come back.
     """
-    from exl2flow import flows
     from exl2flow.flows.preparation import handed_on
 
     if server is None:
-        run = otherwise
-    else:
-        if server.is_temporary:
-            say("starting a temporary Prefect server; set PREFECT_API_URL to use a lasting one")
-        run = getattr(flows, name)
-        server.wait()
-        say(f"this run in the Prefect UI: {server.ui_url}")
-    with handed_on(prepared):
-        return run(prepared.config)
+        with handed_on(prepared):
+            return otherwise(prepared.config)
+    from httpx import TransportError
+
+    from exl2flow import flows
+
+    if server.is_temporary:
+        say("starting a temporary Prefect server; set PREFECT_API_URL to use a lasting one")
+    run = getattr(flows, name)
+    server.wait()
+    say(f"this run in the Prefect UI: {server.ui_url}")
+    try:
+        with handed_on(prepared):
+            return run(prepared.config)
+    except TransportError as error:
+        raise ServerFailed(
+            f"the Prefect API at `{server.url}` no longer answers ({error}); finished work is "
+            "saved: repeat the command to resume, or pass --no-prefect"
+        ) from error
 
 
 def forget(pipeline: "Pipeline") -> None:

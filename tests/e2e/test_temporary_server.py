@@ -5,14 +5,13 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from servers import MigratedDatabase
+from servers import PROGRAM, MigratedDatabase, wait_for
 from tiny import make_tiny
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -35,8 +34,30 @@ def env(database: MigratedDatabase, tmp_path: Path) -> Mapping[str, str]:
 
 
 def convert(source: Path, out: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "exl2flow.flows.cli", "convert", source, "--out", out, *QUICK]
+    words = [*PROGRAM, "convert", source, "--out", out, *QUICK]
     return subprocess.run(words, env=env, cwd=out.parent, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_server_that_is_killed_under_a_flow_is_named(
+    env: Mapping[str, str], tmp_path: Path
+) -> None:
+    impatient = {**env, "PREFECT_CLIENT_MAX_RETRIES": "0"}
+    source = make_tiny("llama", tmp_path / "source")
+    words = [*PROGRAM, "convert", source, "--out", tmp_path / "out", *QUICK]
+    with subprocess.Popen(words, env=impatient, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: list(tmp_path.glob(".exl2flow/*/validate")))
+        [server] = servers(env)
+        os.kill(int(server), signal.SIGKILL)
+        _, said = process.communicate()
+
+    done = convert(source, tmp_path / "out", env)
+
+    assert process.returncode == 1
+    assert "no longer answers" in said
+    assert "unexpected" not in said
+    assert "Traceback" not in said
+    assert done.returncode == 0, done.stderr
 
 
 def servers(env: Mapping[str, str]) -> list[str]:

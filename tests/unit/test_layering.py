@@ -57,7 +57,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("tasks/",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),
-    "httpx": ("flows/webhook.py",),  # Prefect's client raises its errors
+    "httpx": ("flows/webhook.py", "flows/cli/running.py"),  # Prefect's client raises its errors
     "starlette": ("flows/server/application.py", "flows/webhook.py"),
     "yaml": ("flows/server/lasting.py",),
     "sqlalchemy": ("flows/server/",),

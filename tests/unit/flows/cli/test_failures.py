@@ -147,3 +147,31 @@ def test_a_file_nested_without_end_is_refused_without_a_traceback(tmp_path: Path
     assert "error: " in result.stderr
     assert "Traceback" not in result.stderr
     assert "unexpected" not in result.stderr
+
+
+IN_A_CALLBACK = """
+import os, sys
+from pydantic import BaseModel, model_serializer
+import exl2flow.flows.cli
+
+class Model(BaseModel):
+    @model_serializer
+    def serialize(self):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        return {}
+
+main = sys.modules["exl2flow.flows.cli.main"]
+main.app = lambda: Model().model_dump()
+main.main()
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_a_callback_of_pydantic_is_no_defect(signum: int, code: int) -> None:
+    """Pydantic replaces the signal's exception by its own; Prefect imports it after the start."""
+    words = [sys.executable, "-c", IN_A_CALLBACK, str(int(signum))]
+
+    done = subprocess.run(words, capture_output=True, text=True)
+
+    assert done.returncode == code, done.stderr
+    assert "unexpected" not in done.stderr
