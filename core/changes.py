@@ -16,9 +16,11 @@ from exl2flow.core.manifest import RunRecord, StageManifest, versions
 from exl2flow.core.stage import Pipeline
 from exl2flow.core.store import MANIFEST, StageFolder
 
+Results = Mapping[str, StageFolder]  # by fingerprint
 State = Literal["finished", "continues", "again", "begins"]
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
+REFINED = "model"  # an option of refinements only
 SHOWN_DIGITS = 12  # of a digest
 MOST_FILES = 3  # that are listed
 # Groups of the options that stages store without the group's name
@@ -97,16 +99,17 @@ def outlook(pipeline: Pipeline) -> tuple[Outlook, ...]:
     Raises:
         ReadFailed: a manifest, or a file that it lists, cannot be read.
     """
-    return tuple(_outlook(pipeline, name) for name in pipeline.stages)
+    results = _results_for(pipeline)
+    return tuple(_outlook(pipeline, name, results) for name in pipeline.stages)
 
 
-def _outlook(pipeline: Pipeline, name: str) -> Outlook:
+def _outlook(pipeline: Pipeline, name: str, results: Results) -> Outlook:
     state, detail = _state(pipeline, name)
-    before = None if state == "again" else _earlier(pipeline, name)
-    changes = () if before is None else tuple(dict.fromkeys(_changes(pipeline, name, before)))
+    before = None if state == "again" else _earlier(pipeline, name, results)
+    found = () if before is None else _changes(pipeline, name, before, results)
     if state == "begins" and before is not None:
         state = "again"
-    return Outlook(stage=name, state=state, detail=detail, changes=changes)
+    return Outlook(stage=name, state=state, detail=detail, changes=tuple(dict.fromkeys(found)))
 
 
 def _state(pipeline: Pipeline, name: str) -> tuple[State, str]:
@@ -145,27 +148,46 @@ def _versions(manifest: StageManifest) -> str:
     return f"made with {' and '.join(other)}" if other else ""
 
 
-def _earlier(pipeline: Pipeline, name: str) -> StageFolder | None:
-    """Return the last other result of a stage, one for the same output if there is any.
-
-    For a result that exists, the last one before it.
-    """
+def _earlier(pipeline: Pipeline, name: str, results: Results) -> StageFolder | None:
+    """Return the last other result of a stage; for a result that exists, the last one before it."""
     own = pipeline.path(name) / MANIFEST
     end = own.stat().st_mtime if own.is_file() else float("inf")
     found = []
-    for folder in _folders(pipeline, name):
+    for folder in results.values():
         time = (folder.path / MANIFEST).stat().st_mtime
-        if folder.manifest.fingerprint != pipeline.refs[name].fingerprint and time <= end:
-            run = folder.manifest.run
-            same = run is not None and run.config.get("out") == str(pipeline.config.out.resolve())
-            found.append((same, time, folder))
-    return max(found, key=lambda each: each[:2])[2] if found else None
+        is_other = folder.manifest.fingerprint != pipeline.refs[name].fingerprint
+        if folder.manifest.stage == name and is_other and time <= end:
+            found.append((time, folder))
+    return max(found, key=lambda each: each[0])[1] if found else None
 
 
-def _folders(pipeline: Pipeline, name: str) -> Iterator[StageFolder]:
-    """Yield all results of a stage for this source, those before it was changed included."""
+def _results_for(pipeline: Pipeline) -> Results:
+    """Return the results of runs of this kind into this output, and all results that they used.
+
+    Results of versions that did not record their runs count as such of a conversion.
+    """
+    given = RunRecord.of((), pipeline.config).config
+    known = {folder.manifest.fingerprint: folder for folder in _folders(pipeline)}
+
+    def is_ours(run: RunRecord | None) -> bool:
+        config = given if run is None else run.config
+        is_refinement = run is not None and REFINED in run.config
+        return is_refinement == (REFINED in given) and config["out"] == given["out"]
+
+    waiting = [each for each, folder in known.items() if is_ours(folder.manifest.run)]
+    found: dict[str, StageFolder] = {}
+    while waiting:
+        each = waiting.pop()
+        if each in known and each not in found:
+            found[each] = known[each]
+            waiting += known[each].manifest.inputs.values()
+    return found
+
+
+def _folders(pipeline: Pipeline) -> Iterator[StageFolder]:
+    """Yield all results for this source, those before it was changed included."""
     source = str(pipeline.config.source.resolve())
-    for path in pipeline.config.work_dir_root.glob(f"{pipeline.source.slug}-*/{name}/*/{MANIFEST}"):
+    for path in pipeline.config.work_dir_root.glob(f"{pipeline.source.slug}-*/*/*/{MANIFEST}"):
         with suppress(ReadFailed):
             folder = StageFolder.found(path.parent)
             if folder is None or path.parent.suffix:  # set aside or removed
@@ -175,7 +197,9 @@ def _folders(pipeline: Pipeline, name: str) -> Iterator[StageFolder]:
                 yield folder
 
 
-def _changes(pipeline: Pipeline, name: str, before: StageFolder) -> Iterator[Change]:
+def _changes(
+    pipeline: Pipeline, name: str, before: StageFolder, results: Results
+) -> Iterator[Change]:
     """Yield what differs between an earlier result and the one wanted now, inputs included."""
     manifest, now = before.manifest, pipeline.input_fingerprints(pipeline.stages[name])
     for stage in dict.fromkeys([*manifest.inputs, *now]):
@@ -184,9 +208,8 @@ def _changes(pipeline: Pipeline, name: str, before: StageFolder) -> Iterator[Cha
             before_it, now_it = ("off" if each is None else "on" for each in (old, new))
             yield Change(what=f"stage `{stage}`", before=before_it, now=now_it)
         elif old != new:
-            found = [f for f in _folders(pipeline, stage) if f.manifest.fingerprint == old]
-            if found:
-                yield from _changes(pipeline, stage, found[0])
+            if old in results:
+                yield from _changes(pipeline, stage, results[old], results)
             else:
                 yield Change(what=f"result of `{stage}`", before=_shown(old), now=_shown(new))
     if before.path.parents[1] != pipeline.work.root:

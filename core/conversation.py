@@ -1,6 +1,7 @@
 """A conversation: its turns, the format it is written in, and the file that holds both."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -12,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.files import write_json
+from exl2flow.core.images import refuse_images
 from exl2flow.core.options import Options
 from exl2flow.core.sampling import SamplingSettings
 
@@ -103,6 +105,11 @@ class Turn:
         """The ids of the answer and its thoughts."""
         return self.current.ids
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the program ended before the answer did."""
+        return not (self.current.ids or self.current.ended)
+
 
 class _Message(Options):
     """A message in the usual form; one of the user has `cut`, an answer what `Answer` has."""
@@ -174,28 +181,37 @@ class Conversation(Options):
                 answer.ids = encode(answer.text)
                 answer.first = answer.drawn = turn.cut = 0
 
+    @property
+    def answers(self) -> list[Answer]:
+        """All answers, earlier ones as well."""
+        return [a for turn in self.turns for a in (turn.current, *turn.alternatives)]
+
     def has_ids_below(self, vocab_size: int) -> bool:
         """Return whether a vocabulary has the ids of all answers."""
-        answers = [a for turn in self.turns for a in (turn.current, *turn.alternatives)]
         return all(
-            0 <= a.first <= len(a.ids) and all(0 <= i < vocab_size for i in a.ids) for a in answers
+            0 <= a.first <= len(a.ids) and all(0 <= i < vocab_size for i in a.ids)
+            for a in self.answers
         )
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all; messages leave out what is as usual.
 
+        Only its owner can read it, unless it replaces a file that others can read. A link stays:
+        the file that it names is replaced.
+
         Raises:
             WriteFailed: the disk is full or permissions forbid it.
         """
         usual = {"messages": [each.model_dump(exclude_defaults=True) for each in self.messages]}
-        write_json(path, json.loads(self.model_dump_json(exclude={"messages"})) | usual)
+        content = json.loads(self.model_dump_json(exclude={"messages"})) | usual
+        write_json(Path(os.path.realpath(path)), content, is_private=True)
 
     @classmethod
     def read(cls, path: Path) -> "Conversation":
         """Read the file of a conversation.
 
         Raises:
-            ConfigError: it cannot be read, is damaged, or holds something else.
+            ConfigError: it cannot be read, is damaged, holds an image or something else.
         """
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -204,6 +220,7 @@ class Conversation(Options):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
+            refuse_images({where.rpartition(".")[2]: first["input"]}, f"`{path}`")
             raise ConfigError(
                 f"`{path}` holds no conversation, or a damaged one: {where}: {first['msg']}; give "
                 "a file that was saved as one"

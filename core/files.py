@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -22,10 +24,12 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from exl2flow.core import words
 from exl2flow.core.errors import CorruptCheckpoint, ReadFailed, WriteFailed
 
 TEMPORARY_SUFFIX = ".partial"
 DAMAGE = (FileNotFoundError, NotADirectoryError, ValueError, RecursionError, SafetensorError)
+PRIVATE, USUAL = 0o600, 0o666  # permissions of new files; the umask takes from them
 JSON_PIECES = 4096  # pieces of JSON text in memory at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -105,7 +109,7 @@ def sync(path: Path) -> None:
     Raises:
         WriteFailed: the disk is full or faulty.
     """
-    with _naming(path):
+    with naming(path):
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -133,6 +137,12 @@ def make_folder(folder: Path) -> None:
             sync(each.parent)
 
 
+def make_private_folder(folder: Path) -> None:
+    """Create a folder unless it exists; nobody but its owner can look into it."""
+    make_folder(folder)
+    folder.chmod(0o700)
+
+
 @contextmanager
 def _locked(path: Path, how: int = 0) -> Iterator[None]:
     handle = os.open(path, os.O_RDONLY)
@@ -158,25 +168,29 @@ class _Checked:
         self._file, self._path = file, path
 
     def write(self, data: Any, /) -> int:
-        with _naming(self._path):
+        with naming(self._path):
             return self._file.write(data)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Writer]:
+def replacing(path: Path, *, is_private: bool = False) -> Iterator[Writer]:
     """Open a file that replaces `path` when the block ends without an error.
 
     Several writers may run at the same time: the last to finish wins, nobody reads half a file.
+    A private file can be read by its owner only, or has the permissions of the one it replaces.
 
     Raises:
         WriteFailed: the disk is full, a size limit is reached or permissions forbid it.
     """
-    with _naming(path):
+    with naming(path):
         make_folder(path.parent)
-        file = _temporary(path)
+        file = _temporary(path, PRIVATE if is_private else USUAL)
+    if is_private:
+        with suppress(OSError):  # there is none yet
+            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
     try:
         yield _Checked(file, path)
-        with _naming(path):
+        with naming(path):
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).replace(path)  # while it is locked
@@ -191,29 +205,55 @@ def replacing(path: Path) -> Iterator[Writer]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
+    """Turn errors of writing a file into ones that name it, and its folder if that is missing.
+
+    Raises:
+        WriteFailed: the disk is full, a size limit is reached, permissions forbid it, or there is
+            no such folder.
+    """
     try:
         yield
     except OSError as error:
-        raise WriteFailed(
-            f"cannot write `{path}`: {error.strerror or error}; free space or fix the permissions, "
-            "then repeat the same command: it goes on where it stopped"
-        ) from error
+        why, advice = words.cause(error), "free space or fix the permissions"
+        if isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError):
+            advice = "choose another place"
+            if not path.parent.is_dir():
+                why = f"`{path.parent}` is no folder"
+        raise WriteFailed(f"cannot write `{path}`: {why}; {advice}") from error
 
 
-def _temporary(path: Path) -> BinaryIO:
+def _temporary(path: Path, mode: int) -> BinaryIO:
     """Create a locked temporary file beside `path`; delete those of killed writers."""
     for old in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY_SUFFIX}"):
         with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # locked: being written
             old.unlink()
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-        file = aside.open("xb")
+        file = open(aside, "xb", opener=partial(os.open, mode=mode))  # noqa: SIM115
         with suppress(OSError):  # a file system without locks: nobody deletes it
             fcntl.flock(file, fcntl.LOCK_EX)
         if aside.exists():
             return file
         file.close()  # another writer took it for a leftover before it was locked
+
+
+def lock(path: Path, how: int = 0) -> BinaryIO:
+    """Return the lock file beside `path`; the lock is held until it is closed.
+
+    Raises:
+        BlockingIOError: another process has the lock, and `how` is `fcntl.LOCK_NB`.
+    """
+    make_folder(path.parent)
+    file = path.with_name(f"{path.name}.lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | how)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 @contextmanager
@@ -223,20 +263,17 @@ def exclusive(path: Path) -> Iterator[None]:
     Raises:
         WriteFailed: the lock file beside it cannot be made.
     """
-    with _naming(path):
-        make_folder(path.parent)
-        file = path.with_name(f"{path.name}.lock").open("ab")
+    with naming(path):
+        file = lock(path)
     with file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def write_json(path: Path, value: object) -> str:
-    """Write a JSON file with indent 4 atomically, and return its sha256."""
+def write_json(path: Path, value: object, *, is_private: bool = False) -> str:
+    """Write a JSON file with indent 4 atomically, and return its sha256; see `replacing`."""
     pieces = chain(json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(value), "\n")
     sha = hashlib.sha256()
-    with replacing(path) as file:
+    with replacing(path, is_private=is_private) as file:
         while some := _encoded("".join(islice(pieces, JSON_PIECES))):
             sha.update(some)
             file.write(some)
@@ -255,7 +292,9 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        raise CorruptCheckpoint(f"cannot read `{path}`: {error}; delete it and repeat") from error
+        raise CorruptCheckpoint(
+            f"cannot read `{path}`: {words.cause(error)}; delete it and repeat"
+        ) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -324,7 +363,7 @@ def write_layout(
             data = tensor_bytes(tensor)
             hashed = hashing.submit(sha.update, data)
             file.write(data)
-            hashed.result()
+            hashed.result()  # so that no more than one tensor waits for its hash
     return sha.hexdigest()
 
 

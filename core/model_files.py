@@ -37,9 +37,9 @@ def is_carried(name: str) -> bool:
 
 
 def is_weights(name: str) -> bool:
-    """Tell whether a file holds the weights, or is their index."""
-    is_second = fnmatchcase(name, SECOND_COPIES)
-    return not is_second and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
+    """Tell whether a file at the top of the folder holds the weights, or is their index."""
+    is_other = "/" in name or fnmatchcase(name, SECOND_COPIES)
+    return not is_other and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
 def is_of_model(name: str) -> bool:

@@ -6,6 +6,7 @@ from operator import index
 from typing import Any, Protocol, TypeGuard, cast
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.images import refuse_images
 from exl2flow.core.sampling import SamplingSettings
 
 Text = str | Sequence[int]
@@ -168,8 +169,7 @@ class Request:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
+            check_integer(name, value)
             if name in least and value < least[name]:
                 raise ConfigError(f"`{name}` is {value}; it must be {least[name]} or more")
             if name in least and value >= MOST_TOKENS:
@@ -215,6 +215,12 @@ class Request:
             )
 
 
+def check_integer(name: str, value: object) -> None:
+    """Raise `ConfigError` if a value is no integer."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
+
+
 def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:
     if not isinstance(prompt, tuple) or len(prompt) != 2:
         return False
@@ -230,6 +236,7 @@ def _frozen(prompt: object) -> object:
 def _frozen_text(prompt: object) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         return prompt
+    refuse_images(prompt, "`prompt`")
     try:
         return tuple(map(index, prompt))  # type: ignore[call-overload]
     except TypeError as error:

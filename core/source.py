@@ -13,6 +13,7 @@ from typing import Any
 
 from exl2flow.core.errors import NO_JSON, SourceModelError, WriteFailed
 from exl2flow.core.files import FileRecord, digest, digest_of, exclusive, write_json
+from exl2flow.core.manifest import CHECKSUM
 from exl2flow.core.model_files import TEKKEN_FILE, has_only_tekken
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -27,6 +28,7 @@ MODEL_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
+DIGESTS_FILE = "digests.json"  # in a work root: remembered digests
 READERS = 4  # files that are hashed at a time: a core hashes 2 GB/s
 ATTEMPTS = 3  # to read a file that changes meanwhile
 PROVENANCE = (
@@ -67,7 +69,7 @@ class SourceFingerprint:
             paths = sorted(source.glob("*.safetensors"))
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
             paths += [source / TEKKEN_FILE] * has_only_tekken(source)
-            found = digests(paths, memory)
+            found = {path.name: sha256 for path, sha256 in digests(paths, memory).items()}
         except OSError as error:
             raise SourceModelError(
                 f"cannot read `{error.filename or source}`: {error.strerror}; "
@@ -139,8 +141,8 @@ def provenance(source: Path) -> dict[str, Any] | None:
         return None
 
 
-def digests(paths: list[Path], memory: Path) -> dict[str, str]:
-    """Return name → sha256, reading only files that changed or are new, several at a time.
+def digests(paths: list[Path], memory: Path) -> dict[Path, str]:
+    """Return path → sha256, reading only files that changed or are new, several at a time.
 
     Raises:
         SourceModelError: a file keeps changing while it is read.
@@ -151,7 +153,7 @@ def digests(paths: list[Path], memory: Path) -> dict[str, str]:
         for path, record in zip(stale, threads.map(_record, stale), strict=True):
             known[str(path)] = record
             _remember(memory, path, record)
-    return {path.name: str(known[str(path)].sha256) for path in paths}
+    return {path: str(known[str(path)].sha256) for path in paths}
 
 
 def _holds(known: FileRecord | None, path: Path) -> bool:
@@ -172,11 +174,13 @@ def _record(path: Path) -> FileRecord:
 
 
 def _load(memory: Path) -> dict[str, FileRecord]:
-    """Return the remembered digests; an unreadable memory costs time only."""
+    """Return the remembered digests; none if the memory is damaged, which costs time only."""
     try:
         entries = json.loads(memory.read_bytes())
+        if entries.pop(CHECKSUM, None) != digest_of(entries):
+            return {}
         return {name: FileRecord.model_validate(entry) for name, entry in entries.items()}
-    except (*NO_JSON, AttributeError):
+    except (*NO_JSON, AttributeError, TypeError):
         return {}
 
 
@@ -184,7 +188,8 @@ def _remember(memory: Path, path: Path, known: FileRecord) -> None:
     """Add a digest to those that this and other processes remember."""
     try:
         with exclusive(memory):
-            entries = {**_load(memory), str(path): known}
-            write_json(memory, {name: entry.model_dump() for name, entry in entries.items()})
+            records = {**_load(memory), str(path): known}
+            entries = {name: record.model_dump() for name, record in records.items()}
+            write_json(memory, {**entries, CHECKSUM: digest_of(entries)})
     except WriteFailed:
         return  # the disk may be full or read-only: pre-flight reports that in its own words

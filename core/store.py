@@ -9,14 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from exl2flow.core.errors import CorruptCheckpoint, StoreError, WorkDirBusy, WriteFailed
+from exl2flow.core.errors import CorruptCheckpoint, StoreError, WriteFailed
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
@@ -29,6 +29,7 @@ from exl2flow.core.files import (
     write_json,
     write_tensors,
 )
+from exl2flow.core.locks import busy, locked_folder
 from exl2flow.core.manifest import SavedStates, StageManifest
 from exl2flow.core.manifest import versions as versions
 from exl2flow.core.source import SourceFingerprint
@@ -123,6 +124,12 @@ class StageFolder:
                     sync(folder)  # else they could come back, and nobody would delete them
             if gone:
                 self.save()
+
+    def forget(self) -> None:
+        """Drop all results: what they were made from has changed."""
+        with self._lock:
+            self.manifest.files, self.manifest.states, self.manifest.cursor = {}, None, 0
+            self.save()
 
     def note(self, text: str) -> None:
         """Add a sentence to the report; it is stored with the next commit."""
@@ -333,33 +340,46 @@ class WorkDir:
             yield
 
     @contextmanager
-    def lock_stage(self, ref: StageRef, out: Path) -> Iterator[None]:
-        """Lock a stage folder and its output folder; other stages may run at the same time.
+    def lock_stage(self, ref: StageRef, out: Path | None) -> Iterator[None]:
+        """Lock a stage folder and an output folder; other stages may run at the same time.
+
+        Args:
+            ref: the stage.
+            out: the output; None if the caller has locked it, or the stage's run writes none.
 
         Raises:
             WorkDirBusy: another process holds one of them or the whole directory.
         """
-        output = digest_of(str(out.resolve()))[:16]
-        with (
-            self._held(self.root / "lock", fcntl.LOCK_SH),
-            self._held(self.root / "locks" / ref.path.replace("/", "-"), fcntl.LOCK_EX),
-            self._held(self.root / "locks" / f"out-{output}", fcntl.LOCK_EX),
-        ):
+        with ExitStack() as locks:
+            locks.enter_context(self._held(self.root / "lock", fcntl.LOCK_SH))
+            name = ref.path.replace("/", "-")
+            locks.enter_context(self._held(self.root / "locks" / name, fcntl.LOCK_EX))
+            if out is not None:
+                locks.enter_context(self.lock_output(out))
             yield
 
     @contextmanager
-    def _held(self, path: Path, mode: int) -> Iterator[None]:
-        """Hold a lock file; an exclusive one contains the owner's process id."""
+    def lock_output(self, out: Path) -> Iterator[None]:
+        """Lock an output folder against runs of every work root; create it for that time.
+
+        Raises:
+            WorkDirBusy: another process writes into it.
+        """
+        out = out.resolve()
+        path = self.root / "locks" / f"out-{digest_of(str(out))[:16]}"  # also holds the process id
+        with self._held(path, fcntl.LOCK_EX, out), locked_folder(out):
+            yield
+
+    @contextmanager
+    def _held(self, path: Path, mode: int, out: Path | None = None) -> Iterator[None]:
+        """Hold a lock file, that of an output if given; an exclusive one has the process id."""
         make_folder(path.parent)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:
                 fcntl.flock(handle, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise WorkDirBusy(
-                    f"process {self._owner(path)} is working in `{self.root}`; wait for it, stop "
-                    "it, or choose another `--work-root`"
-                ) from None
+                raise busy(f"process {self._owner(path)}", self.root, out) from None
             if mode == fcntl.LOCK_EX:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -368,8 +388,8 @@ class WorkDir:
             os.close(handle)
 
     def _owner(self, path: Path) -> str:
-        """Return the process id in a lock file that is held; those of stages come first."""
-        for held in (*sorted((self.root / "locks").glob("*")), path):
+        """Return the process id in a lock file that is held; one that is shared has none."""
+        for held in (path, *sorted((self.root / "locks").glob("*"))):
             with held.open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -7,17 +7,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from exl2flow.core.config import ConversionConfig, SharedOptions
-from exl2flow.core.naming import model_name
+from exl2flow.core.naming import bitrate_name, model_name
 
 SWEEP_FILE, REPORT_PAGE = "sweep.json", "report.html"  # in the sweep's folder
 
 Runner = Literal["threads", "processes", "dask", "ray"]
 Bits = Annotated[float, Field(ge=2, le=8)]
-
-
-def bitrate_name(bpw: float) -> str:
-    """Return the name of a bitrate's folder and of its branch on the Hub, as `4.0bpw`."""
-    return f"{float(bpw)}bpw"
 
 
 class SweepConfig(SharedOptions):

@@ -4,6 +4,7 @@ Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 """
 
 import re
+from collections.abc import Callable
 
 UNKNOWN = "–"
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -45,6 +46,11 @@ def percent(share: float | None, digits: int = 2) -> str:
     return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
 
 
+def interval(bounds: tuple[float, float] | None, figure: Callable[[float], str]) -> str:
+    """Return an interval with bounds written like a figure, a dash for an unknown one."""
+    return UNKNOWN if bounds is None else f"{figure(bounds[0])} to {figure(bounds[1])}"
+
+
 def unit(count: float) -> tuple[str, float]:
     """Return the unit that suits a number of bytes, and how many bytes it has."""
     return next(((name, width) for name, width in UNITS if count >= width), ("B", 1.0))
@@ -54,6 +60,16 @@ def size(count: float) -> str:
     """Return a number of bytes in kB, MB or GB."""
     name, width = unit(count)
     return f"{count:.0f} B" if name == "B" else f"{count / width:.2f} {name}"
+
+
+def cause(error: BaseException) -> str:
+    """Return what an error says, without its class, its number and the file."""
+    match error:
+        case OSError():
+            return error.strerror or str(error) or type(error).__name__
+        case KeyError():
+            return f"`{error.args[0]}` is missing"
+    return str(error)
 
 
 def short(text: str) -> str:

@@ -78,17 +78,6 @@ def test_finished_stage_says_what_changed_since_the_result_before(
     assert looked(config)["allocate"].changes == ()  # there was none before it
 
 
-def test_results_for_the_same_output_are_compared_first(
-    config: ConversionConfig, tmp_path: Path
-) -> None:
-    convert(config)
-    convert(other(config, bpw=3.0, out=tmp_path / "other"))
-
-    assert looked(other(config, bpw=2.5))["allocate"].changes == (change("`bpw`", "4.0", "2.5"),)
-    elsewhere = looked(other(config, bpw=2.5, out=tmp_path / "third"))["allocate"].changes
-    assert elsewhere == (change("`bpw`", "3.0", "2.5"),)  # the newest
-
-
 def test_changed_file_of_the_source_is_named(config: ConversionConfig) -> None:
     convert(config)
     (config.source / "config.json").write_text('{"other": 1}')

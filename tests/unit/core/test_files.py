@@ -73,6 +73,23 @@ def test_file_appears_only_when_whole(tmp_path: Path) -> None:
     assert names(path.parent) == ["file"]
 
 
+def test_only_private_files_ignore_the_umask_and_keep_permissions(tmp_path: Path) -> None:
+    def written(name: str, **options: bool) -> str:
+        write_json(tmp_path / name, {}, **options)
+        return oct((tmp_path / name).stat().st_mode)[-3:]
+
+    before = os.umask(0o022)
+    try:
+        first = [written("usual"), written("private", is_private=True)]
+        for name in ("usual", "private"):
+            (tmp_path / name).chmod(0o640)
+        second = [written("usual"), written("private", is_private=True)]
+    finally:
+        os.umask(before)
+
+    assert (first, second) == (["644", "600"], ["644", "640"])
+
+
 def test_content_is_flushed_before_the_rename_and_the_folder_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,11 +218,12 @@ def test_full_disk_leaves_the_old_file_and_says_what_to_do(
     assert names(tmp_path) == ["file"]
 
 
-def test_folder_that_is_a_file_is_a_named_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["file", "/proc/missing"])
+def test_folder_that_cannot_be_made_is_a_named_error(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(WriteFailed, match=r"file/a\.json`"):
-        write_json(tmp_path / "file" / "a.json", {})
+    with pytest.raises(WriteFailed, match=r"a\.json`: `.*(file|missing)` is no folder; choose"):
+        write_json(tmp_path / folder / "a.json", {})
 
 
 def test_digest_is_the_sha256_of_the_content(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def test_tokenizer_configs_and_terms_go_along(name: str) -> None:
             "consolidated.safetensors",
             "pytorch_model.bin.index.json",
         ),
-        *("original/tokenizer.model", "onnx/config.json"),
+        *("original/tokenizer.model", "onnx/config.json", "checkpoint-500/model.safetensors"),
+        *("checkpoint-500/model.safetensors.index.json", "original/model.safetensors"),
     ],
 )
 def test_anything_else_belongs_to_no_model(name: str) -> None:

@@ -41,12 +41,21 @@ def stage(tmp_path: Path) -> Command:
 def failures(command: Command) -> list[str]:
     count = Count()
     exhaust(command, count, float("inf"))
+    assert not count.is_cut
     assert count.resumed > 20
     return count.failures
 
 
 def test_every_state_of_a_stage_ends_in_the_same_bytes(stage: Command) -> None:
     assert failures(stage) == []
+
+
+def test_a_lack_of_time_is_no_defect(stage: Command) -> None:
+    count = Count()
+
+    exhaust(stage, count, float("-inf"))
+
+    assert (count.is_cut, count.drawn, count.failures) == (True, 0, [])
 
 
 def without(kept: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:

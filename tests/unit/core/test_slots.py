@@ -17,7 +17,7 @@ from exl2flow.core import interrupt
 from exl2flow.core import slots as module
 from exl2flow.core.errors import Interrupted, WriteFailed
 from exl2flow.core.interrupt import listening
-from exl2flow.core.slots import Slots, turn
+from exl2flow.core.slots import Slots, named_gpus, see_only, turn, visible_gpus
 
 HOLD = """
 import sys
@@ -78,6 +78,29 @@ def test_processes_hold_different_devices_until_they_are_killed(slots: Slots) ->
         with holder(slots, "3", "5") as third:
             assert said(third) in {"3", "5"}
             assert slots.owners() == {first.pid, third.pid}
+
+
+def test_who_holds_a_slot_is_known_at_once_and_not_its_holder_before(slots: Slots) -> None:
+    slots.folder.mkdir(parents=True)
+    (slots.folder / "0").write_text("99999999")  # of one that was killed
+
+    with slots.hold(["0"], give_up):
+        assert slots.owners() == {os.getpid()}
+
+    assert (slots.folder / "0").read_text() == ""
+
+
+def test_gpus_are_those_that_cuda_is_told_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert named_gpus(2) == ["0", "1"]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1, 3")
+    assert named_gpus(2) == ["GPU-1", "3"]
+    assert named_gpus(0) == []
+
+    see_only("3")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert visible_gpus("cpu") == []
 
 
 def test_who_waits_goes_on_when_the_device_is_free(slots: Slots) -> None:

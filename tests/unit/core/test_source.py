@@ -147,7 +147,7 @@ def test_processes_that_digest_at_once_remember_all(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:  # a lock file is opened anew each time, as by processes
         list(pool.map(lambda part: source_module.digests(paths[part::4], memory), range(4)))
 
-    assert json.loads(memory.read_text()).keys() == set(map(str, paths))
+    assert json.loads(memory.read_text()).keys() == {*map(str, paths), "checksum"}
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', '{"x": {"size": "much"}}'])
@@ -158,6 +158,30 @@ def test_unreadable_memory_only_costs_time(content: str, model: Path, memory: Pa
 
     assert fingerprint(model, memory) == before
     assert str((model / "config.json").resolve()) in json.loads(memory.read_text())
+
+
+@pytest.mark.parametrize("what", ["sha256", "mtime_ns", "checksum"])
+def test_one_altered_digit_in_the_memory_is_noticed(what: str, model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+    content = json.loads(memory.read_text())
+    entry = content if what == "checksum" else content[str((model / "config.json").resolve())]
+    digit = str(entry[what])[-1]
+    entry[what] = type(entry[what])(f"{str(entry[what])[:-1]}{(int(digit, 16) + 1) % 10}")
+    memory.write_text(json.dumps(content))
+
+    assert fingerprint(model, memory) == before
+    assert json.loads(memory.read_text()) != content
+
+
+def test_files_of_one_name_in_two_folders_keep_their_own_digests(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "model.safetensors" for name in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(str(path))
+
+    found = source_module.digests(paths, tmp_path / "digests.json")
+
+    assert found == {path: digest(path) for path in paths}
 
 
 def test_memory_that_cannot_be_written_does_no_harm(model: Path, tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from exl2flow.core import source
 from exl2flow.core.config import ConversionConfig
-from exl2flow.core.errors import Interrupted, WorkDirBusy
+from exl2flow.core.errors import Interrupted, SourceModelError, StoreError, WorkDirBusy
 from exl2flow.core.files import digest, write_text
 from exl2flow.core.progress import Tick, silent
 from exl2flow.core.stage import Pipeline, Stage, StageRun
 from exl2flow.core.store import StageFolder
+from exl2flow.tasks.stages import run_in_order
 
 RAN: list[str] = []
 
@@ -208,6 +210,124 @@ def test_busy_work_directory_is_refused(config: ConversionConfig) -> None:
         pipeline.run("measure", progress=silent)
 
     assert RAN == []
+
+
+def model_text(config: ConversionConfig) -> str:
+    return (config.source / "config.json").read_text()
+
+
+def test_source_that_changes_between_stages_is_named_and_the_next_stage_does_not_begin(
+    config: ConversionConfig,
+) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+    pipeline.run("measure", progress=silent)
+    (config.source / "config.json").write_text('{"other": 1}')
+
+    with pytest.raises(SourceModelError, match=r"model/config\.json` changed during this run"):
+        pipeline.run("allocate", progress=silent)
+
+    assert RAN == ["measure"]
+
+
+@pytest.mark.parametrize("ending", ["done", "failed"])
+def test_result_of_a_source_that_changed_meanwhile_is_dropped(
+    ending: str, config: ConversionConfig
+) -> None:
+    def copy(run: StageRun) -> None:
+        write_text(run.folder.path / "note", model_text(run.config))
+        if not run.folder.valid("note"):
+            run.folder.commit("note", digest(run.folder.path / "note"), cursor=1)
+
+    def disturbed(run: StageRun) -> None:
+        (run.config.source / "config.json").write_text('{"other": 1}')
+        copy(run)
+        if ending == "failed":
+            raise ValueError("half way")
+
+    with pytest.raises(SourceModelError, match="changed during this run; repeat the command"):
+        run_all(config, (stage("measure", run=disturbed),))
+    (config.source / "config.json").write_text("{}")
+    pipeline = run_all(config, (stage("measure", run=copy),))
+
+    assert (pipeline.path("measure") / "note").read_text() == "{}"
+
+
+def test_an_unchanged_source_is_read_once_however_many_stages_check_it(
+    config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[str]()
+    (config.source / "model.safetensors").write_text("weights")
+    monkeypatch.setattr(source, "digest", lambda path: read.append(path.name) or digest(path))
+
+    run_all(config)
+    again = Pipeline(config, CHAIN, device="cpu")
+    again.run("compile", progress=silent)
+
+    assert RAN == ["measure", "allocate", "compile"]
+    assert sorted(read) == ["config.json", "model.safetensors"]
+
+
+def test_touched_source_is_no_changed_source(config: ConversionConfig) -> None:
+    def touching(run: StageRun) -> None:
+        os.utime(run.config.source / "config.json", (0, 0))
+        write_note(run)
+
+    pipeline = run_all(config, (stage("measure", run=touching),))
+
+    assert pipeline.is_complete("measure")
+
+
+@pytest.mark.parametrize("change", ["edited", "deleted"])
+def test_file_of_an_option_that_changes_before_its_stage_is_told(
+    change: str, config: ConversionConfig
+) -> None:
+    text = config.source.parent / "text.txt"
+    text.write_text("before")
+    stages = (stage("measure"), stage("validate", options=lambda config: {"text": digest(text)}))
+    pipeline = Pipeline(config, stages, device="cpu")
+    pipeline.run("measure", progress=silent)
+    text.unlink()
+    if change == "edited":
+        text.write_text("after")
+
+    what = r"stage `validate` reads \(`text`\)" if change == "edited" else "`.*/text.txt`"
+    with pytest.raises(SourceModelError, match=f"{what} changed during this run"):
+        pipeline.run("validate", progress=silent)
+
+    assert RAN == ["measure"]
+
+
+def test_stage_whose_input_was_changed_does_not_begin(config: ConversionConfig) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+    for name in ("measure", "allocate"):
+        pipeline.run(name, progress=silent)
+    (pipeline.path("allocate") / "note").write_text("of another run")
+
+    with pytest.raises(StoreError, match="`compile` reads `allocate`, whose files are missing or"):
+        pipeline.run("compile", progress=silent)
+
+    assert RAN == ["measure", "allocate"]
+
+
+def test_output_belongs_to_one_run_from_the_first_stage_to_the_last_whatever_its_work_root(
+    config: ConversionConfig,
+) -> None:
+    other = Pipeline(with_options(config, work_root=config.out.with_name("b")), CHAIN, device="cpu")
+    seen = []
+
+    def second(name: str) -> None:
+        with pytest.raises(WorkDirBusy, match=f"is working in `{config.out}`.*another `--out`"):
+            run_in_order(other)
+        seen.append(name)
+        pipeline.run(name, progress=silent)
+
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+    run_in_order(pipeline, second)
+
+    assert seen == RAN == ["measure", "allocate", "compile"]
+    assert not config.out.exists()  # no stage wrote into it
+    run_in_order(other)
+    assert all(map(other.is_complete, other.stages))
 
 
 def test_progress_names_the_stage(config: ConversionConfig) -> None:

@@ -1,5 +1,6 @@
 """Bitrates of a sweep, locks of stages that run side by side."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,19 +8,21 @@ from pydantic import ValidationError
 
 from exl2flow.core.errors import Interrupted, WorkDirBusy
 from exl2flow.core.store import WorkDir
-from exl2flow.core.sweep import SweepConfig, bitrate_name
+from exl2flow.core.sweep import SweepConfig
 
 
 def sweep_of(**values: object) -> SweepConfig:
     return SweepConfig.model_validate({"source": "model", "out": "out", **values})
 
 
-def test_folders_are_named_by_bits_with_a_decimal() -> None:
-    assert [bitrate_name(bpw) for bpw in (4, 2.5, 2.25)] == ["4.0bpw", "2.5bpw", "2.25bpw"]
-
-
 def test_bitrates_are_distinct_and_rise() -> None:
     assert sweep_of(bpw=[4, 2.5, 4.0]).bpw == (2.5, 4.0)
+
+
+def test_bitrates_that_differ_have_folders_that_differ() -> None:
+    bitrates = (3.12, 3.125, 4.0, 4.001, math.nextafter(4.001, 5))
+
+    assert len(sweep_of(bpw=bitrates).conversions()) == len(bitrates)
 
 
 @pytest.mark.parametrize("bpw", [[], [1.5], [9], "3,4", None])

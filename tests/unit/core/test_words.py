@@ -47,3 +47,16 @@ def test_names_lose_the_prefix_that_all_share() -> None:
     assert words.short("model.layers.3.mlp, lm_head") == "3.mlp, lm_head"
     assert words.short("language_model.model.layers.3.mlp") == "3.mlp"
     assert words.short("model.language_model.layers.3.mlp") == "3.mlp"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "a"), "No such file or directory"),
+        (OSError("odd"), "odd"),
+        (KeyError("r"), "`r` is missing"),
+        (ValueError("broken"), "broken"),
+    ],
+)
+def test_cause_is_what_an_error_says(error: Exception, said: str) -> None:
+    assert words.cause(error) == said
