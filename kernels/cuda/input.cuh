@@ -193,6 +193,7 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
             for (int r = 0; r < ROWS; ++r) v[r] = *(const uint4*)piece_of<ROWS>(xs, r, at);
         else if (c < all) read_rows<ROWS>(stage, rows, c, v);
         if (stage.norm && is_own) pairs_of(__ldg((const uint4*)stage.norm + c), weights);
+        __syncwarp();  // the four lanes of a panel have read it before one of them writes over it
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= rows) break;

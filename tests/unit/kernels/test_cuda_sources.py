@@ -1,51 +1,19 @@
 """Every CUDA source compiles for the supported devices, without any present."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
 from struct import unpack_from
 
 import pytest
-from caches import GPU_FORMATS
+from cuda_instances import INSTANCES, SOURCES
 from cupy_backends.cuda.libs import nvrtc
 
-from exl2flow.kernels.batched import ROWS as batched_rows
-from exl2flow.kernels.cache_formats import CACHE_FORMATS, Element
-from exl2flow.kernels.compiler import FOLDER, OPTIONS, source
-from exl2flow.kernels.cuda_cache import (
-    RESERVED,
-    SET,
-    STEP_TOKENS,
-    TOGETHER_WIDTH,
-    WIDTHS,
-    _beside,
-)
-from exl2flow.kernels.product import ROWS as product_rows
+from exl2flow.kernels.cache_formats import Element
+from exl2flow.kernels.compiler import OPTIONS, source
+from exl2flow.kernels.cuda_cache import RESERVED, _beside
 
-DEVICES = [
-    [90],
-    pytest.param([80, 86, 89, 120], marks=pytest.mark.slow),
-]
-SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
-FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
-SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
-CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
-SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
-GPTQ = ("false", "true")
-INSTANCES = {
-    "attention.cu": [
-        f"attend<{width}, {keys}, {values}, {tokens}, {columns}, 1>"
-        for width, (keys, values), (tokens, columns) in product(WIDTHS, sorted(FORMATS), SHAPES)
-        if (columns == SET or width < WIDTHS[-1]) and (tokens == 1 or (keys, values) in SOME)
-    ]
-    + [
-        f"attend<{width}, {keys}, {values}, 1, {columns}, {together}>"
-        for width, (keys, values) in product(WIDTHS[:-1], CODES)
-        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
-        if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
-    ],
-    "product.cu": [f"product<{rows}, {gptq}>" for rows in product_rows for gptq in GPTQ],
-    "batched.cu": [f"batched<{rows}, {gptq}>" for rows in batched_rows for gptq in GPTQ],
-}
+DEVICES = (80, 86, 89, 90, 120)
 
 
 def static_shared(cubin: bytes) -> dict[str, int]:
@@ -60,32 +28,37 @@ def static_shared(cubin: bytes) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
-@pytest.mark.parametrize("file", SOURCES)
-def test_source_compiles_without_a_warning(file: str, devices: list[int]) -> None:
-    def compiled(device: int) -> None:
-        program = nvrtc.createProgram(source(file), file, (), ())
-        instances = INSTANCES.get(file, [])
-        for instance in instances:
-            nvrtc.addNameExpression(program, instance)
-        options = (*OPTIONS, f"-arch=sm_{device}")
-        try:
-            nvrtc.compileProgram(program, options)
-        except nvrtc.NVRTCError:
-            pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
-        assert nvrtc.getProgramLog(program).strip("\0\n") == ""
-        shared = static_shared(nvrtc.getCUBIN(program))
-        names = [nvrtc.getLoweredName(program, instance) for instance in instances]
-        assert all(names)
-        if file == "attention.cu":
-            for instance, name in zip(instances, names, strict=True):
-                width, keys, values, *counts = instance[7:-1].split(", ")
-                bits = Element[keys].bits + Element[values].bits
-                most = _beside(bits, int(width), *map(int, counts))
-                assert most - RESERVED <= shared[name] <= most, instance
+def compile_without_a_warning(file: str, instances: Sequence[str], device: int) -> None:
+    program = nvrtc.createProgram(source(file), file, (), ())
+    for instance in instances:
+        nvrtc.addNameExpression(program, instance)
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{device}"))
+    except nvrtc.NVRTCError:
+        pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
+    assert nvrtc.getProgramLog(program).strip("\0\n") == ""
+    shared = static_shared(nvrtc.getCUBIN(program))
+    names = [nvrtc.getLoweredName(program, instance) for instance in instances]
+    assert all(names)
+    if file == "attention.cu":
+        for instance, name in zip(instances, names, strict=True):
+            width, keys, values, *counts = instance[7:-1].split(", ")
+            bits = Element[keys].bits + Element[values].bits
+            most = _beside(bits, int(width), *map(int, counts))
+            assert most - RESERVED <= shared[name] <= most, instance
 
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_an_instance_of_each_source_compiles_for_every_device(file: str) -> None:
+    for device in DEVICES:
+        compile_without_a_warning(file, INSTANCES.get(file, [])[:1], device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", INSTANCES)
+def test_every_instance_compiles_for_every_device(file: str) -> None:
     with ThreadPoolExecutor() as threads:
-        list(threads.map(compiled, devices))
+        list(threads.map(partial(compile_without_a_warning, file, INSTANCES[file]), DEVICES))
 
 
 def test_no_source_is_left_out() -> None:
