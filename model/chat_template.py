@@ -17,7 +17,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
+from exl2flow.core import words
 from exl2flow.core.errors import ChatTemplateError
+from exl2flow.core.images import refuse_images
 from exl2flow.model.fields import Fields
 from exl2flow.model.tokenizer import Tokenizer
 
@@ -108,7 +110,9 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template refuses the messages, or fails.
+            ConfigError: the content of a message holds an image.
         """
+        refuse_images([each.content for each in messages], "a message")
         request = {
             "now": (now or datetime.now()).isoformat(),
             "variables": {
@@ -202,7 +206,7 @@ def find_template(model_dir: Path) -> tuple[Path, str] | None:
             return path, path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ChatTemplateError(
-                f"cannot read `{path}` as UTF-8 text: {error}; fetch it again"
+                f"cannot read `{path}` as UTF-8 text: {words.cause(error)}; fetch it again"
             ) from error
     path = model_dir / CONFIG_FILE
     text = _default(Fields.load(path)) if path.is_file() else None

@@ -8,7 +8,7 @@ from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.core.request import FIRST_EMBEDDING
 from exl2flow.kernels import get_ops, on_device
 from exl2flow.model.attention import KvCache
-from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, moved, read_to
+from exl2flow.model.linear import DenseLinear, Linear, is_packed, load_linear, read_to
 from exl2flow.model.norms import Norm, load_norm
 from exl2flow.model.placement import Placement
 from exl2flow.model.products import product_of
@@ -236,20 +236,23 @@ def build_embedding(
 
     Raises:
         MissingTensor: it is absent.
-        TensorShapeError: its rows are not of the hidden size.
+        TensorShapeError: it, or that of positions, has too few rows, or rows of another size.
     """
-    name, apart = f"{spec.embedding_key}.weight", spec.family.learned_positions
-    weight = read_to(tensors, name, device, dtype)
-    if weight.dim() != 2 or weight.shape[1] != spec.hidden_size:
-        raise TensorShapeError(
-            f"`{name}` has shape {tuple(weight.shape)}, `config.json` implies rows of "
-            f"{spec.hidden_size}; check that both belong to one model"
-        )
-    learned = None if apart is None else tensors.read_floating(f"{apart}.weight")
+
+    def read(key: str, rows: int) -> torch.Tensor:
+        weight = read_to(tensors, f"{key}.weight", device, dtype)
+        if weight.dim() != 2 or weight.shape[0] < rows or weight.shape[1] != spec.hidden_size:
+            raise TensorShapeError(
+                f"`{key}.weight` has shape {tuple(weight.shape)}, `config.json` implies {rows} "
+                f"rows of {spec.hidden_size}; check that both belong to one model"
+            )
+        return weight
+
+    weight, apart = read(spec.embedding_key, spec.vocab_size), spec.family.learned_positions
     return Embedding(
         weight,
         multiplier=spec.embedding_multiplier,
-        learned=None if learned is None else moved(learned, device, dtype),
+        learned=None if apart is None else read(apart, spec.max_positions),
     )
 
 

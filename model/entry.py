@@ -30,6 +30,11 @@ class Entry:
     whole_rows: int = 0
 
     @property
+    def is_rearranged(self) -> bool:
+        """Whether neither the tensor nor rows of it in one run are stored as they are read."""
+        return self.is_transposed or bool(self.step)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the file states, if this is no part of a tensor."""
         return self.shape[::-1] if self.is_transposed else self.shape

@@ -56,6 +56,7 @@ PHI3 = replace(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     default_window=None,
+    default_partial=1.0,
     default_norm_eps=1e-5,
     fused=(
         ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -249,6 +250,7 @@ HUNYUAN = replace(
     qk_norms=("query_layernorm", "key_layernorm"),
     known=("use_qk_norm",),
     norm_after_rope=True,
+    has_alpha=True,
     default_norm_eps=1e-5,
 )
 ARCEE = replace(

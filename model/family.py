@@ -60,7 +60,9 @@ class Family:
     score_scale_key, score_scale_power: the scale of scores is the key's value to this power; None:
     it is head_dim ** -0.5. softcap_key: the key of the scores' soft-cap.
     nope_rule: which layers have no positions. interleaved: neighbours are rotated as pairs.
-    default_partial: the share of a head that is rotated. norm_after_rope: queries and keys are
+    default_partial: the share of a head that is rotated where configs do not say; None: all of it,
+    whatever they say. has_alpha: rope type `dynamic` may be a fixed stretch of the base by `alpha`.
+    norm_after_rope: queries and keys are
     normalized after their rotation; not together with `interleaved`.
     local_theta_key, default_local_theta: the base of sliding layers, whose rope is not stretched;
     None: all layers have the same rope. query_beta_key: the rope's key of `RopeSpec.query_beta`.
@@ -107,7 +109,8 @@ class Family:
     softcap_key: str | None = None
     nope_rule: NopeRule = NopeRule.NONE
     interleaved: bool = False
-    default_partial: float = 1.0
+    default_partial: float | None = None
+    has_alpha: bool = False
     norm_after_rope: bool = False
     local_theta_key: str | None = None
     default_local_theta: float = 10_000.0

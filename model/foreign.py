@@ -10,6 +10,7 @@ FORMS = {
     ".SCB": "bitsandbytes",
     ".weight_packed": "compressed-tensors",
 }
+MOST_NAMED = 8  # models in a folder
 LFS_START = b"version https://git-lfs"  # of the text that git leaves in place of a large file
 
 
@@ -24,7 +25,7 @@ def pointer_advice(path: Path) -> str:
 
 
 def advice(folder: Path) -> str | None:
-    """Return what to do with a folder in another program's format; None if it is not known."""
+    """Return what to do with a folder of another program or of models; None if not known."""
     if any(folder.glob("*.gguf")):
         return (
             f"`{folder}` holds a GGUF file, and GGUF is quantized already; give the model that it "
@@ -41,6 +42,11 @@ def advice(folder: Path) -> str | None:
             f'trust it, convert it to `*.safetensors` with `python -c "{code}"` and give the '
             "folder `converted`"
         )
+    if models := sorted(path.parent.name for path in folder.glob("*/config.json")):
+        named = ", ".join(f"`{name}`" for name in models[:MOST_NAMED]) + ", …" * (
+            len(models) > MOST_NAMED
+        )
+        return f"`{folder}` holds several models; give one of its folders: {named}"
     return None
 
 

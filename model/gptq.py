@@ -152,6 +152,11 @@ def _is_matrix(packed: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) 
 
 def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torch.Tensor:
     """Return the group of each in-feature, int64 (k,); consecutive rows without act-order."""
+    if k % PANEL_ROWS:
+        raise TensorShapeError(
+            f"`{key}` has {k} in-features; GPTQ matrices can run whose in-features are a multiple "
+            f"of {PANEL_ROWS}: use an unquantized model"
+        )
     size = 1 << max(0, -(-k // groups) - 1).bit_length()  # the least power of two that suffices
     in_order = torch.arange(k) // size
     if size % PANEL_ROWS or int(in_order[-1]) != groups - 1:

@@ -9,6 +9,7 @@ from exl2flow.model.family import Family, HeadNorms, NopeRule, WindowRule
 from exl2flow.model.fields import WIDEST, Fields, quoted
 from exl2flow.model.rope_spec import FULL, LAYER_TYPES, SLIDING, RopeSpec, read_ropes
 from exl2flow.model.spec import AttentionSpec
+from exl2flow.model.unsupported import LAYER_NEEDS
 
 MOST_HEADS = 1 << 14  # also dimensions of a head
 NAMES = {"attention": FULL}  # layer types in the words of earlier configs
@@ -114,9 +115,11 @@ def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, 
     types = tuple(NAMES.get(kind, kind) for kind in listed)
     unknown = [kind for kind in dict.fromkeys(types) if kind not in LAYER_TYPES]
     if unknown:
+        needs = dict.fromkeys(LAYER_NEEDS[kind] for kind in unknown if kind in LAYER_NEEDS)
+        why = f", which needs {' and '.join(needs)}" if needs else ""
         raise UnsupportedArchitecture(
-            f"`{config.prefix}layer_types` in `{config.path}` holds {quoted(unknown)}; supported "
-            f"are {quoted(LAYER_TYPES)}"
+            f"`{config.prefix}layer_types` in `{config.path}` holds {quoted(unknown)}{why}; "
+            f"supported are {quoted(LAYER_TYPES)}"
         )
     return types
 
@@ -171,6 +174,11 @@ def _upper_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Wi
 
 def _windows_without_positions(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
     if not config.flag("use_sliding_window", False):
+        if SLIDING in types:  # in transformers the way to compute attention decides
+            raise SourceModelError(
+                f"`{config.prefix}layer_types` in `{config.path}` holds `{SLIDING}`, but "
+                "`use_sliding_window` is not true; correct the one that is wrong"
+            )
         return _no_windows(config, family, types)
     if config.has("layer_types"):
         return _typed_windows(config, family, types)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from exl2flow.core.background import on_its_way
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import LARGEST_HALF, PANEL_ROWS, PackedMatrix, Product, get_ops
+from exl2flow.kernels import LARGEST_HALF, PackedMatrix, Product, get_ops
 from exl2flow.model.exl2 import (
     QuantizedMatrix,
     host_names,
@@ -203,7 +203,6 @@ def load_linear(
         raise MissingTensor(
             f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
         )
-    packed = packed and projection.in_features % PANEL_ROWS == 0
     matrix = _read_matrix(tensors, projection, zero_offset, device)
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)

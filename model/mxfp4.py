@@ -2,6 +2,8 @@
 
 A byte holds two elements of 1 sign, 2 exponent and 1 fraction bits, the lower half first.
 value = element · 2^(scale - 127) in fp32, then rounded to fp16.
+
+Nothing calls this yet: packed experts, the only published weights of this form, will.
 """
 
 import torch

@@ -1,15 +1,18 @@
 """The processes that run one model together, and the two ways in which they exchange results."""
 
+import random
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import distributed
 
 from exl2flow.core.errors import BackendUnavailable, InferenceError
 
+SEED_BITS = 63
 PATIENCE = timedelta(minutes=5)  # with a rank that is alive; the loss of one is seen at once
 
 
@@ -18,10 +21,18 @@ class Ranks:
     """One of `count` processes, all of which make the same calls in the same order.
 
     A context manager, which leaves the others: a process that ends without that may abort.
+    seeds: of texts that are given none, the same on all ranks; like the group that
+    `torch.distributed` makes, they are those of the process.
     """
 
     rank: int
     count: int
+    seeds: ClassVar[random.Random] = random.SystemRandom()
+
+    @classmethod
+    def new_seed(cls) -> int:
+        """Return a seed for a text."""
+        return cls.seeds.getrandbits(SEED_BITS)
 
     @classmethod
     def join(cls, init_method: str = "env://", *, rank: int = -1, count: int = -1) -> Self:
@@ -29,6 +40,7 @@ class Ranks:
 
         Raises:
             BackendUnavailable: they do not meet.
+            InferenceError: one is lost at once.
         """
         if not distributed.is_initialized():
             try:
@@ -39,12 +51,16 @@ class Ranks:
                 raise BackendUnavailable(
                     f"the ranks of a model did not meet: {error}; start each with `torchrun`"
                 ) from error
-        return cls(distributed.get_rank(), distributed.get_world_size())
+        found = cls(distributed.get_rank(), distributed.get_world_size())
+        drawn = torch.tensor([secrets.randbits(SEED_BITS)])
+        cls.seeds = random.Random(int(found._all(drawn)[0]))
+        return found
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        type(self).seeds = random.SystemRandom()
         if distributed.is_initialized():
             distributed.destroy_process_group()
 

@@ -1,7 +1,6 @@
 """Resolving: a model folder's `config.json`, in either form, to a `ModelSpec`."""
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,17 @@ from exl2flow.model.fields import WIDEST, Fields, quoted
 from exl2flow.model.layers_config import bias_of, read_attentions
 from exl2flow.model.multipliers import MULTIPLIER_KEYS, read_multipliers
 from exl2flow.model.spec import MlpSpec, ModelSpec
-from exl2flow.model.unsupported import need_of
+from exl2flow.model.unsupported import SUFFIX, need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
 MOST_LAYERS = 2048
 MOST_TOKENS = 1 << 24  # of a vocabulary
-SUFFIX = re.compile("For(CausalLM|ConditionalGeneration)$")  # that most architectures share
 NEAR = 0.75  # how alike names of architectures must be for advice, of 1
 TEXT = "text_config"  # of a wrapper: the keys of its text model
+PAGES = (
+    "`docs/reference/models.md` lists what is, and `docs/concepts/families.md` explains how to add "
+    "one"
+)
 NEUTRAL = (None, 0, 1)  # values of a key that change nothing; `False` is 0
 UNSUPPORTED = (  # keys with which the graph would differ, where a family does not know them
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "use_qk_norm"),
@@ -96,17 +98,18 @@ def _family(config: Fields) -> tuple[Family, Fields]:
         return rows[None], config
     if rows:
         return _wrapped(config, name, rows)
-    known = dict.fromkeys(row for row, _ in FAMILIES)
-    stems = {SUFFIX.sub("", row).lower(): row for row in known}
-    near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
-    close = [stems[stem] for stem in near]
-    need = need_of(name)
-    nearest = f"; nearest are {quoted(close)}" if close else ""
-    why = f": it needs {need}" if need else nearest
     raise UnsupportedArchitecture(
-        f"architecture `{name}` in `{config.path}` is not supported{why}; supported are "
-        f"{quoted(known)}"
+        f"architecture `{name}` in `{config.path}` is not supported{_reason(name)}; {PAGES}"
     )
+
+
+def _reason(name: str) -> str:
+    """Return what an architecture needs, if that is known, else the nearest names if any are."""
+    if need := need_of(name):
+        return f": it needs {need}"
+    stems = {SUFFIX.sub("", row).lower(): row for row, _ in FAMILIES}
+    near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
+    return f"; nearest are {quoted(stems[stem] for stem in near)}" if near else ""
 
 
 def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tuple[Family, Fields]:
@@ -122,10 +125,12 @@ def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tu
     inner = config.inner(TEXT)
     kind = inner.text("model_type")
     if kind not in rows:
+        need = need_of(kind)
+        why = f": it needs {need}" if need else ""
         supported = quoted(str(row) for row in rows)
         raise UnsupportedArchitecture(
-            f"`{name}` around a text model of type `{kind}` in `{config.path}` is not supported; "
-            f"supported around it: {supported}"
+            f"`{name}` around a text model of type `{kind}` in `{config.path}` is not supported"
+            f"{why}; supported around it: {supported}"
         )
     return rows[kind], inner
 

@@ -14,7 +14,7 @@ from exl2flow.model.family import Family
 from exl2flow.model.fields import MOST, Fields
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
-QUERY_BETA = "llama_4_scaling_beta"
+QUERY_BETA, ALPHA, PARTIAL = "llama_4_scaling_beta", "alpha", "partial_rotary_factor"
 
 
 class RopeKind(StrEnum):
@@ -115,7 +115,8 @@ def read_ropes(
         UnsupportedArchitecture: a kind that is not implemented.
         SourceModelError: a key is missing or impossible.
     """
-    key = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
+    is_old = config.values.get("rope_scaling") not in (None, {})  # an empty one says nothing
+    key = "rope_scaling" if is_old else "rope_parameters"
     full = config.inner(key)
     local = replace(full, values={})
     if family.local_theta_key is not None:
@@ -157,33 +158,43 @@ class _Reader:
             interleaved=self.row.interleaved,
             query_beta=self._query_beta(rope),
         )
-        if kind is RopeKind.DYNAMIC and _is_set(rope, "alpha"):  # a fixed stretch of the base
-            stretched = common.scaled(scale=None, alpha=rope.number("alpha"))
+        if kind is RopeKind.DYNAMIC and _is_set(rope, ALPHA):
+            if not self.row.has_alpha:
+                raise _unsupported(rope, ALPHA)
+            stretched = common.scaled(scale=None, alpha=rope.number(ALPHA))
             return replace(stretched, kind=RopeKind.DEFAULT)
         stretch = max_positions / common.original_max_positions
         return replace(common, **_READERS[kind](rope, common.rotary_dim, stretch))
 
     def _rotary_dim(self, rope: Fields) -> int:
-        source = rope if rope.has("partial_rotary_factor") else self.config
-        share = source.number("partial_rotary_factor", self.row.default_partial)
+        source = rope if rope.has(PARTIAL) else self.config
+        default = self.row.default_partial
+        share = source.number(PARTIAL, 1.0 if default is None else default)
         rotary_dim = int(self.head_dim * share)
         if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
             raise SourceModelError(
                 f"`{self.config.path}` asks to rotate {rotary_dim} of {self.head_dim} dimensions "
                 "of a head; that must be an even number and not exceed the head"
             )
+        if default is None and share != 1.0:
+            raise _unsupported(source, PARTIAL)
         return rotary_dim
 
     def _query_beta(self, rope: Fields) -> float:
         if self.row.query_beta_key is None:
             if _is_set(rope, QUERY_BETA):
-                raise UnsupportedArchitecture(
-                    f"`{rope.prefix}{QUERY_BETA}` in `{rope.path}` is {rope.values[QUERY_BETA]!r}, "
-                    "which is not supported: the model would compute something else"
-                )
+                raise _unsupported(rope, QUERY_BETA)
             return 0.0
         is_set = _is_set(rope, self.row.query_beta_key)
         return rope.number(self.row.query_beta_key) if is_set else 0.0
+
+
+def _unsupported(rope: Fields, key: str) -> UnsupportedArchitecture:
+    """Return the error for a key that the family's rope does not have."""
+    return UnsupportedArchitecture(
+        f"`{rope.prefix}{key}` in `{rope.path}` is {rope.values[key]!r}, which is not supported: "
+        "the model would compute something else"
+    )
 
 
 def _kind(rope: Fields) -> RopeKind:

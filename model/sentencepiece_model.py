@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 
 Value = int | bytes
@@ -76,7 +77,7 @@ class SentencePieceModel:
             model = cls._parse(data)
         except (IndexError, ValueError, KeyError, TypeError, struct.error) as error:
             raise SourceModelError(
-                f"`{path}` is not a SentencePiece model ({error}); fetch it again"
+                f"`{path}` is not a SentencePiece model ({words.cause(error)}); fetch it again"
             ) from error
         if not model.pieces:
             raise SourceModelError(f"`{path}` holds no pieces; fetch it again")

@@ -140,6 +140,11 @@ class ModelSpec:
         block = self.config.get("quantization_config")
         return block if isinstance(block, Mapping) else {}
 
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether positions are rows of a table, `max_positions` of them."""
+        return bool(self.family.learned_positions)
+
     def with_rope(
         self, *, scale: float | None = None, alpha: float | None = None, yarn: float | None = None
     ) -> "ModelSpec":

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.model.fields import Fields
 from exl2flow.model.pieces import BYTES
@@ -44,7 +45,7 @@ def load_tekken(path: Path) -> tokenizers.Tokenizer:
             raise ValueError("a special token is an entry of the vocabulary, too")
     except (KeyError, TypeError, ValueError) as error:
         raise SourceModelError(
-            f"`{path}` is not a tekken vocabulary ({error}); fetch it again"
+            f"`{path}` is not a tekken vocabulary ({words.cause(error)}); fetch it again"
         ) from error
     merges = [(_spelled(left), _spelled(right)) for left, right in _merges(ranks)]
     ids = {token: place for place, token in enumerate(special)}

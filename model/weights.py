@@ -18,7 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from exl2flow.core.background import helpers, on_its_way
-from exl2flow.core.errors import Exl2FlowError, MissingTensor, NonFiniteState, SourceModelError
+from exl2flow.core.errors import (
+    Exl2FlowError,
+    MissingTensor,
+    NonFiniteState,
+    SourceModelError,
+    TensorShapeError,
+)
 from exl2flow.core.model_files import is_weights
 from exl2flow.model import fp8
 from exl2flow.model.entry import Entry
@@ -209,6 +215,12 @@ def _grid(name: str, entry: Entry) -> tuple[int, int]:
         raise SourceModelError(
             f"`{entry.scale_name}` in `{entry.scales.path}` has dtype {entry.scales.dtype}; "
             f"supported for scales are {', '.join(fp8.SCALE_DTYPES)}: use an unquantized model"
+        )
+    if entry.is_rearranged and prod(entry.scales.shape) != 1:
+        raise TensorShapeError(
+            f"`{entry.scale_name}` in `{entry.scales.path}` has shape {entry.scales.shape}; a "
+            f"matrix that is stored transposed or interleaved, as `{name}` is, can only be decoded "
+            "with one scale for all of it: use an unquantized model"
         )
     shape = (entry.whole_rows, *entry.shape[1:]) if entry.whole_rows else entry.shape
     names = (name, entry.scale_name)

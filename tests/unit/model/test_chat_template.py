@@ -4,12 +4,13 @@ import gc
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_tiny
 from transformers import PreTrainedTokenizerFast
 
-from exl2flow.core.errors import ChatTemplateError
+from exl2flow.core.errors import ChatTemplateError, ConfigError
 from exl2flow.model import ChatTemplate, Message, Tokenizer, chat_template, template_program
 
 TALK = (
@@ -81,6 +82,13 @@ def test_text_is_that_of_transformers(folder: Path, text: str, prompt: bool) -> 
 
     assert made == expected
     assert "Yes." in made
+
+
+def test_messages_with_images_are_refused(folder: Path) -> None:
+    content: Any = [{"type": "text", "text": "What is this?"}, {"type": "image", "url": "a.png"}]
+
+    with pytest.raises(ConfigError, match="a message holds an image"):
+        with_template(folder, "a").render([Message(role="user", content=content)])
 
 
 def test_a_file_of_its_own_goes_before_the_tokenizers_config(folder: Path) -> None:

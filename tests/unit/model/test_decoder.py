@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import near, terms_of
 from caches import Sequences
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
@@ -132,6 +133,15 @@ def test_embedding_of_another_width_is_refused(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+def test_embedding_with_fewer_rows_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+
+    rewrite(tmp_path, model__embed_tokens__weight=torch.randn(VOCAB_SIZE - 1, 64))
+
+    with pytest.raises(TensorShapeError, match=f"embed_tokens.* implies {VOCAB_SIZE} rows of 64"):
+        build(tmp_path)
+
+
 def test_a_cache_goes_on_where_it_stands_back(tmp_path: Path) -> None:
     decoder, tokens = build(make_tiny("mistral", tmp_path, sliding_window=6)), ids(2, 20)
     cache = Sequences(decoder.spec, batch=2, tokens=20)
@@ -142,7 +152,8 @@ def test_a_cache_goes_on_where_it_stands_back(tmp_path: Path) -> None:
     cache.length = 8
     logits = cache.read(decoder.forward, tokens[:, 8:])
 
-    torch.testing.assert_close(logits, decoder.forward(tokens)[:, 8:], rtol=0, atol=1e-4)
+    expected = decoder.forward(tokens)[:, 8:]
+    torch.testing.assert_close(logits, expected, **near(expected, terms_of(decoder.spec, 20)))
 
 
 def test_vocabulary_of_the_config_decides(tmp_path: Path) -> None:

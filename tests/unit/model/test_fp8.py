@@ -86,6 +86,30 @@ def test_fused_and_renamed_weights_have_their_scales(tmp_path: Path, name: str, 
     check_claimed(resolve(source))
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "part"),
+    [
+        ("gpt2", "transformer.h.0.attn.c_proj", "self_attn.o_proj"),  # square: rows as columns
+        ("internlm2", "model.layers.0.attention.wqkv", "self_attn.q_proj"),
+    ],
+)
+def test_scales_of_rows_in_another_order_are_not_supported(
+    tmp_path: Path, name: str, key: str, part: str
+) -> None:
+    source = make_checkpoint(name, tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    weight = tensors[f"{key}.weight"]
+    tensors |= {f"{key}.weight": weight.to(FP8), f"{key}.weight_scale": torch.ones(len(weight), 1)}
+    save_file(tensors, source / "model.safetensors")
+    files = CanonicalTensors(resolve(source))
+
+    with pytest.raises(TensorShapeError, match=rf"stored transposed or interleaved.*{part}"):
+        files.read(f"model.layers.0.{part}.weight")
+
+    save_file(tensors | {f"{key}.weight_scale": torch.ones(1)}, source / "model.safetensors")
+    assert CanonicalTensors(resolve(source)).undecodable() == []
+
+
 @pytest.mark.parametrize("form", ["blocks, fp32", "blocks, e8m0", "tensor"])
 def test_transformers_decodes_alike(tmp_path: Path, form: str) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize

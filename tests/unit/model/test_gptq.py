@@ -142,8 +142,13 @@ def wrong_bias(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{KEY}.bias"] = torch.tensor(1.0)
 
 
+def part_of_a_panel(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"][:10]  # 80 rows
+    tensors.pop(f"{KEY}.g_idx", None)
+
+
 SPOILERS = [awq, eight_bits, floats, odd_groups, outside, unequal]
-SPOILERS += [no_groups, no_rows, scalar, flat, whole_scales, far, wrong_bias]
+SPOILERS += [no_groups, no_rows, scalar, flat, whole_scales, far, wrong_bias, part_of_a_panel]
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)

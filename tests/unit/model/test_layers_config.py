@@ -42,6 +42,8 @@ NAMES = {
     "granite": "Granite",
     "granitemoehybrid": "GraniteMoeHybrid",
     "llama": "Llama",
+    "qwen3": "Qwen3",
+    "phi3": "Phi3",
 }
 TYPES = ["sliding_attention", "full_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -173,6 +175,9 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
             {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
         ),
         ("ministral3", {}),
+        ("llama", {"rope_scaling": {}, "rope_parameters": YARN}),
+        ("llama", {"partial_rotary_factor": 1.0}),
+        ("phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.75}),
     ],
 )
 def test_ropes_are_those_of_transformers(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
@@ -286,6 +291,15 @@ def test_the_reach_is_that_of_the_layers_that_rotate(tmp_path: Path) -> None:
         ("glm", {"partial_rotary_factor": 0.0}, "`partial_rotary_factor`.*above 0"),
         ("glm", {"partial_rotary_factor": 0.05}, "rotate 0 of 16"),
         (
+            "smollm3",
+            {
+                "use_sliding_window": False,
+                "sliding_window": 8,
+                "layer_types": TYPES * 4 + TYPES[:1],
+            },
+            "`layer_types`.*`sliding_attention`, but `use_sliding_window` is not true",
+        ),
+        (
             "ministral3",
             {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}},
             r"`rope_parameters\.llama_4_scaling_beta`.*above 0",
@@ -313,6 +327,17 @@ def test_impossible_values_are_named(
             {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
             r"`rope_parameters\.llama_4_scaling_beta`.*something else",
         ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 2.0}},
+            r"`rope_scaling\.alpha`.*something else",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+            r"`rope_parameters\.partial_rotary_factor`.*something else",
+        ),
+        ("ernie4_5", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor`.*something else"),
         (
             "llama",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},

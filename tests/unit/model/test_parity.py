@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import near, terms_of
 from caches import Sequences
 from tiny import make_tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from exl2flow.model import Decoder, TensorFiles, build_decoder, resolve
 
-TOLERANCE = 1e-4  # logits are of size 1 to 4, sums are fp32 in another order
 ORIGINAL = 32  # positions before the context was stretched
 SHORT, LONG = 24, 80
 
@@ -119,7 +119,8 @@ def assert_same_logits(folder: Path, *, lengths: tuple[int, ...] = (SHORT, LONG)
 
         logits = ours.forward(ids)
 
-        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+        bound = near(expected, terms_of(ours.spec, length))
+        torch.testing.assert_close(logits, expected, **bound)
 
 
 def assert_same_steps(folder: Path, *, prompt: int, steps: int) -> None:
@@ -139,7 +140,8 @@ def assert_same_steps(folder: Path, *, prompt: int, steps: int) -> None:
 
         logits = cache.read(ours.forward, chunk)
 
-        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+        bound = near(expected, terms_of(ours.spec, ids.shape[1]))
+        torch.testing.assert_close(logits, expected, **bound)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -190,14 +190,20 @@ def test_quant_method_is_told_and_not_judged(tmp_path: Path) -> None:
 def test_names_that_are_not_near_are_not_called_so(architecture: str, tmp_path: Path) -> None:
     write_config(tmp_path, architectures=[architecture])
 
-    with pytest.raises(UnsupportedArchitecture, match=f"`{architecture}`.*supported are") as caught:
+    with pytest.raises(
+        UnsupportedArchitecture, match=f"`{architecture}`.*is not supported"
+    ) as caught:
         resolve(tmp_path)
     assert "nearest" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
-    [("Qwen3xForCausalLM", "`Qwen3ForCausalLM`"), ("LLaMAForCausalLM", "`LlamaForCausalLM`")],
+    [
+        ("Qwen3xForCausalLM", "`Qwen3ForCausalLM`"),
+        ("LLaMAForCausalLM", "`LlamaForCausalLM`"),
+        ("LlamaForCausalLN", "`LlamaForCausalLM`"),
+    ],
 )
 def test_unknown_architecture_names_the_nearest(
     architecture: str, nearest: str, tmp_path: Path
