@@ -23,13 +23,13 @@ from exl2flow.core.files import (
 )
 from exl2flow.core.interrupt import look
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, check_links, left_out
-from exl2flow.core.source import provenance
+from exl2flow.core.source import DIGESTS_FILE
 from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
-from exl2flow.core.store import versions
 from exl2flow.model import TensorFiles
 from exl2flow.quant.compile.stage import (
     carry,
     check_output_folder,
+    made_from,
     predicted_kl,
     remove_others,
 )
@@ -70,7 +70,7 @@ def recompile(run: StageRun) -> None:
     """
     config = refinement(run.config)
     out = config.out.resolve()
-    check_output_folder(out, config.source)
+    check_output_folder(out, config.source, memory=config.work_dir_root / DIGESTS_FILE)
     stored = StoredModel.open(config, run.device)
     judgement = read_json(run.inputs["judge"] / JUDGEMENT_FILE)
     is_refined = judgement["refined"]
@@ -79,8 +79,9 @@ def recompile(run: StageRun) -> None:
     files = stored.tensors.files
     others = other_files(config.model)
     run.folder.manifest.total = len(files)
-    remove_others(out, {path.name for path in [*files, *others]})
-    _commit(run, _write_record(run, stored, judgement))
+    names = {path.name for path in [*files, *others]} | {RECORD_FILE}
+    remove_others(out, names)
+    _commit(run, _write_record(run, stored, judgement, names))
     for path in others:
         _commit(run, carry(path, out / path.name))
     if behind := left_out(config.model):
@@ -117,7 +118,9 @@ def _commit(run: StageRun, path: Path) -> None:
     run.folder.commit(str(path), digest(path))
 
 
-def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, Any]) -> Path:
+def _write_record(
+    run: StageRun, stored: StoredModel, judgement: Mapping[str, Any], files: set[str]
+) -> Path:
     """Record how the folder was made: model, reference, options, verdict, errors."""
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
@@ -127,10 +130,7 @@ def _write_record(run: StageRun, stored: StoredModel, judgement: Mapping[str, An
     decoder = layers[: len(stored.spec.sublayers)]
     weights = sum(layer["bits"] / layer["bpw"] for layer in decoder)
     record = {
-        "source": str(config.source.resolve()),
-        "fingerprint": run.folder.manifest.fingerprint,
-        "versions": versions(),
-        "provenance": provenance(config.source),
+        **made_from(run, files),
         "options": config.model_dump(mode="json", exclude=NOT_RECORDED),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},

@@ -27,6 +27,7 @@ from exl2flow.core.errors import (
 from exl2flow.core.files import (
     TEMPORARY_SUFFIX,
     digest,
+    digest_of,
     read_json,
     replacing,
     write_json,
@@ -43,8 +44,8 @@ from exl2flow.core.model_files import (
     public_content,
     without_origin,
 )
-from exl2flow.core.source import provenance
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.core.source import DIGESTS_FILE, SourceFingerprint, provenance
+from exl2flow.core.stage import FILES, KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.core.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
@@ -70,10 +71,19 @@ log = logging.getLogger(__name__)
 
 NOT_RECORDED = {"work_root", "out", "token_block", "publish", "clean_after"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
+INDEX_FILE = "model.safetensors.index.json"
+SOURCE_FINGERPRINT = "source_fingerprint"  # in the record
 
 
-def check_output_folder(out: Path, source: Path) -> None:
+def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
     """Refuse a folder with contents that a conversion of this source did not write.
+
+    A source is recognized by its place, where it may have changed, or by its fingerprint.
+
+    Args:
+        out: the output.
+        source: the model's folder.
+        memory: see `SourceFingerprint.of`.
 
     Raises:
         StoreError: the folder holds other contents.
@@ -81,16 +91,34 @@ def check_output_folder(out: Path, source: Path) -> None:
     """
     if not out.exists() or (out.is_dir() and set(out.iterdir()) <= set(out.glob(LEFTOVERS))):
         return
+    record = _earlier_record(out)
+    place, known = record.get("source"), record.get(SOURCE_FINGERPRINT)
+    is_same = known is not None and known == SourceFingerprint.of(source, memory=memory).fingerprint
+    if place == str(source.resolve()):
+        if known is not None and not is_same:
+            log.warning(
+                "the output `%s` was made from other files in `%s`; this run replaces it",
+                *(out, source),
+            )
+        return
+    if not is_same:
+        fact = "exists and was not made from this source by exl2flow"
+        if place:
+            fact = f"was made from `{place}`, not from the model in `{source}`"
+        raise StoreError(f"the output `{out}` {fact}; choose another `--out` or delete it")
+
+
+def _earlier_record(out: Path) -> dict[str, Any]:
+    """Return the record of an output, empty if there is none.
+
+    Raises:
+        ReadFailed: it cannot be read.
+    """
     try:
         record = read_json(out / RECORD_FILE)
-        if record["source"] == str(source.resolve()):
-            return
-    except (CorruptCheckpoint, KeyError, TypeError):
-        pass
-    raise StoreError(
-        f"the output `{out}` exists and was not made from this source by exl2flow; "
-        "choose another `--out` or delete it"
-    )
+    except CorruptCheckpoint:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 class _Tensors:
@@ -128,13 +156,17 @@ def compile_model(run: StageRun) -> None:
     config = run.config
     spec = resolve(config.source)
     out = config.out.resolve()
-    check_output_folder(out, config.source)
+    check_output_folder(out, config.source, memory=config.work_dir_root / DIGESTS_FILE)
     quantized = _quantized(run)
     choice = read_choice(run.inputs["allocate"])
     shards = plan_shards(output_layout(spec, choice), config.shard_size_mb)
     extras = carried_files(config.source)
     run.folder.manifest.total = len(shards)
-    _write_record(run, out, spec)
+    names = {CONFIG_FILE, RECORD_FILE, *(p.name for p in extras), *(s.name for s in shards)}
+    names |= {INDEX_FILE} if len(shards) > 1 else set()
+    names |= {TOKENIZER_FILE} if has_only_tekken(config.source) else set()
+    remove_others(out, names)
+    _write_record(run, out, spec, names)
     for path in extras:
         _commit(run, carry(path, out / path.name))
     if has_only_tekken(config.source):
@@ -142,7 +174,6 @@ def compile_model(run: StageRun) -> None:
         _commit(run, out / TOKENIZER_FILE)
     if others := left_out(config.source):
         log.info("not copied from `%s`: %s", config.source, ", ".join(others))
-    remove_others(out, {shard.name for shard in shards})
     tensors = _Tensors(spec, quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
         path = out / shard.name
@@ -186,22 +217,39 @@ def carry(source: Path, target: Path) -> Path:
 
 
 def remove_others(out: Path, names: set[str]) -> None:
-    """Delete leftovers of an earlier or killed conversion: shards, indexes, partial files."""
-    for path in [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]:
-        if path.name not in names:
-            path.unlink()
+    """Delete leftovers of an earlier or killed conversion.
+
+    These are shards, indexes, partial files and what the earlier one recorded as its own. Call
+    before a new record is written.
+    """
+    found = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
+    recorded = _earlier_record(out).get(FILES)
+    own = set(recorded) if isinstance(recorded, list) else set()
+    found += [path for path in out.glob("*") if path.name in own and path.is_file()]
+    for path in found:
+        if path.name not in names | {RECORD_FILE}:
+            path.unlink(missing_ok=True)
 
 
-def _write_record(run: StageRun, out: Path, spec: ModelSpec) -> None:
+def made_from(run: StageRun, names: set[str]) -> dict[str, object]:
+    """Return the entries of a record by which its folder and the files in it are recognized."""
+    return {
+        "source": str(run.config.source.resolve()),
+        SOURCE_FINGERPRINT: digest_of(run.folder.manifest.source),
+        "fingerprint": run.folder.manifest.fingerprint,
+        FILES: sorted(names),
+        "versions": versions(),
+        "provenance": provenance(run.config.source),
+    }
+
+
+def _write_record(run: StageRun, out: Path, spec: ModelSpec, names: set[str]) -> None:
     """Record how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
     apart = carried_tensors(spec)
     record = {
-        "source": str(run.config.source.resolve()),
-        "fingerprint": run.folder.manifest.fingerprint,
-        "versions": versions(),
-        "provenance": provenance(run.config.source),
+        **made_from(run, names),
         "source_form": source_form(spec, CanonicalTensors(spec)),
         "options": run.config.model_dump(mode="json", exclude=NOT_RECORDED),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
@@ -246,7 +294,7 @@ def _write_index(out: Path, shards: list[Shard]) -> Path:
         "metadata": {"total_size": sum(sizes)},
         "weight_map": {name: shard.name for shard in shards for name in shard.layout},
     }
-    path = out / "model.safetensors.index.json"
+    path = out / INDEX_FILE
     write_json(path, index)
     return path
 

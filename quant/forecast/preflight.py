@@ -12,7 +12,7 @@ from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
 from exl2flow.core.memory import available_memory
 from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
-from exl2flow.core.source import WANTED
+from exl2flow.core.source import DIGESTS_FILE, WANTED
 from exl2flow.core.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.kernels import resolve_device
@@ -65,9 +65,9 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     card = None
     if device is not None and device.type == "cuda":
         card = Card.of(device, config.max_memory)
-    attempt(lambda: _check_writable(config.work_dir_root))
-    attempt(lambda: _check_writable(config.out))
-    attempt(lambda: check_output_folder(config.out, config.source))
+    root_option = "--work-root" if config.work_root else "--out"  # the default is beside it
+    attempt(lambda: _check_writable(config.work_dir_root, root_option))
+    attempt(lambda: _check_output(config))
     attempt(lambda: check_files(config))
     attempt(lambda: carried_files(config.source))
     spec = attempt(lambda: resolve(config.source, wanted=WANTED))
@@ -92,11 +92,22 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     raise PreflightFailed("\n".join(problems))
 
 
-def _check_writable(folder: Path) -> None:
+def _check_output(config: ConversionConfig) -> None:
+    """Check that the output is, or can become, a folder of this conversion alone."""
+    _check_writable(config.out, "--out")
+    if config.work_dir_root.is_relative_to(config.out.resolve()):
+        raise StoreError(
+            f"the work root `{config.work_dir_root}` is in the output `{config.out}`, which holds "
+            "nothing but the model; choose another `--work-root` (checkpoints can be moved there)"
+        )
+    check_output_folder(config.out, config.source, memory=config.work_dir_root / DIGESTS_FILE)
+
+
+def _check_writable(folder: Path, option: str) -> None:
     existing = _existing(folder.resolve())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise StoreError(
-            f"`{existing}` is not a folder that can be written; choose another one for `{folder}`"
+            f"`{existing}` is not a folder that can be written; choose another `{option}`"
         )
 
 

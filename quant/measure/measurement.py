@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.files import read_json
 from exl2flow.model import ModelSpec, ProjectionSpec
@@ -127,7 +128,7 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
         ConfigError,
     ) as error:
         raise ConfigError(
-            f"`{path}` is not a measurement of `{spec.source_dir}`: {error}; "
+            f"`{path}` is not a measurement of `{spec.source_dir}`: {words.cause(error)}; "
             "measure again or give the file that belongs to this model"
         ) from error
     projections = slot_projections(spec)

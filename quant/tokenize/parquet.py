@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from exl2flow.core import words
 from exl2flow.core.errors import CalibrationError
 
 
@@ -41,8 +42,8 @@ def records(path: Path, columns: list[str] | None) -> Iterator[list[str]]:
         raise CalibrationError(f"no calibration file at `{path}`; check the path") from error
     except (OSError, ValueError, pa.ArrowException) as error:
         raise CalibrationError(
-            f"`{path}` cannot be read as Parquet ({error}); give a file with a text column, as "
-            "pandas.DataFrame.to_parquet writes it"
+            f"`{path}` cannot be read as Parquet ({words.cause(error)}); give a file with a text "
+            "column, as pandas.DataFrame.to_parquet writes it"
         ) from error
 
 

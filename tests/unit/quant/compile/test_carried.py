@@ -14,6 +14,7 @@ from exl2flow.flows.local import run_locally
 from exl2flow.inference.report.publication import CARD_FILE, describe, public_files
 from exl2flow.quant.compile.refined import other_files
 from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.tasks.stages import STAGES
 
 
 @pytest.fixture
@@ -100,10 +101,36 @@ def test_no_published_file_has_a_path_of_the_user_or_a_file_that_is_none_of_the_
 def test_links_in_an_output_are_not_published(source: Path, tmp_path: Path) -> None:
     out = run_locally(small_config(source, tmp_path / "out")).out
     (tmp_path / "token").write_text("hf_secret")
-    (out / "more.safetensors").symlink_to(tmp_path / "token")
+    (out / "more.safetensors").symlink_to(tmp_path / "token")  # not recorded
 
-    with pytest.raises(SourceModelError, match=r"more\.safetensors"):
+    assert "more.safetensors" not in public_files(describe(out), "card")
+    (out / "tokenizer.json").unlink()
+    (out / "tokenizer.json").symlink_to(tmp_path / "token")
+    with pytest.raises(SourceModelError, match=r"tokenizer\.json"):
         public_files(describe(out), "card")
+
+
+def test_file_that_leaves_the_source_leaves_the_output_and_nothing_else_does(
+    source: Path, tmp_path: Path
+) -> None:
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    config = small_config(source, tmp_path / "out")
+    stages = [stage for stage in STAGES if stage.name != "validate"]
+    out = run_locally(config, stages=stages).out
+    assert "chat_template.jinja" in public_files(describe(out), "card")
+    for name in ("chat_template.json", "notes.txt"):  # of the user
+        (out / name).write_text("{}")
+    (source / "chat_template.jinja").unlink()
+
+    run_locally(config, stages=stages)
+
+    assert not (out / "chat_template.jinja").exists()
+    assert (out / "chat_template.json").exists()
+    assert (out / "notes.txt").exists()
+    assert public_files(describe(out), "card").keys() == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *(RECORD_FILE, CARD_FILE),
+    }
 
 
 def test_refining_takes_over_the_files_of_the_model_only(source: Path, tmp_path: Path) -> None:

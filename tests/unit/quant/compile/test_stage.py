@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stage_runs import prepared, run_until
 from tiny import VOCAB_SIZE, make_tiny
 
-from exl2flow.core.errors import NonFiniteState, ReadFailed, ReconstructionMismatch, StoreError
+from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError
 from exl2flow.core.files import digest, read_json
 from exl2flow.core.model_files import carried_files
 from exl2flow.inference.evaluate import evaluate
@@ -21,7 +21,7 @@ from exl2flow.model.exl2 import tensor_names
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import output_layout, plain_tensors, plan_shards
 from exl2flow.quant.compile import stage as compile_module
-from exl2flow.quant.compile.stage import RECORD_FILE, check_output_folder
+from exl2flow.quant.compile.stage import RECORD_FILE
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 
@@ -273,35 +273,6 @@ def test_foreign_folder_is_refused_and_left_alone(source: Path) -> None:
 
     assert [path.name for path in config.out.iterdir()] == ["model.safetensors"]
     assert (config.out / "model.safetensors").read_text() == "mine"
-
-
-@pytest.mark.parametrize("state", ["absent", "empty", "own", "begun"])
-def test_absent_empty_and_own_folders_are_taken(state: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    if state != "absent":
-        out.mkdir()
-    if state == "own":
-        (out / RECORD_FILE).write_text(json.dumps({"source": str((tmp_path / "model").resolve())}))
-
-    if state == "begun":  # by a writer that was killed
-        (out / f".{RECORD_FILE}.0.partial").touch()
-
-    check_output_folder(out, tmp_path / "model")
-
-
-def test_folder_whose_record_cannot_be_read_is_not_called_foreign(tmp_path: Path) -> None:
-    (tmp_path / RECORD_FILE).mkdir()
-
-    with pytest.raises(ReadFailed, match="check the disk"):
-        check_output_folder(tmp_path, tmp_path / "model")
-
-
-@pytest.mark.parametrize("record", ['{"source": "/elsewhere"}', "{}", "[]", "broken"])
-def test_folder_of_another_source_is_refused(record: str, tmp_path: Path) -> None:
-    (tmp_path / RECORD_FILE).write_text(record)
-
-    with pytest.raises(StoreError, match="choose another `--out` or delete it"):
-        check_output_folder(tmp_path, tmp_path / "model")
 
 
 def test_value_beyond_fp16_is_refused_by_name(source: Path) -> None:

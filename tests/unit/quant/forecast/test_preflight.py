@@ -119,6 +119,32 @@ def test_all_problems_are_in_one_list(source: Path, tmp_path: Path) -> None:
         assert any(words in line for line in problems), words
 
 
+@pytest.mark.parametrize("inside", [".", "work"])
+def test_work_root_in_the_output_is_refused_and_no_deletion_is_advised(
+    inside: str, source: Path
+) -> None:
+    root = source.parent / "out" / inside
+    root.mkdir(parents=True)
+    (root / "digests.json").write_text("{}")  # of a run that was allowed to begin
+
+    (problem,) = problems_of(config_of(source, work_root=root))
+
+    assert f"the work root `{root.resolve()}` is in the output" in problem
+    assert "delete" not in problem
+
+
+@pytest.mark.parametrize("place", ["file", "file/out"])
+def test_output_that_is_a_file_is_one_problem(place: str, source: Path) -> None:
+    file = source.parent / "file"
+    file.write_text("mine")
+
+    problems = problems_of(small_config(source, source.parent / place))
+
+    assert problems == [
+        f"`{file}` is not a folder that can be written; choose another `--out`",
+    ]
+
+
 def test_many_missing_tensors_are_counted(source: Path) -> None:
     change_tensors(source, lambda t: [t.pop(name) for name in list(t) if ".layers.1." in name])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import SIGMAS, error, near, terms_of
 from conversions import small_config
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
@@ -151,9 +152,12 @@ def test_targets_are_those_of_damped_least_squares(
         expected = torch.linalg.lstsq(
             torch.cat([x, held]), torch.cat([wanted @ weight, held @ weight])
         ).solution
-        torch.testing.assert_close(
-            targets[p.name].weight.T.double(), expected, rtol=1e-3, atol=1e-4
-        )
+        size = float((expected - weight).square().mean().sqrt())
+        matrix = x.T @ x + held.square()
+        most = SIGMAS * error(len(x), 2 * len(weight)) * float(torch.linalg.cond(matrix)) * size
+        bound = near(weight, 1)
+        bound["atol"] += most
+        torch.testing.assert_close(targets[p.name].weight.T.double(), expected, **bound)
         assert float((expected - weight).norm() / weight.norm()) > 0.02
         assert equal(targets[p.name].bias, sublayer.linears[p.name].bias)
 
@@ -200,7 +204,7 @@ def test_source_runs_beside_some_rows_only(rows: int, step: int, pairs: int) -> 
 
 
 def test_rows_that_judge_are_not_fitted(
-    sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
+    base: ConversionConfig, sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     source = states[1][::2].clone()
     sums = CrossProducts(sublayer, source, range(0, 3, 2))
@@ -210,7 +214,8 @@ def test_rows_that_judge_are_not_fitted(
     quantized, wanted = (inputs(sublayer, x[2:]) for x in states)  # the first pair judges
     for capture, found in sums.means().items():
         expected = quantized[capture].T @ (wanted[capture] - quantized[capture])
-        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-2)
+        bound = near(expected, terms_of(resolve(base.source), STATES), STATES)
+        torch.testing.assert_close(found.double(), expected, **bound)
     torch.testing.assert_close(source, sublayer(states[1][::2]))
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import SIGMAS
+from bounds import error as error_of
 
 from exl2flow.model import ProjectionSpec
 from exl2flow.quant.sensitivity.fisher import (
@@ -87,7 +89,7 @@ def test_estimate_is_half_the_quadratic_form(factors: Factors) -> None:
 
     flat = error.double().flatten()
     form = torch.kron(factors.input.double(), dense(factors.output).double())
-    assert found == pytest.approx(0.5 * float(flat @ form @ flat), rel=1e-5)
+    assert found == pytest.approx(0.5 * float(flat @ form @ flat), rel=SIGMAS * error_of(K, N))
 
 
 @pytest.mark.parametrize(
