@@ -6,9 +6,10 @@ a time and are never stored. Definitions, over positions 1..t-1 of every row: pe
 positions where both rank the same token first.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
@@ -18,6 +19,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.memory import free_memory
+from exl2flow.inference.intervals import Intervals, RowSums, intervals
 from exl2flow.inference.streamed import Look, StreamedModel
 from exl2flow.model import SublayerSpec, check_ids, with_bos
 
@@ -31,7 +33,11 @@ RowKey = tuple[int, int]  # text, row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One model's results on the rows; the divergence fields are None without a reference."""
+    """One model's results on the rows; the divergence fields are None without a reference.
+
+    text: SHA-256 of the scored ids, rows: sums of each row; both None in files of older versions.
+    intervals: at 95 %, None if there are too few rows.
+    """
 
     model: str
     perplexity: float
@@ -42,20 +48,34 @@ class Score:
     top1_agreement: float | None
     tokens: int
     bytes: int
+    text: str | None = None
+    rows: RowSums | None = None
+    intervals: Intervals | None = None
 
     @classmethod
     def of(cls, model: str, values: Mapping[str, object]) -> Self | None:
         """Read a score from a file of any version; None if it lacks perplexity or sizes.
 
-        Unknown fields are ignored; missing divergences are None.
+        Unknown fields are ignored; missing ones are None.
         """
-        found = {name: _number(values.get(name)) for name in cls.__slots__ if name != "model"}
+        others = ("model", "text", "rows", "intervals")
+        found = {name: _number(values.get(name)) for name in cls.__slots__ if name not in others}
+        text = values.get("text")
         whole = [found.pop(name) for name in ("tokens", "bytes")]
         perplexity = found.pop("perplexity")
         if perplexity is None or not all(isinstance(value, int) for value in whole):
             return None
         tokens, size = (int(value or 0) for value in whole)
-        return cls(model=model, perplexity=perplexity, tokens=tokens, bytes=size, **found)
+        return cls(
+            model=model,
+            perplexity=perplexity,
+            tokens=tokens,
+            bytes=size,
+            text=text if isinstance(text, str) else None,
+            rows=RowSums.of(values.get("rows")),
+            intervals=Intervals.of(values.get("intervals")),
+            **found,
+        )
 
 
 def _number(value: object) -> float | None:
@@ -106,7 +126,8 @@ def evaluate(
         ids: int64 (rows, t), t at least 2.
         reference: folder of the model to measure divergence from.
         device: where to compute.
-        advance: called with (sublayers done, total, current one); may raise to stop.
+        advance: called with (sublayers done, total, current one), at the end with all of them
+            done; may raise to stop.
     """
     scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
     return [score for (score,) in scores]
@@ -129,7 +150,8 @@ def evaluate_texts(
         texts: int64 (rows, t) each, t at least 2.
         reference: folder of the model to measure divergence from.
         device: where to compute.
-        advance: called with (sublayers done, total, current one); may raise to stop.
+        advance: called with (sublayers done, total, current one), at the end with all of them
+            done; may raise to stop.
         kept: scores of an earlier, interrupted call; stores those of each finished block.
 
     Returns:
@@ -156,13 +178,25 @@ def evaluate_texts(
         found |= scores
         if kept is not None:
             kept.save(scores)
+    if advance is not None and blocks:
+        advance(len(blocks) * passes, len(blocks) * passes, "")
+    digests = [_digest(ids) for ids in texts]
     return [
         [
-            _score(everyone, index, [found[text, row] for row in range(len(ids))], base is not None)
+            replace(
+                _score(everyone, index, [found[text, row] for row in range(len(ids))], bool(base)),
+                text=digests[text],
+            )
             for text, ids in enumerate(texts)
         ]
         for index in range(len(runners))
     ]
+
+
+def _digest(ids: torch.Tensor) -> str:
+    """Return the SHA-256 of a text's ids (rows, t) and of their shape."""
+    content = ids.cpu().numpy().astype("<i8").tobytes()
+    return hashlib.sha256(f"{tuple(ids.shape)}".encode() + content).hexdigest()
 
 
 def _check_vocabularies(runners: Sequence[StreamedModel]) -> None:
@@ -270,10 +304,10 @@ def _score(
     everyone: Sequence[StreamedModel], index: int, rows: Sequence[RowScores], has_base: bool
 ) -> Score:
     """Return one model's score from the results of all rows of a text."""
+    sums = _sums(rows, index, has_base)
     kl = None
     if has_base:
         kl = np.concatenate([row.divergences[index].double().numpy() for row in rows])
-        agreements = sum(int(row.agreements[index].sum()) for row in rows)
     return Score(
         model=str(everyone[index].folder),
         perplexity=_perplexity(rows, index),
@@ -281,9 +315,23 @@ def _score(
         kl_divergence=None if kl is None else float(kl.mean()),
         kl_median=None if kl is None else float(np.median(kl)),
         kl_p99=None if kl is None else float(np.quantile(kl, 0.99)),
-        top1_agreement=None if kl is None else agreements / len(kl),
-        tokens=sum(row.losses.shape[1] for row in rows),
+        top1_agreement=None if kl is None else sum(sums.agreements or ()) / len(kl),
+        tokens=sum(sums.tokens),
         bytes=everyone[index].bytes,
+        rows=sums,
+        intervals=intervals(sums),
+    )
+
+
+def _sums(rows: Sequence[RowScores], index: int, has_base: bool) -> RowSums:
+    """Return one model's sums over the positions of each row."""
+    divergences = [float(row.divergences[index].double().sum()) for row in rows if has_base]
+    agreements = [int(row.agreements[index].sum()) for row in rows if has_base]
+    return RowSums(
+        tokens=tuple(row.losses.shape[1] for row in rows),
+        losses=tuple(float(row.losses[index].double().sum()) for row in rows),
+        divergences=tuple(divergences) if has_base else None,
+        agreements=tuple(agreements) if has_base else None,
     )
 
 

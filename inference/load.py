@@ -151,6 +151,11 @@ def load_model(
         check_ranks(spec, ranks.count)
     packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
     limit = max_tokens or spec.max_positions
+    if spec.has_learned_positions and limit > spec.max_positions:
+        raise ConfigError(
+            f"`max_tokens` is {limit}; `{folder}` has learned positions, {spec.max_positions} of "
+            "them: give no more"
+        )
     if isinstance(placement, Split):
         placement = placed(placement, spec, tensors, device=place, context=limit)
     where = placement or Placement.on(place, spec.num_layers)

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import torch
 
 from exl2flow import calibration_data
+from exl2flow.core import words
 from exl2flow.core.errors import CalibrationError, NotEnoughRows
 from exl2flow.model import Tokenizer
 
@@ -51,5 +52,5 @@ def _read(path: Path | None) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(
-            f"cannot read `{path}` as UTF-8 text: {error}; give a plain text file"
+            f"cannot read `{path}` as UTF-8 text: {words.cause(error)}; give a plain text file"
         ) from error

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from exl2flow.core import words
 from exl2flow.core.errors import NO_JSON, ConfigError
 from exl2flow.inference.load import LoadedModel
 from exl2flow.model import ModelSpec, fused_rows
@@ -92,8 +93,12 @@ def _config(folder: Path) -> dict[str, Any]:
         wrong += [] if type(config["r"]) is int and 0 < config["r"] <= MOST else ["r"]
         wrong += [] if config["lora_alpha"] + 0.0 > 0 else ["lora_alpha"]
         wrong += [name for name in REFUSED if config.get(name)]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        advice = "give the folder of a LoRA that PEFT saved"
+        raise ConfigError(f"`{path}` does not exist; {advice}") from error
     except UNUSABLE as error:
-        raise ConfigError(f"`{path}` describes no LoRA ({error!r}); use what PEFT saved") from error
+        why = words.cause(error)
+        raise ConfigError(f"`{path}` describes no LoRA: {why}; use what PEFT saved") from error
     if str(config.get("init_lora_weights")).startswith(CHANGED):
         wrong.append("init_lora_weights")
     for name in wrong:
@@ -158,4 +163,6 @@ def _tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         found = load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
         return path, {str(name): torch.as_tensor(x).detach() for name, x in found.items()}
     except Exception as error:  # unpickling raises nearly anything
-        raise ConfigError(f"cannot read `{path}` as tensors: {error}; fetch it again") from error
+        raise ConfigError(
+            f"cannot read `{path}` as tensors: {words.cause(error)}; fetch it again"
+        ) from error

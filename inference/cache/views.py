@@ -104,7 +104,7 @@ class _Group:
 class PromptView:
     """The cache as a pass over parts of several prompts sees it, (1, t) tokens one after another.
 
-    Where prompts are cut changes nothing. No two parts belong to the same sequence.
+    Where prompts are cut changes only the order of sums. No two parts belong to the same sequence.
     alone: the place of a part in the pass, and the slots of all positions up to its end; None if it
     begins its sequence.
     """

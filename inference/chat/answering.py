@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator as Generated
+from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Event as Flag
 from typing import Any, Literal
@@ -21,6 +22,36 @@ class Piece:
 
     text: str
     kind: Literal["answer", "thinking", "note"] = "answer"
+
+
+class Reply(Iterator[Piece]):
+    """The pieces of an answer.
+
+    abort_event: when it is set, from any thread, the answer ends where it is, as `close` ends it
+    between two pieces.
+    """
+
+    def __init__(self, pieces: Generated[Piece], abort_event: Flag) -> None:
+        """Take pieces that end when the flag is set."""
+        self.abort_event, self._pieces = abort_event, pieces
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the answer where it is."""
+        self._pieces.close()
+
+
+class _Either(Flag):
+    """Is set when one of two flags is."""
+
+    def __init__(self, own: Flag, other: Flag) -> None:
+        super().__init__()
+        self._flags = own, other
+
+    def is_set(self) -> bool:
+        return any(flag.is_set() for flag in self._flags)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,10 +87,10 @@ class Answering:
 
     def __init__(
         self, generator: Generator, reader: Reader, answer: Answer, statistics: ChatStatistics, *,
-        most: int,
+        most: int, abort_event: Flag,
     ) -> None:  # fmt: skip
-        """Begin, or go on with an answer; it gets `most` tokens."""
-        self.made = 0
+        """Begin, or go on with an answer; it gets `most` tokens, fewer if the flag is set."""
+        self.made, self._abort_event = 0, abort_event
         self._generator, self._reader, self._answer, self._most = generator, reader, answer, most
         self._raw = reader.text_of(answer.ids)
         self._statistics, self._is_first = statistics, True
@@ -80,7 +111,8 @@ class Answering:
         Raises:
             Exception: what the generator raises; the answer has what came before.
         """
-        abort, taken = Flag(), 0
+        own, taken = Flag(), 0
+        abort = _Either(own, self._abort_event)
         end: End = "closed"
         if self._is_first:
             self._splitter = Splitter(self._reader.format.thinking, opened=opened)
@@ -101,7 +133,7 @@ class Answering:
                 shown = self._shown(event)
                 if self.made and self.made + len(shown) > self._most:
                     end = "limit"
-                    abort.set()
+                    own.set()
                     continue
                 taken += len(shown)
                 self._take(event, shown)
@@ -111,11 +143,11 @@ class Answering:
                     self._answer.thinking += text if kind == "thinking" else ""
                 if self.made >= self._most and event.reason is None:
                     end = "limit"
-                    abort.set()
+                    own.set()
                 for kind, text in pieces:
                     yield Piece(text, kind)
         finally:
-            abort.set()
+            own.set()
             for event in events:
                 self._count(event)
             self._is_first = False

@@ -1,25 +1,28 @@
 """A conversation with a model: messages in, pieces of answers out, within the model's context."""
 
 import hashlib
-import secrets
 from collections.abc import Generator as Generated
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from threading import Event as Flag
 from typing import Any, Self
 
 from exl2flow.core.conversation import Answer, Conversation, PromptFormat, Turn, messages_of
 from exl2flow.core.errors import ConfigError, Exl2FlowError, InferenceError
+from exl2flow.core.images import refuse_images
 from exl2flow.core.request import Adapter, Filter, Request
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Resumed
+from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Reply, Resumed
 from exl2flow.inference.chat.formats import choose_format
 from exl2flow.inference.chat.history import Context, Reader
 from exl2flow.inference.generate import Generator
 from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.model.ranks import Ranks
 
+MOST_DRAWN = 10**7  # by an answer: hours of work, whose draws are passed over in 0.2 s
 ROWS = 8  # of the embedding, in the fingerprint of a model
 # in a file, under the names of the attributes, which are arguments as well
 KEPT = (
@@ -51,7 +54,8 @@ class Session:
             fmt: how the conversation is written for the model.
             system: the system prompt; "": none; None: the format's.
             settings: of the sampler.
-            seed: of the first answer; the next ones have the next seeds. None: a new one.
+            seed: of the first answer; the next ones have the next seeds. None: a new one, the same
+                on all ranks.
             max_answer_tokens: after which an answer stops; `more` goes on.
             reserve: tokens of the context that are free when an answer begins, at most half of it.
             adapters, bans, filters: of all answers, as in `Request`.
@@ -68,7 +72,7 @@ class Session:
             raise ConfigError(f"`names` is {names!r}; give two different names")
         self.generator, self.reserve, self.names = generator, reserve, names
         self.settings, self.max_answer_tokens = settings or SamplingSettings(), max_answer_tokens
-        self.seed = secrets.randbelow(2**31) if seed is None else seed
+        self.seed = Ranks.new_seed() % 2**31 if seed is None else seed
         self.adapters, self.bans, self.filters = adapters, bans, filters
         self.amnesia, self.keep_thinking = amnesia, keep_thinking
         self.started = started or datetime.now().replace(microsecond=0)
@@ -103,8 +107,10 @@ class Session:
     def system(self, text: str | None) -> None:
         self._system = None if text is None else _checked(text)
 
-    def reply(self, text: str) -> Iterator[Piece]:
+    def reply(self, text: str) -> Reply:
         """Send a message, and yield its answer; closing the iterator ends the answer there.
+
+        Setting its `abort_event` does so before the next piece comes, too.
 
         Raises:
             Exl2FlowError: the answer failed; without any text of it the conversation is as before.
@@ -112,22 +118,23 @@ class Session:
         self.stop()
         return self._run(Turn(_checked(text)), self.turns)
 
-    def edit(self, number: int, text: str) -> Iterator[Piece]:
+    def edit(self, number: int, text: str) -> Reply:
         """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
         self._turn(number)
         return self._run(Turn(_checked(text)), self.turns[: number % len(self.turns)])
 
-    def retry(self) -> Iterator[Piece]:
+    def retry(self) -> Reply:
         """Answer the last message again, with a new seed; `back` brings the earlier answer back."""
         old = self._turn(-1)
-        turn = Turn(old.user, alternatives=[*old.alternatives, old.current], cut=old.cut)
+        earlier = [] if old.is_unanswered else [old.current]
+        turn = Turn(old.user, alternatives=[*old.alternatives, *earlier], cut=old.cut)
         return self._run(turn, self.turns[:-1])
 
-    def more(self) -> Iterator[Piece]:
-        """Go on with the last answer, where it was stopped or closed."""
+    def more(self) -> Reply:
+        """Go on with the last answer, where it was stopped or closed, or begin it."""
         if (turn := self._turn(-1)).current.ended:
             raise ConfigError("the last answer is complete; there is no more of it")
-        return self._run(turn, self.turns[:-1], goes_on=True)
+        return self._run(turn, self.turns[:-1], goes_on=not turn.is_unanswered)
 
     def back(self) -> None:
         """Exchange the last answer for the one before it, in turns."""
@@ -204,12 +211,15 @@ class Session:
             notes.append(Piece(text, "note"))
         return context, notes
 
-    def _run(self, turn: Turn, before: list[Turn], *, goes_on: bool = False) -> Iterator[Piece]:
+    def _run(self, turn: Turn, before: list[Turn], *, goes_on: bool = False) -> Reply:
         """Return the pieces of an answer; the conversation changes when the first one is wanted."""
-        self._running = self._pieces(turn, [*before, turn], goes_on=goes_on)
-        return self._running
+        abort_event = Flag()
+        self._running = self._pieces(turn, [*before, turn], abort_event, goes_on=goes_on)
+        return Reply(self._running, abort_event)
 
-    def _pieces(self, turn: Turn, turns: list[Turn], *, goes_on: bool) -> Generated[Piece]:
+    def _pieces(
+        self, turn: Turn, turns: list[Turn], abort_event: Flag, *, goes_on: bool
+    ) -> Generated[Piece]:
         with self._or_as_before(turn):
             self.turns = turns
             if not goes_on:
@@ -218,7 +228,7 @@ class Session:
             self.statistics = ChatStatistics()
             run = Answering(
                 self.generator, self._reader, turn.current, self.statistics,
-                most=self.max_answer_tokens,
+                most=self.max_answer_tokens, abort_event=abort_event,
             )  # fmt: skip
             end: End | None = None
             while end is None or end == "overflow":
@@ -231,19 +241,20 @@ class Session:
 
     @contextmanager
     def _or_as_before(self, turn: Turn) -> Iterator[None]:
-        """Restore the conversation if an answer ends without a token."""
+        """Restore the conversation if an answer is ended, or fails, without a token."""
         turns, asked, made = self.turns, self.asked, len(turn.ids)
         states = [(each, each.dropped, each.cut) for each in turns]
         try:
             yield
-        except BaseException as error:
-            if len(turn.ids) == made:
+        except Exl2FlowError:
+            raise
+        except Exception as error:
+            raise InferenceError(f"the answer failed: {error}") from error
+        finally:
+            if len(turn.ids) == made and not turn.current.ended:
                 self.turns, self.asked = turns, asked
                 for each, dropped, cut in states:
                     each.dropped, each.cut = dropped, cut
-            if isinstance(error, Exception) and not isinstance(error, Exl2FlowError):
-                raise InferenceError(f"the answer failed: {error}") from error
-            raise
 
     def _request(self, ids: Sequence[int], answer: Answer) -> Request:
         """Return what continues a context.
@@ -308,6 +319,15 @@ class Session:
             )
         if not found.has_ids_below(model.spec.vocab_size):
             raise ConfigError(f"`{path}` has answers with ids that the model does not have")
+        for answer in found.answers:
+            # bans cut at most all ids before each
+            most = min(len(answer.ids) * model.spec.vocab_size, MOST_DRAWN)
+            if not 0 <= answer.drawn <= most:
+                raise ConfigError(
+                    f"`{path}` has an answer whose `drawn` is {answer.drawn}, but its "
+                    f"{len(answer.ids)} ids used at most {most} draws; correct it, or give a file "
+                    "that was saved as a conversation"
+                )
         values = {name: getattr(found, name) for name in ("system", *KEPT)}
         session = cls(generator, fmt or found.format, **{**values, **options})
         session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns
@@ -334,9 +354,10 @@ def _checked(text: str) -> str:
     """Return a text that can be encoded.
 
     Raises:
-        ConfigError: it holds half of a surrogate pair, as broken UTF-8 becomes.
+        ConfigError: it is no text, or holds half of a surrogate pair, as broken UTF-8 becomes.
     """
     if not isinstance(text, str):
+        refuse_images(text, "the message")
         raise ConfigError(f"{text!r:.40} is no text")
     try:
         text.encode()

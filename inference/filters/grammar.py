@@ -13,10 +13,16 @@ from exl2flow.inference.filters.constraint import Allowed
 from exl2flow.inference.sampling.bits import WORD, words_of
 from exl2flow.model import Tokenizer
 
+GUIDANCE = "x-guidance"  # llguidance's options, within a schema
+WHITE_SPACE = r"\n?[ \t]{0,16}"  # between the parts of JSON
+
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarFilter:
     """Texts of a JSON schema (a mapping or JSON text), a regular expression, or a Lark grammar.
+
+    Between the parts of JSON there is at most one line break and 16 spaces or tabs, unless the
+    schema's `x-guidance` says otherwise.
 
     Raises `ConfigError` if it is broken, with llguidance's words, or llguidance is not installed.
     """
@@ -46,11 +52,21 @@ class GrammarFilter:
     def rules(self, prefix: str) -> str:
         text = {"name": "text", "lark_grammar": self.lark}
         if self.json_schema is not None:
-            text = {"name": "text", "json_schema": json.loads(str(self.json_schema))}
+            text = {"name": "text", "json_schema": _bounded(json.loads(str(self.json_schema)))}
         elif self.regex is not None:
             text["lark_grammar"] = f"start: /{_llguidance().regex_to_lark(self.regex, '')}/"
         begin = {"lark_grammar": f"start: {json.dumps(prefix, ensure_ascii=False)} @text"}
         return json.dumps({"grammars": [begin, text] if prefix else [text]})
+
+
+def _bounded(schema: Any) -> Any:
+    """Return a schema whose texts cannot go on with white space, unless it says what it allows."""
+    if not isinstance(schema, dict):
+        return schema
+    own = schema.get(GUIDANCE, {})
+    if not isinstance(own, dict) or "whitespace_flexible" in own:
+        return schema
+    return {**schema, GUIDANCE: {"whitespace_pattern": WHITE_SPACE, **own}}
 
 
 class _Text:

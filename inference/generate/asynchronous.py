@@ -1,15 +1,18 @@
 """`AsyncGenerator`: a generator with a thread of its own, for programs with event loops."""
 
 import asyncio
+import logging
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, suppress
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import Request
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job
+
+log = logging.getLogger(__name__)
 
 
 class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
@@ -44,7 +47,7 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
         loop = asyncio.get_running_loop()
 
         def deliver(event: Event) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         with self._wake:
@@ -80,10 +83,20 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
         return "".join([event.text async for event in self.stream(request)])
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: not self._is_open or not self._generator.is_idle)
-                if not self._is_open:
-                    break
-            self._generator.step()
-        self._generator.cancel_all()
+        while self._is_needed():
+            self._work(self._generator.step)
+        self._work(self._generator.cancel_all)
+
+    def _is_needed(self) -> bool:
+        """Wait for work; False: there will be none."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._is_open or not self._generator.is_idle)
+            return self._is_open
+
+    def _work(self, work: Callable[[], object]) -> None:
+        """Do a part of the work; an error, for which the thread has no caller, ends all jobs."""
+        try:
+            work()
+        except Exception as error:
+            if not self._generator.fail(error):
+                log.exception("the generator failed when it had no job")

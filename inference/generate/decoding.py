@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from weakref import WeakMethod
 
 from exl2flow.core.errors import InferenceError
@@ -18,6 +19,7 @@ from exl2flow.inference.generate.places import restored
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind
+from exl2flow.inference.sampling.bits import ids_of
 
 CANDIDATES = 64  # that a hook sees
 
@@ -49,12 +51,13 @@ class Decoding:
         launched = self._sample(parts, slots)
         self.catch_up()
         self._launched = launched
-        if not self._steps.ahead:
+        if not self._steps.ahead or any(part.job.is_stepwise for part in parts):
             self.catch_up()
 
     def _must_wait(self, parts: list[Part]) -> bool:
         """Return whether the next forward pass depends on the tokens of these."""
-        return self._steps.guesses is not None or any(part.job.output.waits for part in parts)
+        waits = (part.job.output.waits or part.job.is_stale for part in parts)
+        return self._steps.guesses is not None or any(waits)
 
     def _forward(self) -> tuple[list[Part], int]:
         """Launch the next forward pass; return the jobs that sample from it, and its slots."""
@@ -165,6 +168,10 @@ class Decoding:
     def _read(self, part: Part, arrivals: list[Arrival]) -> None:
         """Hand the tokens of a step to a job, up to the first one that was not drafted."""
         job, top = part.job, _top(part.job.request)
+        if job.is_stale:
+            job.is_stale = False
+            self._schedule.accept(job)  # goes back to the last token that was read
+            return
         tokens = [arrival.token(part.slot, top) for arrival in arrivals[: len(part.places)]]
         pairs = zip(tokens, part.draft, strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
@@ -172,17 +179,32 @@ class Decoding:
         for token, place in zip(tokens[: right + 1], part.places, strict=False):
             before = len(job.output.ids)
             job.draws.popleft()
+            if token.id < 0:
+                self._end_without_token(job, place)
+                break
             try:
                 self._take(job, token, place.ends)
-            except Exception as error:  # of a hook, or of this job's logits
-                event = job.output.finish("error", error=error)
-                self._schedule.end(job, event, keep=token.id >= 0)
+            except Exception as error:  # of a hook
+                self._schedule.end(job, job.output.finish("error", error=error))
             if job.is_done or len(job.output.ids) <= before:
                 break
 
+    def _end_without_token(self, job: Job, place: Place) -> None:
+        """End a job that nothing was sampled for: it excludes all ids, or its logits are broken."""
+        sampler = self._steps.sampler
+        message = "the logits are not finite; check the files of the model"
+        words, known = place.words(sampler.width), {*range(sampler.vocab_size)}
+        left = known if words is None else known.intersection(ids_of(words))
+        left = left.difference(i for i, bias in job.request.settings.token_bias if bias == -inf)
+        if not left:
+            message = (
+                "no token is left to sample: `excluded`, `token_bias`, bans, and stops before "
+                "`min_new_tokens` rule out all of them; allow more"
+            )
+        event = job.output.finish("error", error=InferenceError(message))
+        self._schedule.end(job, event, keep=not left)  # others may not read broken values
+
     def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:
-        if token.id < 0:
-            raise InferenceError("the logits are not finite; check the files of the model")
         job.sampled()
         if job.request.hooks:
             token = self._hooked(job, token)

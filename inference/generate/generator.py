@@ -9,22 +9,26 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Generator as Generated
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from threading import Event as Flag
+from threading import Lock
 from typing import Any, cast, overload
 
 import torch
 
-from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.request import Request, Text
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.images import placeholders
+from exl2flow.core.request import Request, Text, check_integer
 from exl2flow.inference.adapters import adapters_of
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of, reserve
 from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.drafts import Draft, Drafter
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decoding import Decoding
-from exl2flow.inference.generate.event import Event
+from exl2flow.inference.generate.event import Event, Reason
 from exl2flow.inference.generate.job import Job
+from exl2flow.inference.generate.prompt import Prompt as EncodedPrompt
 from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.reading import Reading
 from exl2flow.inference.generate.schedule import Schedule
@@ -41,8 +45,8 @@ Prompt = Text | tuple[Text, Text]
 class Generator:
     """Generates texts; not thread-safe but for `submit` and `Job.cancel`.
 
-    context: positions of one sequence; pages: of the whole cache; failure: what ended all jobs;
-    states: for programs with a loop of their own.
+    context: positions of one sequence; pages: of the whole cache; states: for programs with a loop
+    of their own.
     """
 
     def __init__(
@@ -93,23 +97,19 @@ class Generator:
         )
         self._decoding = Decoding(self._steps, self._schedule)
         self._cancelled, self._events = deque[Job](), list[Event]()
-        self.failure: Exception | None = None
+        self._submitting = Lock()  # a job is added before a failure ends all, or refused after it
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
         """Put a request in the queue, from any thread; `deliver` gets its events, not `step`.
 
         Raises:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
+            InferenceError: the generator has failed.
         """
-        if self.failure is not None:
-            raise InferenceError("the generator has failed; make a new one") from self.failure
+        self._steps.check_works()
         tokenizer, width = self.model.tokenizer, self._steps.sampler.width
         prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
-        most = check(
-            request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
-            pages=self.pages, slots=self.slots,
-        )  # fmt: skip
-        self._steps.sampler.check(request.settings)
+        most = self._check(request, prompt)
         healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
         constraint = request.filters and Combined(
             request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
@@ -121,8 +121,37 @@ class Generator:
             begin=partial(self._schedule.table.begin, salt), constraint=constraint or None,
             deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
         )  # fmt: skip
-        self._schedule.add(job)
+        with self._submitting:
+            self._steps.check_works()
+            self._schedule.add(job)
         return job
+
+    def _check(self, request: Request, prompt: EncodedPrompt) -> int:
+        """Refuse what the model cannot do; return how many tokens may be generated."""
+        most = check(
+            request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
+            pages=self.pages, slots=self.slots, images=placeholders(self.model.spec.config),
+        )  # fmt: skip
+        self._steps.sampler.check(request.settings)
+        return most
+
+    @torch.inference_mode()
+    def change(self, job: Job, **fields: Any) -> None:
+        """Continue a job with other `settings`, `stops`, `hooks` or `excluded` of its request.
+
+        Raises:
+            ConfigError, InferenceError: what `submit` refuses; the job continues as before.
+        """
+        before, request = job.request, replace(job.request, **fields)
+        self._check(request, job.prompt)
+        job.change(request)
+        if job.steps and request.settings != before.settings:
+            self._schedule.send_back(job)  # its slot gets the settings when it continues
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended all jobs, and the generator with them."""
+        return self._steps.failure
 
     @property
     def free_pages(self) -> int:
@@ -136,27 +165,38 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Do a part of the work, and return what happened since the last call."""
-        self._steps.check_stream()
-        try:
-            self._end_cancelled()
-            self._schedule.admit()
-            self._reading.step()
-            self._decoding.step()
-        except Exception as error:  # the device may be in any state
-            self._fail(error)
+        """Do a part of the work, and return what happened since the last call.
+
+        After a failure there is no work left to do.
+
+        Raises:
+            Exception: a failure that no job can report, because there is none.
+        """
+        if self.failure is None:
+            self._steps.check_stream()
+            try:
+                self._end_cancelled()
+                self._schedule.admit()
+                self._reading.step()
+                self._decoding.step()
+            except Exception as error:  # the device may be in any state
+                if not self.fail(error):
+                    raise
         events = self._events[:]
         del self._events[: len(events)]
         return events
 
-    def _fail(self, error: Exception) -> None:
-        """End all jobs after an error outside of any one of them."""
-        self.failure, jobs = error, self._schedule.all()
-        if not jobs:
-            raise error
+    def fail(self, error: Exception) -> bool:
+        """End all jobs with an error, and refuse further ones; False: there was no job."""
+        with self._submitting:
+            self._steps.failure, jobs = error, self._schedule.abandon()
         for job in jobs:
-            job.is_done = True
-            job.deliver(job.output.finish("error", error=error))
+            self._schedule.end(job, job.output.finish("error", error=error))
+        return bool(jobs)
+
+    def cancel(self, job: Job) -> None:
+        """End a job and free its pages at once; unlike `Job.cancel`, not from other threads."""
+        self._drop([job])
 
     def cancel_all(self) -> None:
         """End all jobs."""
@@ -174,7 +214,8 @@ class Generator:
         """
         events, jobs = deque[Event](), list[Job]()
         try:
-            jobs += [self.submit(request, deliver=events.append) for request in requests]
+            for request in requests:
+                jobs.append(self.submit(request, deliver=events.append))
             left = len(jobs)
             while events or left:
                 while events:
@@ -213,6 +254,8 @@ class Generator:
         Raises:
             Exl2FlowError: what `submit` refuses, or the first error of a text.
         """
+        if seed is not None:
+            check_integer("seed", seed)
         requests = [
             Request(text, seed=None if seed is None else seed + index, tag=index, **options)
             for index, text in enumerate([prompts] if isinstance(prompts, str) else prompts)
@@ -236,9 +279,15 @@ class Generator:
         while self._cancelled:
             job = self._cancelled.popleft()
             if not job.is_done:
-                self._schedule.end(job, job.output.finish("cancelled"))
+                reason: Reason = "cancelled" if job.error is None else "error"
+                self._schedule.end(job, job.output.finish(reason, error=job.error))
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Record the steps of all numbers of slots, for greedy and for default settings."""
+        """Record the steps of all numbers of slots, for greedy and for default settings.
+
+        Raises:
+            InferenceError: the generator has failed.
+        """
+        self._steps.check_works()
         self._steps.warm_up([Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())])

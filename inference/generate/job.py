@@ -1,5 +1,6 @@
 """A request while it is generated: its sequences, its output, and what it may still do."""
 
+import logging
 import random
 import time
 from collections import deque
@@ -15,9 +16,13 @@ from exl2flow.inference.generate.event import Event, Statistics, Token
 from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.model import Tokenizer
+from exl2flow.model.ranks import Ranks
 
+log = logging.getLogger(__name__)
 Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (None: all), ids not
 FREE: Mask = (None, NONE)
+DRAW_BITS = 64  # of a generator's output, which one draw takes
+DRAWS = 1 << 14  # passed over at a time
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -43,7 +48,9 @@ class Job:
     launched: samples that were begun and not read yet; steps: whether its sequences take part in
     decode steps; begin: makes the pages of a new sequence; skips: how often another job overtook it
     in the queue; constraint: of its filters; shown: the mask that its slot has; reach: how many
-    tokens are worth guessing.
+    tokens are worth guessing; error: what its callback raised; is_stale: whether the samples that
+    were begun are to be discarded; is_stepwise: whether the next sample begins only with the next
+    call of `Generator.step`.
     """
 
     def __init__(
@@ -59,28 +66,52 @@ class Job:
         deliver: Callable[[Event], None],
         on_cancel: Callable[["Job"], None],
     ) -> None:
-        """Take a checked request; `deliver` gets its events."""
+        """Take a checked request; `deliver` gets its events, from `self.deliver`."""
         self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
         self.output = Output(request, tokenizer, prompt, max_new_tokens=max_new_tokens)
         self.begin, self.adapters = begin, adapters
         self.sequences = [Sequence(list(ids), begin()) for ids in prompt.sequences]
-        self.random = random.Random(request.seed)
-        for _ in range(request.drawn):
-            self.random.random()
-        self.deliver = deliver
+        self.random = random.Random(Ranks.new_seed() if request.seed is None else request.seed)
+        pass_over(self.random, request.drawn)
+        self.error: Exception | None = None
         self.launched = self.skips = 0
-        self.steps = self.is_done = False
+        self.steps = self.is_done = self.is_stale = self.is_stepwise = False
         self.shown, self.constraint = FREE, constraint
         self.reach = Reach()
         self.draws = deque[float]()  # of samples that were not read yet
         self.mu: float | None = None
         self._times = [time.monotonic()]  # submitted, started, first token, last token
-        self._on_cancel = on_cancel
+        self._deliver, self._on_cancel = deliver, on_cancel
         self._cached = [0, 0]  # tokens and pages of the first start
 
     def cancel(self) -> None:
         """End the job; its last event comes with the next step. Any thread may call it."""
         self._on_cancel(self)
+
+    def deliver(self, event: Event) -> None:
+        """Hand out an event; a callback that raises ends the job and gets only its last event."""
+        if self.error is not None and event.reason is None:
+            return
+        try:
+            self._deliver(event)
+        except Exception as error:
+            log.exception("the callback of a request failed, which ends the request")
+            self.error = error
+            self.cancel()
+
+    def change(self, request: Request) -> None:
+        """Continue with the settings, stops, hooks and exclusions of another request."""
+        self.request = request
+        self.output.follow(request)
+        self.is_stale = self.launched > 0
+
+    def exclude(self, ids: frozenset[int]) -> None:
+        """Exclude these ids and no others from the next sample on.
+
+        They may differ for every sample: the job no longer runs ahead, nor uses drafts.
+        """
+        self.output.excluded = ids
+        self.is_stepwise, self.is_stale = True, self.launched > 0
 
     @property
     def lead(self) -> Sequence:
@@ -97,7 +128,7 @@ class Job:
     def most_drafted(self, room: int) -> int:
         """Return how many tokens may be guessed before the next sample."""
         waits = self.request.hooks or (self.output.waits and self.request.settings.mirostat)
-        if waits or self.output.healing is not None:
+        if waits or self.is_stepwise or self.output.healing is not None:
             return 0  # a sample, or what Mirostat learned from it, may be taken back
         left = self.max_new_tokens - self.output.new_tokens - 1
         return max(0, min(self.reach.tokens, room, left))
@@ -155,3 +186,10 @@ class Job:
             prompt_seconds=first - started,
             text_seconds=last - first,
         )
+
+
+def pass_over(generator: random.Random, draws: int) -> None:
+    """Leave a generator as so many calls of its `random` would, in a seventh of their time."""
+    while draws > 0:
+        generator.getrandbits(DRAW_BITS * min(draws, DRAWS))
+        draws -= DRAWS

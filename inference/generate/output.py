@@ -48,11 +48,9 @@ class Output:
         """Start after the request's encoded prompt; `max_new_tokens` may be less than requested."""
         self.ids: list[int] = []
         self.reason: Reason | None = None
-        self.excluded = frozenset(request.excluded)
-        self._request, self._healed, self._most = request, prompt.healed, max_new_tokens
-        stops = tokenizer.eos_token_ids if request.stops is None else request.stops
-        self._stop_ids = frozenset(stop for stop in stops if isinstance(stop, int))
-        self._stops = Strings([stop for stop in stops if isinstance(stop, str)])
+        self._healed, self._most = prompt.healed, max_new_tokens
+        self._eos_ids = tokenizer.eos_token_ids
+        self.follow(request)
         self._bans = Strings([ban.casefold() for ban in request.banned_strings])
         self._cut: list[tuple[int, tuple[int, ...]]] = []  # where bans cut what, of pending places
         self._pending: list[Pending] = []
@@ -65,6 +63,13 @@ class Output:
             place = self._stream.place
             self._unhealed = len(self._stream.push(prompt.healed))
             self._stream.rewind(place)
+
+    def follow(self, request: Request) -> None:
+        """Apply the stops, hooks and exclusions of a request to the tokens that follow."""
+        self._request, self.excluded = request, frozenset(request.excluded)
+        stops = self._eos_ids if request.stops is None else request.stops
+        self._stop_ids = frozenset(stop for stop in stops if isinstance(stop, int))
+        self._stops = Strings([stop for stop in stops if isinstance(stop, str)])
 
     @property
     def new_tokens(self) -> int:

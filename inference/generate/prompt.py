@@ -1,7 +1,7 @@
 """A request's prompt as token ids, and the check that model and cache have room for it."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, islice
@@ -9,6 +9,7 @@ from itertools import count, islice
 import torch
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
+from exl2flow.core.images import images_refused
 from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING, Request, Text
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Decoder, Tokenizer
@@ -110,20 +111,23 @@ def embedded(prompt: Prompt, tensors: Sequence[torch.Tensor], decoder: Decoder) 
 
 
 def check(
-    request: Request, prompt: Prompt, *, vocab_size: int, context: int, pages: int, slots: int
-) -> int:
+    request: Request, prompt: Prompt, *, vocab_size: int, context: int, pages: int, slots: int,
+    images: Collection[int] = (),
+) -> int:  # fmt: skip
     """Return the most tokens that a request with an encoded prompt may generate.
 
-    The model has `vocab_size` ids and `context` positions per sequence; the generator has `pages`
-    and `slots` for all sequences together.
+    The model has `vocab_size` ids, of which `images` stand for images, and `context` positions per
+    sequence; the generator has `pages` and `slots` for all sequences together.
 
     Raises:
-        ConfigError: the model or the generator cannot do what an option says.
+        ConfigError: the model or the generator cannot do what an option says, or read an image.
         InferenceError: an id is not in the vocabulary.
         ContextOverflow: prompt and new tokens exceed the model's positions.
         CacheFull: prompt and new tokens exceed the empty cache.
     """
     _check_ids(request, prompt, vocab_size)
+    if any(not set(images).isdisjoint(ids) for ids in prompt.sequences):
+        raise images_refused("the prompt")
     if len(prompt.sequences) > slots:
         raise ConfigError(f"`prompt` is a pair, which needs 2 slots; the generator has {slots}")
     wanted = request.max_new_tokens or max(request.min_new_tokens, 1)

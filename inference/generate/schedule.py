@@ -164,18 +164,23 @@ class Schedule:
 
     def end(self, job: Job, last: Event, *, keep: bool = True) -> None:
         """Free what a job has, deliver its last event; `keep=False` forgets its pages' content."""
-        job.is_done = True
         if job in self.running:
             self._leave(job, keep=keep)
+        job.is_done = True
         job.deliver(replace(last, statistics=job.statistics()))
 
     def _leave(self, job: Job, *, keep: bool) -> None:
-        self.running.remove(job)
         for s in job.sequences:
             if job.steps and keep:
                 self._settle(s)
-            self.table.release(s.held, keep=keep)
             self._steps.leave(s.slot)
+        self._release(job, keep=keep)  # last: the device may fail, and the job is still known then
+
+    def _release(self, job: Job, *, keep: bool) -> None:
+        """Free the slots and pages of a running job on the host."""
+        self.running.remove(job)
+        for s in job.sequences:
+            self.table.release(s.held, keep=keep)
             heappush(self._free, s.slot)
             s.slot = -1
         job.steps = False
@@ -199,8 +204,16 @@ class Schedule:
     @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
-        return not self.running and all(job.is_done for job in self._waiting)
+        return not self.running and all(job.is_done for job in self._waiting.copy())
 
     def all(self) -> list[Job]:
-        """Return all jobs that have not ended."""
-        return [*self.running, *(job for job in self._waiting if not job.is_done)]
+        """Return all jobs that have not ended; other threads may add more meanwhile."""
+        return [*self.running, *(job for job in self._waiting.copy() if not job.is_done)]
+
+    def abandon(self) -> list[Job]:
+        """Take out and return all jobs that have not ended, without the device, which failed."""
+        jobs = self.all()
+        self._waiting.clear()
+        for job in [*self.running]:
+            self._release(job, keep=True)
+        return jobs

@@ -44,7 +44,9 @@ class States:
         Raises:
             ConfigError, SourceModelError: an adapter or an id does not belong to the model.
             ContextOverflow, CacheFull: a text is too long, or jobs use the pages that it needs.
+            InferenceError: the generator has failed.
         """
+        self._steps.check_works()
         self._steps.check_stream()
         used = adapters_of(adapters, self._model)
         for ids in texts:

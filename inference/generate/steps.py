@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.inference.adapters import AdapterSlots, Used
 from exl2flow.inference.cache.paged import PagedCache, pages_of
@@ -39,6 +39,7 @@ class Steps:
     ids: int64 (slots, 1 + drafts), the token after those, and drafts behind it; logits: fp32
     (slots, v), of what was sampled last.
     Idle slots write to the cache's spare page. drafts: the most per slot; guesses: what makes them.
+    failure: after which the device may be in any state.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Steps:
         idle = partial(self.places.idle, self.sampler.active)
         self.recordings = Recordings(idle, records=records, device=device)
         self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
+        self.failure: Exception | None = None
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         kind = SplitPasses if model.decoder.placement.is_split else WholePasses
         state = State(
@@ -90,6 +92,14 @@ class Steps:
     def ahead(self) -> bool:
         """Whether the device works while the host reads."""
         return self.cache.device.type == "cuda"
+
+    def check_works(self) -> None:
+        """Raise `InferenceError` after a failure."""
+        if self.failure is not None:
+            reason = str(self.failure).partition("\n")[0] or type(self.failure).__name__
+            raise InferenceError(
+                f"the generator has failed: {reason}; make a new one"
+            ) from self.failure
 
     def check_stream(self) -> None:
         """Raise `ConfigError` unless the stream is the one on which the models are always used."""

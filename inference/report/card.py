@@ -10,7 +10,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from exl2flow.core import words
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.publication import Bitrate, Origin
-from exl2flow.inference.report.tables import Row, bitrate_row, markdown_table, scored_on
+from exl2flow.inference.report.tables import (
+    Row,
+    bitrate_row,
+    certainty_rows,
+    markdown_table,
+    scored_on,
+)
 from exl2flow.model.footprint import cache_bytes
 
 TEMPLATE = "card.md.j2"
@@ -59,6 +65,7 @@ def render_card(
         notes=notes,
         bitrates=ordered,
         table=markdown_table([_row(repo, bitrate) for bitrate in ordered]),
+        certainty=_certainty(ordered),
         scored_on=scored_on(asdict(scores[0])) if scores else "",
         forms=[{"name": form, "table": _memory(form, ordered)} for form in FORMS],
         example=example.branch,
@@ -69,16 +76,27 @@ def render_card(
 
 def _row(repo: str, bitrate: Bitrate) -> Row:
     """Return a line of the table of bitrates, with a link to the branch."""
+    link = f"[{bitrate.branch}](https://huggingface.co/{repo}/tree/{bitrate.branch})"
     score = {} if bitrate.score is None else asdict(bitrate.score)
-    figures = Compared(
-        label=f"[{bitrate.branch}](https://huggingface.co/{repo}/tree/{bitrate.branch})",
+    return {**bitrate_row(_figures(bitrate), score), "model": link}
+
+
+def _figures(bitrate: Bitrate) -> Compared:
+    return Compared(
+        label=bitrate.branch,
         series=None,
         bpw=bitrate.bpw,
         bytes=bitrate.weight_bytes,
-        kl=score.get("kl_divergence"),
+        kl=None if bitrate.score is None else bitrate.score.kl_divergence,
         predicted_kl=bitrate.record.get("predicted_kl"),
+        score=bitrate.score,
     )
-    return bitrate_row(figures, score)
+
+
+def _certainty(bitrates: Sequence[Bitrate]) -> str:
+    """Return the table of intervals, nothing if none is known."""
+    rows = certainty_rows([_figures(bitrate) for bitrate in bitrates])
+    return markdown_table(rows) if rows else ""
 
 
 def _metadata(origin: Origin) -> dict[str, object]:

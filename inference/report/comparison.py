@@ -3,11 +3,13 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.inference.evaluate import Score
+from exl2flow.inference.intervals import Interval, Intervals, intervals
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_record
 
@@ -20,6 +22,7 @@ class Compared:
     series: shared by models that differ in nothing but their bits; None if unknown.
     bpw: bits per weight of the layers' matrices, None if it is not EXL2.
     kl: measured divergence in nats, None without a reference; predicted_kl: the estimated one.
+    score: all that was measured, with its rows; None if unknown.
     """
 
     label: str
@@ -28,6 +31,17 @@ class Compared:
     bytes: int
     kl: float | None
     predicted_kl: float | None
+    score: Score | None = None
+
+    @property
+    def intervals(self) -> Intervals | None:
+        """95 % intervals of its figures, None if unknown."""
+        return None if self.score is None else self.score.intervals
+
+    @property
+    def kl_interval(self) -> Interval | None:
+        """95 % interval of `kl`, None if unknown."""
+        return None if self.intervals is None else self.intervals.kl_divergence
 
     def to_json(self) -> dict[str, object]:
         """Return the fields that a score lacks."""
@@ -44,7 +58,7 @@ def known_score(folder: Path) -> Score | None:
 
 def compared(scores: Sequence[Score]) -> list[Compared]:
     """Describe scored models by their folders, in the same order."""
-    labels = _labels([Path(score.model) for score in scores])
+    labels = distinct_names([Path(score.model) for score in scores])
     return [_compared(score, label) for score, label in zip(scores, labels, strict=True)]
 
 
@@ -58,6 +72,7 @@ def _compared(score: Score, label: str) -> Compared:
         bytes=score.bytes,
         kl=score.kl_divergence,
         predicted_kl=record.predicted_kl if record else None,
+        score=score,
     )
 
 
@@ -69,7 +84,7 @@ def _contents(folder: Path) -> ModelContents | None:
         return None
 
 
-def _labels(folders: Sequence[Path]) -> list[str]:
+def distinct_names(folders: Sequence[Path]) -> list[str]:
     """Return the folders' names, or as much of their paths as distinguishes them."""
     resolved = [folder.resolve() for folder in folders]
     names = [path.name for path in resolved]
@@ -87,38 +102,101 @@ def by_series(models: Sequence[Compared]) -> dict[str | None, list[Compared]]:
     return found
 
 
+def difference(model: Compared, other: Compared) -> Intervals | None:
+    """Return intervals of what a model's figures are above another's; None unless rows are shared.
+
+    The rows must be of one text, and at least `LEAST_ROWS`.
+    """
+    first, second = model.score, other.score
+    if first is None or second is None or first.rows is None or second.rows is None:
+        return None
+    if first.text is None or first.text != second.text or first.rows.tokens != second.rows.tokens:
+        return None
+    return intervals(first.rows, second.rows)
+
+
+def steps(models: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
+    """Return (smaller, larger) for neighbours in size of each series."""
+    pairs = []
+    for members in by_series(models).values():
+        ordered = sorted(members, key=lambda model: model.bytes)
+        pairs += list(pairwise(ordered))
+    return pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rise:
+    """A model that diverges more than a smaller one; interval: of the difference, if known."""
+
+    model: Compared
+    smaller: Compared
+    interval: Interval | None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether chance is excluded."""
+        return self.interval is not None and self.interval[0] > 0
+
+    @property
+    def warning(self) -> str:
+        """A sentence with both divergences and sizes."""
+        interval = "is not known"
+        if self.interval is not None:
+            interval = words.interval(self.interval, words.divergence)
+        return (
+            f"KL divergence rises with bytes: `{self.model.label}` has {_stated(self.model)}, "
+            f"`{self.smaller.label}` {_stated(self.smaller)}; 95 % interval of the difference "
+            f"{interval}"
+        )
+
+    @property
+    def doubt(self) -> str:
+        """A sentence that says why this may be chance."""
+        text = f"`{self.model.label}` diverges no less than the smaller `{self.smaller.label}`"
+        if self.interval is None:
+            return f"{text}, but chance cannot be excluded, because there is no interval"
+        interval = words.interval(self.interval, words.divergence)
+        return f"{text}, but the 95 % interval of the difference, {interval}, includes zero"
+
+
 def check_bitrates(models: Sequence[Compared]) -> tuple[str, list[str]]:
     """Check that more bytes bring the models of a series closer to their source.
 
-    EXL2 models of unknown series, such as those of another program, count as one series.
+    EXL2 models of unknown series, such as those of another program, count as one series. A model
+    is warned of if the interval of its divergence minus a smaller one's lies above zero.
 
     Returns:
-        A sentence that lists the series of two and more models for which this holds, or nothing;
-        and a warning for each model that diverges more than a smaller one.
+        A sentence that lists the series of two and more models for which this holds, and the models
+        for which chance may decide, or nothing; and a warning for each model that diverges more
+        than a smaller one.
     """
-    sound, warnings = [], []
+    sound, unsure, warnings = [], [], []
     for series, members in by_series(models).items():
-        measured = [model for model in members if model.kl is not None and model.bpw is not None]
-        found = _rises(measured)
-        warnings += found
+        found = rises(members)
+        warnings += [rise.warning for rise in found if rise.is_sure]
+        unsure += [rise.doubt for rise in found if not rise.is_sure]
+        measured = _measured(members)
         if len({model.bytes for model in measured}) > 1 and not found:
             sound.append(f"{series or 'others'} ({len(measured)} models)")
-    text = f"KL divergence falls as bytes rise: {', '.join(sound)}" if sound else ""
-    return text, warnings
+    text = [f"KL divergence falls as bytes rise: {', '.join(sound)}"] * bool(sound)
+    return "; ".join(text + unsure), warnings
 
 
-def _rises(models: Sequence[Compared]) -> list[str]:
-    """Return a sentence for each model that diverges more than a smaller one."""
-    texts = []
-    for model in sorted(models, key=lambda m: (m.bytes, _divergence(m))):
-        smaller = [m for m in models if m.bytes < model.bytes]
+def rises(models: Sequence[Compared]) -> list[Rise]:
+    """Return each model that diverges more than a smaller one, with the best smaller one."""
+    found, measured = list[Rise](), _measured(models)
+    for model in sorted(measured, key=lambda m: (m.bytes, _divergence(m))):
+        smaller = [m for m in measured if m.bytes < model.bytes]
         best = min(smaller, key=_divergence, default=model)
         if _divergence(best) < _divergence(model):
-            texts.append(
-                f"KL divergence rises with bytes: `{model.label}` has {_stated(model)}, "
-                f"`{best.label}` {_stated(best)}"
-            )
-    return texts
+            between = difference(model, best)
+            interval = None if between is None else between.kl_divergence
+            found.append(Rise(model=model, smaller=best, interval=interval))
+    return found
+
+
+def _measured(models: Sequence[Compared]) -> list[Compared]:
+    return [model for model in models if model.kl is not None and model.bpw is not None]
 
 
 def _stated(model: Compared) -> str:

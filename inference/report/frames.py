@@ -11,12 +11,21 @@ from typing import Any
 
 import pandas as pd
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
 from exl2flow.core.files import read_json
+from exl2flow.core.stage import RECORD_FILE
+from exl2flow.inference.intervals import Intervals
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
+from exl2flow.inference.report.record import read_object
 from exl2flow.model.exl2 import QuantParams
 
+BOUNDS = (  # of the intervals, in the order of their fields
+    *("perplexity_low", "perplexity_high"),
+    *("kl_divergence_nats_low", "kl_divergence_nats_high"),
+    *("top1_agreement_low", "top1_agreement_high"),
+)
 MEASURED = ("slot", "candidate", "parameters", "stored_bits", "relative_error", "cost_nats")
 
 
@@ -46,8 +55,8 @@ def measurement_frame(path: Path | str) -> pd.DataFrame:
         ValueError,
     ) as error:
         raise ConfigError(
-            f"`{path}` cannot be read as a measurement ({error}); give a `measurement.json` that "
-            "`exl2flow measure` or exllamav2 wrote"
+            f"`{path}` cannot be read as a measurement ({words.cause(error)}); give a "
+            "`measurement.json` that `exl2flow measure` or exllamav2 wrote"
         ) from error
     return pd.DataFrame(rows, columns=list(MEASURED)).astype({"cost_nats": float})
 
@@ -102,6 +111,9 @@ def allocation_frame(model: Path | str | ModelContents) -> pd.DataFrame:
 def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
     """Return one row per converted model, with what validation found.
 
+    Figures of two models can be compared if `source` and `text` are equal; the latter is the digest
+    of the scored tokens. Columns in `_low` and `_high` are the ends of 95 % intervals.
+
     Raises:
         ConfigError: a model has no score.
     """
@@ -122,10 +134,15 @@ def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
             **_figures(asdict(score)),
             "estimated_kl_nats": model.predicted_kl,
             "tokens": score.tokens,
+            "rows": None if score.rows is None else len(score.rows.tokens),
+            "text": score.text,
+            "source": read_object(Path(score.model) / RECORD_FILE).get("source"),
+            **_bounds(score.intervals),
         }
         for score, model in zip(scores, compared(scores), strict=True)
     ]
-    return pd.DataFrame(rows)
+    numbers = dict.fromkeys(("rows", *BOUNDS), float)
+    return pd.DataFrame(rows).astype(numbers if rows else {})
 
 
 def _figures(score: dict[str, Any]) -> dict[str, float | None]:
@@ -137,3 +154,10 @@ def _figures(score: dict[str, Any]) -> dict[str, float | None]:
         "kl_p99_nats": score["kl_p99"],
         "top1_agreement": score["top1_agreement"],
     }
+
+
+def _bounds(found: Intervals | None) -> dict[str, float | None]:
+    found = found or Intervals(perplexity=None, kl_divergence=None, top1_agreement=None)
+    pairs = found.perplexity, found.kl_divergence, found.top1_agreement
+    ends = [end for pair in pairs for end in pair or (None, None)]
+    return dict(zip(BOUNDS, ends, strict=True))

@@ -1,7 +1,8 @@
-"""Models of one source as one self-contained HTML page: figures, plots, bits, samples, provenance.
+"""Models as one self-contained HTML page: figures, plots, bits, samples, provenance.
 
-The page, written as `page.html.j2`, needs no network and no script. Its content comes from the
-models' own folders; the samples come from validation's reports.
+Models of one source that were scored on one text share a section; others are not compared. The
+page, written as `page.html.j2`, needs no network and no script. Its content comes from the models'
+own folders; the samples come from validation's reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +17,17 @@ from exl2flow.core.errors import SourceModelError
 from exl2flow.core.stage import RECORD_FILE
 from exl2flow.core.sweep import SWEEP_FILE
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
+from exl2flow.inference.report.comparison import (
+    Compared,
+    check_bitrates,
+    compared,
+    distinct_names,
+    known_score,
+)
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot
 from exl2flow.inference.report.record import mapping, read_object
-from exl2flow.inference.report.tables import bitrate_row, scored_on
+from exl2flow.inference.report.tables import Row, bitrate_row, certainty_rows, scored_on
 
 TEMPLATE = "page.html.j2"
 VALIDATION = f"validate/{'?' * 16}/report.json"  # of a work directory; none that was set aside
@@ -46,9 +53,80 @@ class Entry:
         rows = (self.record.get("calibration") or {}).get("quantize") or {}
         return list(rows.get("notes") or ())
 
+    @property
+    def source(self) -> Path:
+        """The source that the record names, or the model's own folder."""
+        return Path(str(self.record.get("source") or self.contents.folder))
+
+    @property
+    def compared_by(self) -> tuple[object, ...]:
+        """What models have in common whose figures can be compared: source and text.
+
+        Files of older versions do not name the text; its length and the source's figure stand in.
+        """
+        source = words.perplexity(self.score.reference_perplexity)
+        return self.source, self.score.text or (self.score.tokens, source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Models of one source, scored on one text, rising in size."""
+
+    name: str
+    entries: Sequence[Entry]
+
+    @property
+    def first(self) -> Entry:
+        """The smallest model."""
+        return self.entries[0]
+
+    @property
+    def figures(self) -> list[Compared]:
+        """All models, as reports compare them."""
+        return [entry.figures for entry in self.entries]
+
+    @property
+    def scored_on(self) -> str:
+        """Say what the models were scored on."""
+        return scored_on(asdict(self.first.score))
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table of all models."""
+        return [bitrate_row(entry.figures, asdict(entry.score)) for entry in self.entries]
+
+    @property
+    def certainty(self) -> list[Row]:
+        """The table of intervals, empty if none is known."""
+        return certainty_rows(self.figures)
+
+    @property
+    def checked(self) -> tuple[str, list[str]]:
+        """See `check_bitrates`."""
+        return check_bitrates(self.figures)
+
+    @property
+    def plot(self) -> str:
+        """Bitrates and divergences as SVG."""
+        return _inline(render_comparison(self.figures))
+
+    @property
+    def bits(self) -> list[tuple[str, list[float | None]]]:
+        """Sublayers and head by name, each with the bits per weight in all models that have it."""
+        found = [{p.name: p.bpw for p in entry.contents.parts} for entry in self.entries]
+        names = dict.fromkeys(name for parts in found for name in parts)
+        return [(name, [parts.get(name) for parts in found]) for name in names]
+
+    @property
+    def provenance(self) -> list[tuple[str, str]]:
+        """How the models were made."""
+        return _provenance(self.entries)
+
 
 def write_up(folder: Path) -> str:
     """Return the page for a sweep's folder, a folder of models, or a work directory.
+
+    Models of different sources, or scored on different texts, are in sections of their own.
 
     Raises:
         SourceModelError: there is no validated model.
@@ -65,7 +143,18 @@ def write_up(folder: Path) -> str:
     ordered = sorted(zip(scores, models, strict=True), key=lambda pair: pair[1].bytes)
     entries = [_entry(score, model, found[Path(score.model)]) for score, model in ordered]
     failed = {path.name: known["error"] for path, known in found.items() if known.get("error")}
-    return _render(entries, failed, read_object(folder / SWEEP_FILE).get("published"))
+    published = read_object(folder / SWEEP_FILE).get("published")
+    return _render(_sections(entries), failed, published, folder.name)
+
+
+def _sections(entries: Iterable[Entry]) -> list[Section]:
+    """Group models whose figures can be compared, by source."""
+    groups: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.compared_by, []).append(entry)
+    members = sorted(groups.values(), key=lambda group: str(group[0].source))
+    names = distinct_names([group[0].source for group in members])
+    return [Section(name=n, entries=group) for n, group in zip(names, members, strict=True)]
 
 
 def _found(folder: Path) -> Found:
@@ -86,7 +175,7 @@ def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
     for report in reports:
         folder = Path(str(report.get("model")))
         score = known_score(folder)
-        if score is not None and asdict(score) == {**report["score"], "model": score.model}:
+        if score is not None and score == Score.of(score.model, mapping(report.get("score"))):
             found[folder] = report
     return found
 
@@ -105,10 +194,11 @@ def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> Entry:
 
 
 def _render(
-    entries: Sequence[Entry], failed: Mapping[str, str], published: Mapping[str, Any] | None
+    sections: Sequence[Section],
+    failed: Mapping[str, str],
+    published: Mapping[str, Any] | None,
+    folder: str,
 ) -> str:
-    first = entries[0]
-    sound, warnings = check_bitrates([entry.figures for entry in entries])
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -118,18 +208,11 @@ def _render(
     )
     environment.filters |= {"bits": words.bits, "shade": _shade, "short": words.short}
     return environment.get_template(TEMPLATE).render(
-        name=Path(str(first.record.get("source", ""))).name or first.contents.folder.name,
-        first=first,
-        entries=entries,
-        rows=[bitrate_row(entry.figures, asdict(entry.score)) for entry in entries],
-        scored_on=scored_on(asdict(first.score)),
+        name=sections[0].name if len(sections) == 1 else folder,
+        count=sum(len(section.entries) for section in sections),
+        sections=sections,
         failed=failed,
         published=published,
-        sound=sound,
-        warnings=warnings,
-        parts=[part.name for part in first.contents.parts],
-        plot=_inline(render_comparison([entry.figures for entry in entries])),
-        provenance=_provenance(entries),
     )
 
 
@@ -165,6 +248,6 @@ def _inline(svg: str) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _shade(bpw: float) -> str:
+def _shade(bpw: float | None) -> str:
     """Return the shade of a cell, 0 to 1."""
-    return f"{min(1.0, max(0.0, (bpw - FEWEST) / (MOST - FEWEST))):.2f}"
+    return "0" if bpw is None else f"{min(1.0, max(0.0, (bpw - FEWEST) / (MOST - FEWEST))):.2f}"

@@ -12,12 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from exl2flow.core import words
+from exl2flow.inference.intervals import Interval
 from exl2flow.inference.report.comparison import Compared, by_series
 from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
 
 MARKED_COLOR = "#222222"
 MOST_NAMES = 64  # sublayers named on an axis; if there are more, every second, third …
-Point = tuple[str, float, float]  # label, place on the first axis, KL divergence
+# label, place on the first axis, KL divergence, its interval
+Point = tuple[str, float, float, Interval | None]
 Place = tuple[Literal["left", "right"], tuple[float, float]]  # of a label; offset in points
 
 BITS_COLOR, ERROR_COLOR, PLAIN_COLOR = "#9db8d2", "#b5482f", "#777777"
@@ -26,6 +28,8 @@ MARKERS = "os^Dv<>"
 # Labels of one series stand above its falling curve, of the next one below
 LABEL_PLACES: tuple[Place, ...] = (("left", (4, 3)), ("right", (-4, -8)))
 LEGEND_ROOM = 1.15  # height of a panel over its highest bar
+LABEL_SIZE = 7.5  # points; readable on a phone at natural size
+BAR_WIDTH = 0.8  # of intervals, thinner than lines
 TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
 
 
@@ -59,7 +63,7 @@ def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title:
             _draw_costs(panels[1], names, costs, [measured.nats.get(name) for name in names])
         named = range(0, len(names), 1 + (len(names) - 1) // MOST_NAMES)
         labels = [words.short(names[index]) for index in named]
-        panels[-1].set_xticks(named, labels, rotation=90, fontsize=6)
+        panels[-1].set_xticks(named, labels, rotation=90, fontsize=LABEL_SIZE)
         panels[-1].set_xlim(-0.6, len(layers) - 0.4)
         panels[0].set_title(title)
         return _as_svg(figure)
@@ -81,7 +85,7 @@ def _draw_bits(
     errors.plot([layer["rel_err"] for layer in layers], "o-", color=ERROR_COLOR, markersize=3)
     errors.set_ylabel("relative error", color=ERROR_COLOR)
     if _mark(errors, measured):
-        errors.legend(loc="upper right", fontsize=6, frameon=False)
+        errors.legend(loc="upper right", fontsize=LABEL_SIZE, frameon=False)
     errors.set_ylim(bottom=0)
 
 
@@ -118,11 +122,13 @@ def _draw_costs(
     axes.set_ylabel("estimated cost (nats)")
     _mark(axes, measured)
     axes.set_ylim(0, LEGEND_ROOM * max([*filled, *(m or 0.0 for m in measured)]) or None)
-    axes.legend(ncols=9, loc="upper center", fontsize=6, frameon=False)
+    axes.legend(ncols=9, loc="upper center", fontsize=6.5, frameon=False)
 
 
 def render_comparison(models: Sequence[Compared]) -> str:
     """Plot KL divergence against bits per weight and against size; one point per model.
+
+    Bars are 95 % intervals, where they are known.
 
     Models without a positive divergence are left out, because its axis is logarithmic. Models that
     are not EXL2 have no bits per weight and appear in the second panel only.
@@ -132,7 +138,7 @@ def render_comparison(models: Sequence[Compared]) -> str:
         bits, size = figure.subplots(1, 2, sharey=True)
         unit, width = words.unit(max((model.bytes for model in models), default=0))
         for index, (series, members) in enumerate(by_series(models).items()):
-            drawn = [(m.label, m.bpw, m.bytes / width, m.kl) for m in members if m.kl]
+            drawn = [(m, m.kl, m.kl_interval) for m in members if m.kl]
             style = {
                 "color": COLORS[index % len(COLORS)] if series else PLAIN_COLOR,
                 "marker": MARKERS[index % len(MARKERS)],
@@ -140,8 +146,8 @@ def render_comparison(models: Sequence[Compared]) -> str:
                 "label": series or "others",
             }
             place = LABEL_PLACES[index % len(LABEL_PLACES)]
-            by_bits = [(label, bpw, kl) for label, bpw, _, kl in drawn if bpw is not None]
-            by_size = [(label, stored, kl) for label, _, stored, kl in drawn]
+            by_bits = [(m.label, m.bpw, kl, sure) for m, kl, sure in drawn if m.bpw is not None]
+            by_size = [(m.label, m.bytes / width, kl, sure) for m, kl, sure in drawn]
             _draw_series(bits, by_bits, style, place)
             _draw_series(size, by_size, style, place)
         bits.set_ylabel("KL divergence from the source (nats)")
@@ -153,20 +159,25 @@ def render_comparison(models: Sequence[Compared]) -> str:
 
 
 def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], place: Place) -> None:
-    """Draw labelled points from left to right; the style says whether a line joins them."""
+    """Draw labelled points from left to right, with bars for their intervals.
+
+    The style says whether a line joins them.
+    """
     ordered = sorted(points, key=lambda point: point[1])
     if not ordered:
         return
     alignment, offset = place
-    axes.plot([x for _, x, _ in ordered], [kl for *_, kl in ordered], markersize=4, **style)
-    for label, x, kl in ordered:
+    axes.plot([p[1] for p in ordered], [p[2] for p in ordered], markersize=4, **style)
+    for label, x, kl, sure in ordered:
+        if sure is not None:
+            axes.vlines(x, *sure, color=style["color"], linewidth=BAR_WIDTH)
         axes.annotate(
             label,
             (x, kl),
             xytext=offset,
             ha=alignment,
             textcoords="offset points",
-            fontsize=6,
+            fontsize=LABEL_SIZE,
             color=style["color"],
         )
 

@@ -6,22 +6,22 @@ Records are published without paths of the machine they were made on.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.model_files import check_links, is_of_model, public_content
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.naming import BITRATE, bitrate_name
+from exl2flow.core.stage import FILES, RECORD_FILE, SCORE_FILE
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.report.comparison import check_bitrates, compared
+from exl2flow.inference.report.comparison import Rise, compared, rises
 from exl2flow.inference.report.licences import licence_problem
 from exl2flow.inference.report.record import read_object, read_record
 from exl2flow.model import ModelSpec, resolve
 
 CARD_FILE = "README.md"  # replaces that of the source
-SUFFIX = "bpw"  # of a branch
 # entries of records that may contain slashes but are not paths
 NOT_PATHS = ("repo", "revision", "license", "license_name", "license_link", "sample_prompt")
 OPTIONS = "options"  # the entry with the user's options, which may be relative paths
@@ -84,7 +84,7 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
         score = Score.of(str(folder), known.score)
     return Bitrate(
         folder=folder,
-        branch=branch_name(record.get("options", {}).get("bpw") or bpw),
+        branch=branch_name(record.get("options", {}).get("bpw") or round(bpw, 2)),
         bpw=bpw,
         weight_bytes=weight_bytes,
         record=record,
@@ -94,18 +94,20 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
 
 
 def branch_name(bpw: float) -> str:
-    """Return the branch for a bitrate, such as 4.0bpw or 3.25bpw."""
-    digits = f"{bpw:.2f}"
-    return f"{digits[:-1] if digits.endswith('0') else digits}{SUFFIX}"
+    """Return the branch for a bitrate, named like its folder in a sweep."""
+    return bitrate_name(bpw)
 
 
 def is_branch(name: str) -> bool:
     """Return whether a branch is named after a bitrate."""
-    return name.endswith(SUFFIX) and name.removesuffix(SUFFIX).replace(".", "", 1).isdigit()
+    return name.endswith(BITRATE) and name.removesuffix(BITRATE).replace(".", "", 1).isdigit()
 
 
 def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
-    """Return the problems with the quality of a set of bitrates."""
+    """Return the problems with the quality of a set of bitrates.
+
+    A divergence that rises is one unless an interval says that it may be chance: see `doubts`.
+    """
     problems = [
         f"`{bitrate.folder}` has no measured KL divergence for these files; run `exl2flow convert` "
         "with its validation again"
@@ -114,13 +116,23 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
     ]
     scores = [bitrate.score for bitrate in bitrates if bitrate.score is not None]
     for score in scores:
-        found = score.kl_divergence
-        if found is None or not found <= max_kl:
-            text = "unknown" if found is None else words.divergence(found)
+        kl = score.kl_divergence
+        if kl is None or not kl <= max_kl:
+            text = "unknown" if kl is None else words.divergence(kl)
             problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
-    # users choose among all of them, whatever the presets
-    models = [replace(model, series=None) for model in compared(scores)]
-    return problems + check_bitrates(models)[1]
+    found = [rise for rise in _rises(bitrates) if rise.is_sure or rise.interval is None]
+    return problems + [rise.warning for rise in found]
+
+
+def doubts(bitrates: Sequence[Bitrate]) -> list[str]:
+    """Return the divergences that rise, but by no more than chance may explain."""
+    found = [rise for rise in _rises(bitrates) if not rise.is_sure and rise.interval is not None]
+    return [rise.doubt for rise in found]
+
+
+def _rises(bitrates: Sequence[Bitrate]) -> list[Rise]:
+    """Return the rises among all bitrates, whatever their presets: users choose among all."""
+    return rises(compared([bitrate.score for bitrate in bitrates if bitrate.score is not None]))
 
 
 def origin_problems(origin: Origin) -> list[str]:
@@ -158,16 +170,20 @@ def origin_from(known: Mapping[str, Any]) -> Origin:
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
     """Return name → file or content of a branch: the model's files, its score, record and card.
 
-    Leave out other files in the folder, and the paths in record and configs.
+    Leave out files that are not in the record, and the paths in record and configs. A record of an
+    older version lists none: then the files are chosen by their names.
 
     Raises:
         SourceModelError: a file is a link out of the model.
     """
-    paths = [
-        path
-        for path in sorted(bitrate.folder.iterdir())
-        if (is_of_model(path.name) or path.name == SCORE_FILE) and path.is_file()
-    ]
+    recorded = bitrate.record.get(FILES)
+
+    def is_public(name: str) -> bool:
+        is_known = is_of_model(name) and (not isinstance(recorded, list) or name in recorded)
+        return is_known or name == SCORE_FILE
+
+    there = sorted(bitrate.folder.iterdir())
+    paths = [path for path in there if is_public(path.name) and path.is_file()]
     check_links(paths)
     files: dict[str, Path | bytes] = {path.name: public_content(path) or path for path in paths}
     record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)

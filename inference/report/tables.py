@@ -7,42 +7,66 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.inference.report.comparison import Compared
+from exl2flow.inference.intervals import LEAST_ROWS, Intervals
+from exl2flow.inference.report.comparison import Compared, difference, steps
 from exl2flow.inference.report.costs import Priced, share, total_nats
 
 Row = dict[str, str]  # column → cell
+CERTAINTY = "95 % interval"
+NO_INTERVALS = Intervals(perplexity=None, kl_divergence=None, top1_agreement=None)
 
 
 def score_rows(report: Mapping[str, Any]) -> list[Row]:
     """Return what validation found of source and result; what is unknown has no row."""
     score, calibration = report["score"], report["calibration"]
     texts = {"held-out": score, "calibration": calibration or {}}
+    sure, cross = (_intervals(found) for found in texts.values())
     perplexities = {
         f"perplexity, {found['tokens']:,} {text} tokens": (
             words.perplexity(found["reference_perplexity"]),
             words.perplexity(found["perplexity"]),
+            words.interval(known.perplexity, words.perplexity),
         )
-        for text, found in texts.items()
+        for (text, found), known in zip(texts.items(), (sure, cross), strict=True)
         if found
     }
     divergences = {
-        "mean (nats)": score["kl_divergence"],
-        "mean on calibration tokens": calibration and calibration["kl_divergence"],
-        "estimated, sum over matrices": report.get("predicted_kl"),
-        "median": score["kl_median"],
-        "99th percentile": score["kl_p99"],
+        "mean (nats)": (score["kl_divergence"], sure.kl_divergence),
+        "mean on calibration tokens": (
+            calibration and calibration["kl_divergence"],
+            cross.kl_divergence,
+        ),
+        "estimated, sum over matrices": (report.get("predicted_kl"), None),
+        "median": (score["kl_median"], None),
+        "99th percentile": (score["kl_p99"], None),
     }
     cells = {
         **perplexities,
         **{
-            f"KL divergence, {what}": ("", words.divergence(value))
-            for what, value in divergences.items()
+            f"KL divergence, {what}": (
+                "",
+                words.divergence(value),
+                words.interval(bounds, words.divergence),
+            )
+            for what, (value, bounds) in divergences.items()
             if value is not None
         },
-        "top-1 agreement": ("", words.percent(score["top1_agreement"])),
-        "weights on disk": (words.size(report["source_bytes"]), words.size(score["bytes"])),
+        "top-1 agreement": (
+            "",
+            words.percent(score["top1_agreement"]),
+            words.interval(sure.top1_agreement, words.percent),
+        ),
+        "weights on disk": (words.size(report["source_bytes"]), words.size(score["bytes"]), ""),
     }
-    return [{"": what, "source": s, "result": r} for what, (s, r) in cells.items()]
+    rows = [{"": w, "source": s, "result": r, CERTAINTY: i} for w, (s, r, i) in cells.items()]
+    if all(row[CERTAINTY] in ("", words.UNKNOWN) for row in rows):
+        return [{name: row[name] for name in ("", "source", "result")} for row in rows]
+    return [{**row, CERTAINTY: row[CERTAINTY].replace(words.UNKNOWN, "")} for row in rows]
+
+
+def _intervals(score: Mapping[str, Any]) -> Intervals:
+    """Return the intervals in a score, all unknown if it has none."""
+    return Intervals.of(score.get("intervals") or {}) or NO_INTERVALS
 
 
 def bitrate_row(model: Compared, score: Mapping[str, Any]) -> Row:
@@ -59,13 +83,44 @@ def bitrate_row(model: Compared, score: Mapping[str, Any]) -> Row:
     }
 
 
+def certainty_rows(models: Sequence[Compared]) -> list[Row]:
+    """Return the intervals of models and of the steps from each to the next larger of its series.
+
+    Nothing is returned if none is known.
+    """
+    rows = [_certainty(model.label, model.intervals) for model in models if model.intervals]
+    for smaller, larger in steps(models):
+        if found := difference(larger, smaller):
+            rows.append(_certainty(f"{larger.label} minus {smaller.label}", found))
+    return rows
+
+
+def _certainty(name: str, found: Intervals) -> Row:
+    return {
+        "model": name,
+        "perplexity": words.interval(found.perplexity, words.perplexity),
+        "KL divergence": words.interval(found.kl_divergence, words.divergence),
+        "top-1 agreement": words.interval(found.top1_agreement, words.percent),
+    }
+
+
 def scored_on(score: Mapping[str, Any]) -> str:
-    """Say what the figures of a table of bitrates were measured on."""
+    """Say what the figures of a table of bitrates were measured on, and how sure they are."""
     text = f"Scored on {score['tokens']:,} tokens"
-    if score["reference_perplexity"] is None:
-        return text
-    source = words.perplexity(score["reference_perplexity"])
-    return f"{text}; source perplexity {source}; KL divergence in nats"
+    if score["reference_perplexity"] is not None:
+        source = words.perplexity(score["reference_perplexity"])
+        text += f"; source perplexity {source}; KL divergence in nats"
+    return f"{text}; {rows_in_words(score)}"
+
+
+def rows_in_words(score: Mapping[str, Any]) -> str:
+    """Say how many rows intervals rest on, or why there are none."""
+    rows = (score.get("rows") or {}).get("tokens")
+    if not rows:
+        return "no intervals, because the scores of its rows were not recorded"
+    if len(rows) < LEAST_ROWS:
+        return f"no intervals, because {len(rows)} rows are fewer than {LEAST_ROWS}"
+    return f"95 % intervals over {len(rows)} rows"
 
 
 def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:

@@ -250,5 +250,5 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 VALIDATE = Stage(
-    name="validate", schema=3, inputs=("tokenize", "compile"), options=_options, run=validate
+    name="validate", schema=4, inputs=("tokenize", "compile"), options=_options, run=validate
 )

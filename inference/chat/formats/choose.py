@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.conversation import PromptFormat, Thinking
 from exl2flow.core.errors import ConfigError, UnknownPromptFormat
 from exl2flow.model import Tokenizer
@@ -103,4 +104,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the template `{path}`: {error}") from error
+        raise ConfigError(f"cannot read the template `{path}`: {words.cause(error)}") from error

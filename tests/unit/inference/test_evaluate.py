@@ -1,5 +1,6 @@
 """Scores against a direct computation in fp64, shared passes, and refusals."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bounds import SIGMAS, error, terms_of
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError, SourceModelError
+from exl2flow.core.files import read_json, write_json
 from exl2flow.inference import evaluate as evaluate_module
 from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate, evaluate_texts
 from exl2flow.inference.load import load_model
@@ -38,13 +41,21 @@ def log_probabilities(model: Path, ids: torch.Tensor) -> torch.Tensor:
         return torch.log_softmax(decoder.forward(ids)[:, :-1].double(), dim=-1)
 
 
+def relative(models: list[Path]) -> float:
+    """Return the error of sums of losses and divergences, which are larger than logits, of 1."""
+    return SIGMAS * error(terms_of(load_model(models[0], device="cpu").spec, TOKENS))
+
+
 def assert_same(found: Score, expected: Score) -> None:
     """Compare scores computed from fp32 logits of chunks of different sizes."""
-    for name in Score.__slots__:
-        value = getattr(expected, name)
-        if isinstance(value, float):
-            value = pytest.approx(value, rel=1e-5, abs=1e-7)
-        assert getattr(found, name) == value, name
+    values = asdict(found)
+    for name, value in asdict(expected).items():
+        if name == "rows":
+            for key, sums in value.items():
+                assert values[name][key] == (sums and pytest.approx(sums, rel=1e-5, abs=1e-6)), key
+        else:
+            near = isinstance(value, float)
+            assert values[name] == (pytest.approx(value, rel=1e-5, abs=1e-7) if near else value)
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -72,7 +83,7 @@ def test_perplexity_is_that_of_a_direct_computation(models: list[Path], ids: tor
 
     for model, found in ((models[0], score.perplexity), (models[1], score.reference_perplexity)):
         chosen = log_probabilities(model, ids).gather(2, ids[:, 1:, None])
-        assert found == pytest.approx(float((-chosen.mean()).exp()), rel=1e-5)
+        assert found == pytest.approx(float((-chosen.mean()).exp()), rel=relative(models))
 
 
 def test_divergence_and_agreement_are_those_of_a_direct_computation(
@@ -83,10 +94,9 @@ def test_divergence_and_agreement_are_those_of_a_direct_computation(
     found, expected = (log_probabilities(model, ids) for model in models[:2])
     kl = (expected.exp() * (expected - found)).sum(dim=-1).flatten().numpy()
     agree = (expected.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
-    # differences of fp32 logarithms
-    assert score.kl_divergence == pytest.approx(kl.mean(), rel=1e-4)
-    assert score.kl_median == pytest.approx(np.median(kl), rel=1e-4)
-    assert score.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-4)
+    assert score.kl_divergence == pytest.approx(kl.mean(), rel=relative(models))
+    assert score.kl_median == pytest.approx(np.median(kl), rel=relative(models))
+    assert score.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=relative(models))
     assert score.top1_agreement == pytest.approx(float(agree))
 
 
@@ -103,7 +113,9 @@ def test_without_a_reference_there_is_no_divergence(models: list[Path], ids: tor
     (compared,) = evaluate([models[0]], ids, reference=models[1])
 
     fields = ("reference_perplexity", "kl_divergence", "kl_median", "kl_p99", "top1_agreement")
-    assert_same(alone, replace(compared, **dict.fromkeys(fields)))
+    assert compared.rows is not None
+    rows = replace(compared.rows, divergences=None, agreements=None)
+    assert_same(alone, replace(compared, **dict.fromkeys(fields), rows=rows))
 
 
 def test_several_models_share_one_pass_of_the_reference(
@@ -142,7 +154,8 @@ def test_scores_do_not_depend_on_the_size_of_the_pieces(
         assert_same(one, other)
     passes = 3 * SUBLAYERS * (ROWS if name == "STATE_BYTES" else 1)
     assert {total for _, total in steps} == {passes}
-    assert sorted({done for done, _ in steps}) == list(range(passes))
+    assert sorted({done for done, _ in steps}) == list(range(passes + 1))
+    assert steps[-1] == (passes, passes)
 
 
 def test_other_vocabulary_is_refused(models: list[Path], ids: torch.Tensor, tmp_path: Path) -> None:
@@ -221,6 +234,41 @@ def test_tokens_of_another_model_are_refused(models: list[Path], ids: torch.Tens
         SourceModelError, match=r"1 of 120 tokens .* such as id 301 of 301; the tok"
     ):
         evaluate([models[0]], ids)
+
+
+def test_rows_add_up_to_the_figures(models: list[Path], ids: torch.Tensor) -> None:
+    (found,) = evaluate([models[0]], ids, reference=models[1])
+
+    rows = found.rows
+    assert rows is not None
+    assert rows.tokens == (ids.shape[1] - 1,) * ROWS
+    assert math.exp(sum(rows.losses) / found.tokens) == pytest.approx(found.perplexity)
+    assert sum(rows.divergences or ()) / found.tokens == pytest.approx(found.kl_divergence)
+    assert sum(rows.agreements or ()) / found.tokens == found.top1_agreement
+    assert found.intervals is None  # too few rows
+
+
+def test_scores_with_enough_rows_have_intervals_and_survive_a_file(
+    models: list[Path], tmp_path: Path
+) -> None:
+    ids = torch.randint(VOCAB_SIZE, (8, 12))
+
+    (found,) = evaluate([models[0]], ids, reference=models[1])
+
+    assert found.intervals is not None
+    low, high = found.intervals.kl_divergence or (0, 0)
+    assert low < (found.kl_divergence or 0) < high
+    write_json(tmp_path / "score.json", asdict(found))
+    assert Score.of(found.model, read_json(tmp_path / "score.json")) == found
+
+
+def test_scores_name_the_text_they_belong_to(models: list[Path], ids: torch.Tensor) -> None:
+    other = ids.clone()
+    other[0, 0] = (other[0, 0] + 1) % VOCAB_SIZE
+    texts = [evaluate([models[0]], rows)[0].text for rows in (ids, other, ids)]
+
+    assert texts[0] == texts[2]
+    assert texts[0] != texts[1]
 
 
 KNOWN = Score(

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
-from exl2flow.core.errors import MissingTensor, SourceModelError, TensorShapeError
+from exl2flow.core.errors import ConfigError, MissingTensor, SourceModelError, TensorShapeError
 from exl2flow.inference import load, load_model
 
 IDS = torch.arange(12)[None]
@@ -106,4 +107,19 @@ def test_a_damaged_tokenizer_is_an_error(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
 
     with pytest.raises(SourceModelError, match=r"tokenizer\.json"):
+        load_model(folder, device="cpu")
+
+
+def test_positions_that_were_not_learned_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt2", tmp_path)
+    assert load_model(folder, device="cpu", max_tokens=256).max_tokens == 256
+
+    with pytest.raises(
+        ConfigError, match=r"`max_tokens` is 257; .* learned positions, 256 of them"
+    ):
+        load_model(folder, device="cpu", max_tokens=257)
+
+    key = "transformer.wpe.weight"
+    change(folder, lambda tensors: tensors.update({key: tensors[key][:100].clone()}))
+    with pytest.raises(TensorShapeError, match=r"wpe\.weight` has shape \(100, .* 256 rows"):
         load_model(folder, device="cpu")

@@ -82,6 +82,13 @@ def test_two_ranks_say_what_one_process_says(shared: dict[str, list[Any]], name:
     assert first["ids"] == second["ids"] == alone["ids"]
 
 
+def test_ranks_share_the_seeds_of_requests_without_one(shared: dict[str, list[Any]]) -> None:
+    _, first, second = shared["plain"]
+
+    assert first["seedless"] == second["seedless"]
+    assert first["seedless"][0] != first["seedless"][1]  # each has a new one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["load", "prompt", "step"])
 def test_a_rank_that_dies_ends_the_other_one_within_10_seconds(tmp_path: Path, place: str) -> None:

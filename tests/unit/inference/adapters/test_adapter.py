@@ -176,6 +176,16 @@ def test_tensors_that_do_not_fit_are_named(
         Adapter.load(folder, model)
 
 
+def test_folder_that_is_missing_is_an_error_in_words(model: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        Adapter.load(tmp_path / "nowhere", model)
+
+    assert str(found.value) == (
+        f"`{tmp_path / 'nowhere' / 'adapter_config.json'}` does not exist; give the folder of a "
+        "LoRA that PEFT saved"
+    )
+
+
 def test_files_that_are_missing_or_damaged_are_named(
     source: Path, model: LoadedModel, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def generator(folder: Path) -> Generator:
 BAD = [
     ("reply", ("\udcff",), "broken UTF-8 at character 0"),
     ("reply", (b"a",), "is no text"),
+    ("reply", ([{"type": "image"}],), "the message holds an image"),
     ("edit", (3, "a"), "no turn 3; the last one is 0"),
     ("edit", (0, "\ud800"), "broken UTF-8"),
     ("back", (), "one answer only"),

@@ -152,7 +152,11 @@ def message(**values: Any) -> Any:
         (message(ids=[-1]), "ids that the model does not have"),
         (message(ids="abc"), "ids"),
         (message(content=None), "content"),
+        (message(content=[{"type": "image_url"}]), "talk.json` holds an image"),
+        (message(image="a.png"), "talk.json` holds an image"),
         (message(first=9999), "ids that the model does not have"),
+        (message(drawn=10**7), r"`drawn` is 10000000, but its 7 ids used at most \d+ draws"),
+        (message(ids=[5] * 40_000, drawn=10**7 + 1), "40000 ids used at most 10000000 draws"),
     ],
 )
 def test_a_damaged_file_is_refused(talk: Session, tmp_path: Path, change: Any, reason: str) -> None:

@@ -12,6 +12,7 @@ from exl2flow.core.errors import ContextOverflow
 from exl2flow.inference import Generator, SamplingSettings, load_model
 from exl2flow.inference.chat import Session, all_formats
 from exl2flow.inference.filters import SelectFilter
+from exl2flow.model.ranks import Ranks
 
 RAW = all_formats()["raw"]
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
@@ -45,6 +46,18 @@ def passes(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(steps, "read", reading)
     monkeypatch.setattr(steps, "forward", decoding)
     return counts
+
+
+def test_ranks_draw_the_same_seed_for_a_conversation_without_one(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[int]()
+    for _ in range(2):
+        monkeypatch.setattr(Ranks, "seeds", random.Random(5))  # as all have it that have met
+        found += [Session(generator, RAW).seed for _ in range(2)]
+
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
 
 
 # -- the cache
@@ -298,6 +311,24 @@ def test_a_closed_answer_is_kept_and_goes_on(generator: Generator) -> None:
     session.max_answer_tokens = 40 - len(session.turns[0].ids)
     assert begun + text_of(session.more()) == whole.turns[0].answer
     assert session.turns[0].ids == whole.turns[0].ids
+
+
+def test_an_answer_ends_at_its_flag_even_between_pieces(generator: Generator) -> None:
+    session = Session(generator, RAW, settings=HOT, seed=3, max_answer_tokens=40)
+    unread, begun = session.reply("Hello"), session.reply("Hello")
+    unread.abort_event.set()
+    first = next(begun).text
+    begun.abort_event.set()
+
+    assert list(begun) == list(unread) == []
+    assert [turn.answer for turn in session.turns] == [first]
+    assert generator.is_idle
+    again = session.retry()
+    again.abort_event.set()
+    assert list(again) == []
+    assert [turn.answer for turn in session.turns] == [first]
+    assert not session.turns[0].alternatives
+    assert session.asked == 1
 
 
 def test_a_new_message_ends_the_answer_under_way(generator: Generator) -> None:

@@ -13,7 +13,7 @@ from tiny import tiny_tokenizer
 from tokenizers import models
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.filters import Combined, GrammarFilter, prepare
+from exl2flow.inference.filters import Combined, Constraint, GrammarFilter, prepare
 from exl2flow.model import Tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -109,6 +109,34 @@ def test_white_space_is_forbidden_on_request(demo: Tokenizer) -> None:
         assert ids is not None
         text = text_of(demo, ids)
         assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
+def blanks(state: Constraint, tokenizer: Tokenizer, text: str) -> int:
+    """Return how many characters of white space may follow a text, 100 at most."""
+    for token in tokenizer.backend.encode(text, add_special_tokens=False).ids:
+        state.accept(token)
+    for count in range(100):
+        allowed = ids_of(state.allowed().words, tokenizer.vocab_size)
+        found = [token for token in allowed if tokenizer.pieces[token] in ("\n", " ", "\t")]
+        if not found:
+            return count
+        state.accept(found[0])
+    return 100
+
+
+@pytest.mark.parametrize("text", ["{", '{"name"', '{"name":"x"', '{"name":"x","age":7'])
+def test_white_space_is_bounded_unless_the_schema_says_otherwise(
+    text: str, demo: Tokenizer
+) -> None:
+    def most(**guidance: object) -> int:
+        schema = {**PERSON, "x-guidance": guidance} if guidance else PERSON
+        return blanks(GrammarFilter(json_schema=schema).start(demo, WIDTH), demo, text)
+
+    assert 1 <= most() <= 17
+    assert 1 <= most(coerce_one_of=True) <= 17
+    assert most(whitespace_flexible=False) == 0
+    assert most(whitespace_flexible=True) == 100
+    assert most(whitespace_pattern=r"[ \n]{0,3}") == 3
 
 
 def test_later_changes_of_a_schema_have_no_effect() -> None:

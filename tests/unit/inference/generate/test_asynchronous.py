@@ -1,9 +1,9 @@
 """`AsyncGenerator`: many loops and threads at one generator, and the ways out."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
-from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.request import Sampled
@@ -20,9 +20,20 @@ GREEDY = SamplingSettings.greedy()
 
 
 @pytest.fixture(scope="module")
-def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
-    folder = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+def generator(folder: Path) -> Generator:
     return Generator(load_model(folder, device="cpu", max_tokens=512), tokens=4096, slots=4)
+
+
+@pytest.fixture
+def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Generator:
+    """A generator whose decode steps fail."""
+    found = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=1024, slots=1)
+
+    def fails(*step: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(found._steps, "forward", fails)
+    return found
 
 
 def request(i: int, *, tokens: int = 12, **more: object) -> Request:
@@ -155,3 +166,108 @@ def test_a_failure_of_the_device_reaches_all(
     assert [str(error)[:10] for error in asyncio.run(run())] == ["CUDA error"] * 3
     with pytest.raises(InferenceError, match="make a new one"):
         generator.submit(request(1))
+    assert is_empty(generator)
+
+
+@pytest.mark.parametrize("place", ["check_stream", "leave"])
+def test_an_error_that_no_job_reports_reaches_every_stream_and_later_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The CUDA stream is checked before a step; slots are left when the generator closes."""
+    generator = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=4096, slots=2)
+
+    def refuses(*given: object) -> None:
+        raise ConfigError("the model is in use on another CUDA stream")
+
+    async def run() -> tuple[list[object], bool]:
+        async with AsyncGenerator(generator) as engine:
+            tasks = [asyncio.create_task(engine.generate(request(i, tokens=400))) for i in range(3)]
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(generator._steps, place, refuses)
+            if place == "leave":
+                await engine.close()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            if place != "leave":
+                with pytest.raises(InferenceError, match="another CUDA stream"):
+                    await engine.generate(request(4))
+            return found, engine._thread.is_alive()
+
+    found, is_alive = asyncio.run(asyncio.wait_for(run(), 20))
+
+    assert [type(error) for error in found] == [ConfigError] * 3
+    assert is_alive == (place != "leave")
+    assert generator.failure in found
+    assert is_empty(generator)
+
+
+def test_a_failure_without_jobs_is_logged_and_refuses_later_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=2048, slots=1)
+    end = generator._end_cancelled
+
+    def fails_behind() -> None:
+        end()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def run() -> None:
+        async with AsyncGenerator(generator) as engine:
+            job = engine.submit(request(1, tokens=400), events := asyncio.Queue[Event]())
+            await events.get()
+            monkeypatch.setattr(generator, "_end_cancelled", fails_behind)
+            job.cancel()
+            while (await events.get()).reason is None:
+                pass
+            while generator.failure is None:
+                await asyncio.sleep(0.01)
+            with pytest.raises(InferenceError, match="illegal memory access"):
+                await engine.generate(request(2))
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+    assert "the generator failed when it had no job" in caplog.text
+
+
+def test_the_thread_rests_behind_a_failure(
+    broken: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = list[None]()
+    step = broken.step
+
+    def counted() -> list[Event]:
+        steps.append(None)
+        return step()
+
+    monkeypatch.setattr(broken, "step", counted)
+
+    async def run() -> tuple[int, int]:
+        async with AsyncGenerator(broken) as engine:
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                await engine.generate(request(1))
+            counts = len(steps)
+            await asyncio.sleep(0.05)
+            return counts, len(steps)
+
+    before, after = asyncio.run(run())
+    assert before == after
+
+
+def test_a_loop_that_closes_as_an_event_comes_ends_no_other_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=2048, slots=2)
+
+    async def gone(engine: AsyncGenerator) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "is_closed", lambda: False)  # it closes right behind the check
+        engine.submit(request(1, tokens=40), asyncio.Queue())
+        return loop
+
+    async def run() -> str:
+        async with AsyncGenerator(generator) as engine:
+            await asyncio.to_thread(lambda: asyncio.run(gone(engine)))
+            return await engine.generate(request(2))
+
+    assert asyncio.run(asyncio.wait_for(run(), 20))
+    assert generator.failure is None
+    assert not caplog.records

@@ -1,5 +1,8 @@
 """Ids that a request excludes: any number of them, with all that may hold beside them."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,6 +26,14 @@ class Few:
 def request(seed: int, **more: object) -> Request:
     given = {"max_new_tokens": 16, "settings": HOT, "excluded": OTHERS, "stops": (), **more}
     return Request((5, 6, 7), seed=seed, **given)
+
+
+def run(generator: Generator, request: Request) -> list[Event]:
+    events = list[Event]()
+    generator.submit(request, deliver=events.append)
+    while not generator.is_idle:
+        generator.step()
+    return events
 
 
 def ids_of(events: list[Event]) -> list[int]:
@@ -54,6 +65,39 @@ def test_filters_and_stops_hold_beside_it(model: LoadedModel) -> None:
     assert {*filtered} <= KEPT - {43}
     assert 40 not in last.ids
     assert last.statistics.new_tokens >= 10
+
+
+EVERYTHING = tuple((i, -math.inf) for i in range(299))  # that the tokenizer has
+
+
+@pytest.mark.parametrize("draft", [None, NgramDraft()], ids=["plain", "ngram"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"excluded": range(301)},
+        {"excluded": range(299)},
+        {"excluded": range(9), "settings": replace(HOT, token_bias=EVERYTHING[9:])},
+        {"excluded": (), "settings": SamplingSettings.greedy(token_bias=EVERYTHING)},
+        {"excluded": {*range(301)} - {40}, "stops": (40,), "min_new_tokens": 1},
+        {
+            "excluded": (), "filters": (ForeignFilter(Few),),
+            "settings": replace(HOT, token_bias=EVERYTHING[:43]),
+        },
+    ],
+)  # fmt: skip
+def test_a_request_that_leaves_no_id_says_so_and_costs_nobody_their_pages(
+    model: LoadedModel, draft, given: dict[str, object]
+) -> None:
+    generator = Generator(model, tokens=4096, slots=2, draft=draft)
+    prompt = (5, 6, *range(7, 290), *range(7, 290))
+    generator.generate([prompt], max_new_tokens=1)
+
+    [*_, last] = run(generator, request(0, **given))
+    [*_, after] = run(generator, Request((*prompt, 9), max_new_tokens=1))
+
+    assert "no token is left to sample: `excluded`" in str(last.error)
+    assert after.statistics.cached_tokens >= len(prompt) - 1
+    assert generator.free_pages == generator.pages
 
 
 def test_another_set_counts_from_the_next_sample_on(model: LoadedModel) -> None:

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from adapters import make_adapter
+from bounds import near, terms_of
 
 from exl2flow.core.errors import CacheFull, ContextOverflow, SourceModelError
 from exl2flow.inference import (
@@ -37,7 +38,9 @@ def test_states_are_those_of_a_pass_over_the_whole_text(model: LoadedModel, last
 
     for _ in range(2):  # the second time, from the cache
         for ids, found in zip(given, generator.states.hidden(*given, last=last), strict=True):
-            torch.testing.assert_close(found, alone(model, ids, last), rtol=1e-4, atol=1e-4)
+            expected = alone(model, ids, last)
+            bound = near(expected, terms_of(model.spec, len(ids)))
+            torch.testing.assert_close(found, expected, **bound)
 
     assert generator.states.hidden(())[0].shape == (0, 64)
     assert generator.free_pages == generator.pages
@@ -74,8 +77,9 @@ def test_jobs_and_states_leave_each_other_alone(model: LoadedModel, kind: str) -
     [after] = generator.states.hidden(ids)
 
     assert made == expected[0]
-    torch.testing.assert_close(between, alone(model, other, 1), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    bound = near(before, terms_of(model.spec, len(other)))
+    torch.testing.assert_close(between, alone(model, other, 1), **bound)
+    torch.testing.assert_close(after, before, **bound)
     assert generator.free_pages == generator.pages
 
 
@@ -102,7 +106,8 @@ def test_adapters_change_states_and_share_no_pages(folder, model: LoadedModel, t
     [changed] = generator.states.hidden(ids, adapters=(adapter,))
 
     assert (changed - plain).abs().max() > 1e-3
-    torch.testing.assert_close(generator.states.hidden(ids)[0], plain)
+    bound = near(plain, terms_of(model.spec, len(ids)))
+    torch.testing.assert_close(generator.states.hidden(ids)[0], plain, **bound)
 
 
 def test_texts_without_room_or_of_other_ids_are_refused(model: LoadedModel) -> None:

@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,9 @@ from tiny import tiny_tokenizer
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
 from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
+from exl2flow.inference import Generator, load_model
 from exl2flow.inference.generate.prompt import Prompt, check, encoded
+from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Tokenizer
 
 GUIDED = SamplingSettings(cfg_scale=1.5)
@@ -22,7 +26,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(tmp_path)
 
 
-def most(request: Request, tokenizer: Tokenizer, **room: int) -> int:
+def most(request: Request, tokenizer: Tokenizer, **room: Any) -> int:
     return check(request, encoded(request, tokenizer), **(ROOM | room))
 
 
@@ -131,3 +135,22 @@ def test_more_top_tokens_than_the_vocabulary_are_refused(tokenizer: Tokenizer) -
 def test_pair_needs_two_slots(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="needs 2 slots; the generator has 1"):
         most(Request(("a", "b"), settings=GUIDED), tokenizer, slots=1)
+
+
+def test_a_prompt_with_a_placeholder_of_an_image_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"^the prompt holds an image"):
+        most(Request([5, 7, 6]), tokenizer, images=[7])
+
+    assert most(Request([5, 6], max_new_tokens=9), tokenizer, images=[7]) == 9
+
+
+def test_ids_that_stand_for_images_in_the_models_config_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    wrapper = shutil.copytree(folder, tmp_path / "wrapper")
+    config = json.loads((folder / "config.json").read_bytes())
+    (wrapper / "config.json").write_text(json.dumps(config | {"image_token_id": 7}))
+    generator = Generator(load_model(wrapper), tokens=PAGE_TOKENS)
+
+    with pytest.raises(ConfigError, match="the prompt holds an image"):
+        generator.submit(Request([5, 7, 6], max_new_tokens=1))

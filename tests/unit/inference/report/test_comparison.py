@@ -1,7 +1,9 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import make_tiny
@@ -9,7 +11,15 @@ from tiny import make_tiny
 from exl2flow.core.files import write_tensors
 from exl2flow.core.stage import RECORD_FILE
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.report.comparison import Compared, by_series, check_bitrates, compared
+from exl2flow.inference.intervals import RowSums, intervals
+from exl2flow.inference.report.comparison import (
+    Compared,
+    by_series,
+    check_bitrates,
+    compared,
+    difference,
+    steps,
+)
 from exl2flow.model import QuantizedMatrix, QuantParams
 
 PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
@@ -95,20 +105,84 @@ def test_falling_divergence_is_said_of_each_series() -> None:
     assert warnings == []
 
 
-def test_a_larger_model_that_diverges_more_is_warned_of_beside_the_best_smaller_one() -> None:
-    models = [
-        model("a", 10_000_000, 0.5),
-        model("b", 20_000_000, 0.3),
-        model("c", 30_000_000, 0.4),
-    ]
+def with_rows(found: Compared, *, text: str = "text", rows: int = 12) -> Compared:
+    """Give a model rows whose divergences vary, with its divergence as their mean."""
+    assert found.kl is not None
+    factors = np.linspace(0.5, 1.5, rows)
+    sums = RowSums(
+        tokens=(100,) * rows,
+        losses=(200.0,) * rows,
+        divergences=tuple(100 * found.kl * factors),
+        agreements=(90,) * rows,
+    )
+    known = replace(
+        score(Path(found.label), found.kl), text=text, rows=sums, intervals=intervals(sums)
+    )
+    return replace(found, score=known)
+
+
+SMALLER, LARGER = model("b", 20_000_000, 0.3), model("c", 30_000_000, 0.4)
+
+
+def test_a_larger_model_that_surely_diverges_more_is_warned_of_beside_the_best_smaller() -> None:
+    models = [with_rows(found) for found in (model("a", 10_000_000, 0.5), SMALLER, LARGER)]
 
     text, warnings = check_bitrates(models)
 
     assert text == ""
-    assert warnings == [
+    assert len(warnings) == 1
+    assert warnings[0].startswith(
         "KL divergence rises with bytes: `c` has 0.40000 nats at 30.00 MB, "
-        "`b` 0.30000 nats at 20.00 MB"
-    ]
+        "`b` 0.30000 nats at 20.00 MB; 95 % interval of the difference 0.0"
+    )
+
+
+def test_a_rise_that_may_be_chance_is_said_but_not_warned_of() -> None:
+    found = with_rows(LARGER)
+    assert found.score is not None
+    assert found.score.rows is not None
+    shifted = np.roll(found.score.rows.divergences or (), 6)  # other rows are hard for this one
+    rows = replace(found.score.rows, divergences=tuple(shifted))
+
+    text, warnings = check_bitrates(
+        [with_rows(SMALLER), replace(found, score=replace(found.score, rows=rows))]
+    )
+
+    assert warnings == []
+    assert text.startswith("`c` diverges no less than the smaller `b`, but the 95 % interval")
+    assert text.endswith("includes zero")
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        [SMALLER, LARGER],  # of a version that did not record rows
+        [with_rows(SMALLER, rows=7), with_rows(LARGER, rows=7)],
+        [with_rows(SMALLER), with_rows(LARGER, text="another")],
+        [with_rows(SMALLER), with_rows(LARGER, rows=9)],
+    ],
+)
+def test_without_an_interval_a_rise_is_said_but_not_warned_of(models: list[Compared]) -> None:
+    text, warnings = check_bitrates(models)
+
+    assert warnings == []
+    assert text == (
+        "`c` diverges no less than the smaller `b`, but chance cannot be excluded, because there "
+        "is no interval"
+    )
+
+
+def test_differences_are_taken_between_neighbours_of_a_series() -> None:
+    models = [model("c", 30, 0.1), model("a", 10, 0.5), model("b", 20, 0.3)]
+    others = [model("x", 15, 0.2, series="fast")]
+
+    pairs = [(smaller.label, larger.label) for smaller, larger in steps([*models, *others])]
+
+    assert pairs == [("a", "b"), ("b", "c")]
+    found = difference(with_rows(models[0]), with_rows(models[1]))
+    assert found is not None
+    low, high = found.kl_divergence or (0, 0)
+    assert low < 0.1 - 0.5 < high < 0
 
 
 def test_series_are_not_compared_with_each_other() -> None:
@@ -134,4 +208,4 @@ def test_models_of_other_programs_are_one_series() -> None:
     models = [model("a", 10, 0.1, series=None), model("b", 20, 0.2, series=None)]
 
     assert list(by_series(models)) == [None]
-    assert len(check_bitrates(models)[1]) == 1
+    assert len(check_bitrates([with_rows(found) for found in models])[1]) == 1

@@ -1,8 +1,15 @@
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
-from exl2flow.inference.report.frames import measurement_frame
+import pytest
+from packed_models import make_packed
+
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.intervals import RowSums, intervals
+from exl2flow.inference.report.frames import measurement_frame, score_frame
 
 PARAMS = {"group_size": {"4": 64}, "bits": [4], "bits_prop": [1.0], "scale_bits": 4}
 
@@ -30,3 +37,41 @@ def test_a_measurement_without_slots_keeps_its_columns(tmp_path: Path) -> None:
     assert list(measurement_frame(path)) == [
         *("slot", "candidate", "parameters", "stored_bits", "relative_error", "cost_nats")
     ]
+
+
+@pytest.mark.parametrize(("rows", "known"), [(8, True), (7, False), (0, False)])
+def test_scores_say_what_they_are_of_and_how_sure_they_are(
+    tmp_path: Path, rows: int, known: bool
+) -> None:
+    """A score of an older version has no rows."""
+    sums = RowSums(
+        tokens=(10,) * rows,
+        losses=tuple(20.0 + row for row in range(rows)),
+        divergences=tuple(0.1 * row for row in range(rows)),
+        agreements=(9,) * rows,
+    )
+    score = Score(
+        model="", perplexity=10.0, reference_perplexity=9.0, kl_divergence=0.5, kl_median=0.5,
+        kl_p99=0.5, top1_agreement=0.5, tokens=100, bytes=1000, text="digest" if rows else None,
+        rows=sums if rows else None, intervals=intervals(sums),
+    )  # fmt: skip
+    model = make_packed("llama", tmp_path / "exl2").source_dir
+    (model / RECORD_FILE).write_text(json.dumps({"source": "/models/a", "fingerprint": "x"}))
+    (model / SCORE_FILE).write_text(json.dumps({"fingerprint": "x", "score": asdict(score)}))
+
+    (row,) = score_frame([model]).to_dict("records")
+
+    assert row["source"] == "/models/a"
+    assert (row["text"], row["rows"]) == ("digest", rows) if rows else math.isnan(row["rows"])
+    for name in ("perplexity", "kl_divergence_nats", "top1_agreement"):
+        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        assert low <= high if known else math.isnan(low) and math.isnan(high)
+    if known:
+        assert score.intervals is not None
+        assert (row["kl_divergence_nats_low"], row["kl_divergence_nats_high"]) == (
+            score.intervals.kl_divergence
+        )
+
+
+def test_no_models_have_no_scores() -> None:
+    assert score_frame([]).empty

@@ -1,10 +1,13 @@
 """Plots: what is on them, and that they are the same every time."""
 
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.intervals import Intervals
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.plots import (
     BITS_COLOR,
@@ -135,3 +138,18 @@ def test_comparison_is_the_same_every_time() -> None:
     models = [model("a"), model("b", series=None, kl=0.3)]
 
     assert render_comparison(models) == render_comparison(models)
+
+
+def test_known_intervals_are_bars_in_both_panels() -> None:
+    sure = replace(SCORE, intervals=Intervals.of({"kl_divergence": [0.08, 0.13]}))
+    models = [model("a", score=sure), model("b", bpw=4.0, kl=0.05)]
+
+    plain = [replace(found, score=None) for found in models]
+    bars = [render_comparison(found).count("LineCollection") for found in (models, plain)]
+    assert bars == [2, 0]
+
+
+SCORE = Score(
+    model="a", perplexity=9.5, reference_perplexity=9.0, kl_divergence=0.1, kl_median=0.1,
+    kl_p99=0.2, top1_agreement=0.75, tokens=64, bytes=1000,
+)  # fmt: skip

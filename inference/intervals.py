@@ -1,0 +1,141 @@
+"""How sure a score is: 95 % intervals from the sums of its rows.
+
+Rows are resampled with replacement, because the positions of one row depend on each other. Two
+models scored on the same rows are compared pairwise: each resample takes the same rows of both.
+Resampling is seeded, so equal rows give equal intervals.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST_ROWS = 8  # fewer rows say too little about the rows that were not drawn
+CONFIDENCE = 0.95
+RESAMPLES = 9999
+SEED = 0
+BATCH_ENTRIES = 1 << 20  # of resampled sums held at a time
+
+Interval = tuple[float, float]
+Sums = NDArray[np.float64]  # (..., rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSums:
+    """Sums over the positions of each row of a text; the last two are None without a reference.
+
+    losses: -ln p(next); divergences: nats; agreements: positions with the same first token.
+    """
+
+    tokens: tuple[int, ...]
+    losses: tuple[float, ...]
+    divergences: tuple[float, ...] | None
+    agreements: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, value: object) -> Self | None:
+        """Read sums from a file; None for anything else."""
+        if not isinstance(value, Mapping):
+            return None
+        found = {field.name: _numbers(value.get(field.name)) for field in fields(cls)}
+        tokens, losses = found["tokens"], found["losses"]
+        lengths = {len(numbers) for numbers in found.values() if numbers is not None}
+        if not tokens or losses is None or len(lengths) > 1 or min(tokens) <= 0:
+            return None
+        return cls(**found)  # type: ignore[arg-type]  # checked above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intervals:
+    """Intervals of the figures of a score, or of their differences; None where not known."""
+
+    perplexity: Interval | None
+    kl_divergence: Interval | None
+    top1_agreement: Interval | None
+
+    @classmethod
+    def of(cls, value: object) -> Self | None:
+        """Read intervals from a file; None for anything else."""
+        if not isinstance(value, Mapping):
+            return None
+        return cls(**{field.name: _pair(value.get(field.name)) for field in fields(cls)})
+
+
+def _numbers(value: object) -> tuple[float, ...] | None:
+    if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+        return None
+    return tuple(value)
+
+
+def _pair(value: object) -> Interval | None:
+    found = _numbers(value)
+    return (found[0], found[1]) if found is not None and len(found) == 2 else None
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) < 2**63
+
+
+def intervals(rows: RowSums, other: RowSums | None = None) -> Intervals | None:
+    """Return the intervals of a model's figures; with `other`, of the differences from its figures.
+
+    Args:
+        rows: the model's sums.
+        other: sums of another model on the same rows.
+
+    Returns:
+        None for fewer than `LEAST_ROWS` rows.
+    """
+    if len(rows.tokens) < LEAST_ROWS:
+        return None
+    return Intervals(
+        perplexity=_interval(_perplexity, "losses", rows, other),
+        kl_divergence=_interval(_mean, "divergences", rows, other),
+        top1_agreement=_interval(_mean, "agreements", rows, other),
+    )
+
+
+def _mean(sums: Sums, tokens: Sums) -> Any:
+    return sums.sum(axis=-1) / tokens.sum(axis=-1)
+
+
+def _perplexity(sums: Sums, tokens: Sums) -> Any:
+    return np.exp(_mean(sums, tokens))
+
+
+def _interval(
+    figure: Callable[[Sums, Sums], Any], name: str, rows: RowSums, other: RowSums | None
+) -> Interval | None:
+    """Return the percentile interval of a figure, or of a difference; None if it is not finite."""
+    from scipy.stats import bootstrap  # whose import takes a second
+
+    found = [getattr(known, name) for known in (rows, other) if known is not None]
+    if None in found:
+        return None
+    columns = [np.asarray(values, dtype=np.float64) for values in (rows.tokens, *found)]
+    with np.errstate(over="ignore"):
+        alone = [figure(values[:, None], columns[0][:, None]) for values in columns[1:]]
+    if not np.isfinite(alone).all():  # of a row alone, which a resample may consist of
+        return None
+
+    def statistic(tokens: Sums, *sums: Sums, axis: int) -> Any:
+        first, *rest = (figure(values, tokens) for values in sums)
+        return first - rest[0] if rest else first
+
+    result = bootstrap(
+        columns,
+        statistic,
+        paired=True,
+        vectorized=True,
+        axis=-1,
+        n_resamples=RESAMPLES,
+        batch=max(1, BATCH_ENTRIES // len(rows.tokens)),
+        confidence_level=CONFIDENCE,
+        method="percentile",  # also defined where all rows agree
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    return float(result.low), float(result.high)
