@@ -1,4 +1,4 @@
-"""Small tools: a timer, a tensor that grows along one dimension, and where padded rows begin."""
+"""Small tools: a timer, a tensor that grows along one dimension, padded rows, comparison."""
 
 import time
 from collections.abc import Sequence
@@ -40,3 +40,10 @@ def unpadded(
     if offsets is not None:
         pads = [-int(offset) for offset in offsets.flatten()]
     return [row[pad:] for row, pad in zip(rows, pads, strict=True)]
+
+
+def are_same(first: Any, second: Any) -> bool:
+    """Return whether two values are equal, which may be tensors."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and first == second

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicJob, Job
 from exl2flow.compat.exllamav2.generator.filters import ExLlamaV2Filter as ExLlamaV2Filter
 from exl2flow.compat.exllamav2.model import ExLlamaV2
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding, ExLlamaV2Tokenizer
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
 
 
@@ -62,10 +63,20 @@ class ExLlamaV2BaseGenerator:
         filters: Any = None, filter_prefer_eos: bool = False,
     ) -> Any:  # fmt: skip
         """Return the text of a prompt, or those of a list of prompts."""
+        self.abort_event = abort_event
         if abort_event is not None:
             abort_event.clear()
         texts, most = [prompt] if isinstance(prompt, str) else prompt, self.reach - num_tokens
+        if most < 1:
+            raise ConfigError(
+                f"`num_tokens` is {num_tokens}; of the {self.reach} tokens of a text one at least "
+                f"is the prompt's, so give at most {self.reach - 1}"
+            )
         tensors = [] if input_embeddings is None else [*input_embeddings]
+        if len(tensors) not in (0, 1, len(texts)):
+            given = f"`input_embeddings` is for {len(tensors)} prompts, and there are {len(texts)}"
+            raise ConfigError(f"{given}; give a tensor (prompts, n, hidden), or (1, n, hidden)")
+        tensors = tensors * len(texts) if len(tensors) == 1 else tensors
         each = [[ExLlamaV2MMEmbedding(self.model, x, EMBEDDING)] for x in tensors]
         rows = list[torch.Tensor]()
         for text, alias in zip_longest(texts, each, fillvalue=()):
@@ -75,14 +86,15 @@ class ExLlamaV2BaseGenerator:
         eos = self.tokenizer.native.eos_token_ids
         stops: Any = {None: (), -1: eos}.get(stop_token, (stop_token,))
         is_pair = gen_settings.cfg_scale is not None
+        groups = [(rows, [*chain(*each)])] if is_pair else [*zip_longest(rows, each)]
         self._jobs = [
             ExLlamaV2DynamicJob(
                 group, num_tokens, gen_settings=gen_settings, token_healing=token_healing,
                 seed=None if seed is None else seed + index, stop_conditions=stops,
                 decode_special_tokens=decode_special_tokens, filters=filters,
-                filter_prefer_eos=filter_prefer_eos, embeddings=each[index] if each else None,
+                filter_prefer_eos=filter_prefer_eos, embeddings=its_embeddings,
             )
-            for index, group in enumerate([rows] if is_pair else rows)
+            for index, (group, its_embeddings) in enumerate(groups)
         ]  # fmt: skip
         self._begin(len(rows), loras).run(self._jobs, abort_event)
         done = [job.full_completion for job in self._jobs] * (len(rows) if is_pair else 1)

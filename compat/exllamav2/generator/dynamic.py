@@ -58,21 +58,24 @@ class ExLlamaV2DynamicJob:
 
     def request(self, tokenizer: Any, loras: Any) -> Request:
         """Return our request, in which the rows of all embeddings are numbered from 0."""
-        settings, self._excluded = self.gen_settings.native(tokenizer)
         rows = (e.first_index + i for e in self.embeddings for i in range(len(e.embeddings)))
         moved = dict(zip(rows, count(FIRST_EMBEDDING), strict=False))
         prompts: Any = tuple(tuple(moved.get(i, i) for i in ids) for ids in self.prompts)
         return self._request(
-            prompts if len(prompts) > 1 else prompts[0], settings=settings,
-            hooks=[partial(call_hook, each) for each in self.gen_settings.post_sampling_hooks],
-            embeddings=[each.embeddings for each in self.embeddings],
-            excluded=self._excluded, adapters=adapters(loras),
+            prompts if len(prompts) > 1 else prompts[0], **self.sampling(tokenizer),
+            embeddings=[each.embeddings for each in self.embeddings], adapters=adapters(loras),
         )  # fmt: skip
 
-    def exclude(self, ids: Iterable[int]) -> None:
-        """Let the next samples take none of these ids, nor what the settings exclude."""
+    def sampling(self, tokenizer: Any) -> dict[str, Any]:
+        """Return the fields of our request that the settings determine."""
+        settings, self._excluded = self.gen_settings.native(tokenizer)
+        hooks = [partial(call_hook, each) for each in self.gen_settings.post_sampling_hooks]
+        return {"settings": settings, "hooks": hooks, "excluded": self._excluded}
+
+    def ban(self, ids: Iterable[int]) -> None:
+        """Exclude these ids, and what the settings exclude, from the next sample on."""
         if self.native is not None:
-            self.native.output.excluded = self._excluded.union(ids)
+            self.native.exclude(self._excluded.union(ids))
 
     @property
     def rows(self) -> list[list[int]]:
@@ -130,6 +133,7 @@ class Jobs:
         """Put a job in the queue, by `submit` if its events are to go elsewhere."""
         submit = submit or partial(self.native.submit, deliver=self._events.append)
         job.native = submit(job.request(self.tokenizer.native, self.loras))
+        job.is_started, job.full_completion = False, ""  # also if it has run before
         self.jobs[job], job.serial_number = None, next(self._serials)
         return job.serial_number
 
@@ -142,7 +146,14 @@ class Jobs:
         """End a job without another result; if it has ended, it stays as it is."""
         if job in self.jobs and job.native is not None:
             del self.jobs[job]
-            job.native.cancel()
+            if not job.native.is_done:
+                self.native.cancel(job.native)
+
+    def change(self, job: ExLlamaV2DynamicJob, stops: Iterable[int | str]) -> None:
+        """Continue a job with these stops, and with its settings as they are now."""
+        if job.native is not None and not job.native.is_done:
+            fields = job.sampling(self.tokenizer.native)
+            self.native.change(job.native, stops=[*stops], **fields)
 
     def clear_queue(self) -> None:
         for job in [*self.jobs]:
@@ -158,16 +169,21 @@ class Jobs:
             self.native.step()
         found = list[dict[str, Any]]()
         while self._events and not (found and self._events[0].error):
-            found += self.results(self._events.popleft())
+            event = self._events.popleft()
+            if event.tag in self.jobs:
+                self.note(event)
+                found += self.results(event)
         return found
+
+    def note(self, event: Event) -> None:
+        """Take a job off the listing if this is its last event."""
+        job: Any = event.tag
+        if event.reason is not None:
+            self.jobs.pop(job, None)
 
     def results(self, event: Event) -> list[dict[str, Any]]:
         """Return an event as a dict, or nothing if its job was cancelled; raise its error."""
         job: Any = event.tag
-        if job not in self.jobs:
-            return []
-        if event.reason is not None:
-            del self.jobs[job]
         if event.error is not None:
             raise event.error
         if event.reason == "cancelled":

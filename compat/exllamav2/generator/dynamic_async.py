@@ -1,7 +1,7 @@
 """The dynamic generator for asyncio: it works in a thread, and each job has a queue of events."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,25 @@ class ExLlamaV2DynamicGeneratorAsync:
         return self.generator.add(job.job, partial(self.native.submit, events=job.events))
 
     async def cancel(self, job: "ExLlamaV2DynamicJobAsync") -> None:
-        self.generator.cancel(job.job)
+        if job.job in self.generator.jobs and job.job.native is not None:
+            job.is_over = True
+            del self.generator.jobs[job.job]
+            job.job.native.cancel()  # its pages are freed by the thread, before its next step
 
     async def close(self) -> None:
         await self.native.close()
+
+
+class _Events(asyncio.Queue[Event]):
+    """The events of a job, which `note` sees as they come, whether anybody reads them or not."""
+
+    def __init__(self, note: Callable[[Event], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def put_nowait(self, item: Event) -> None:
+        self._note(item)
+        super().put_nowait(item)
 
 
 class ExLlamaV2DynamicJobAsync:
@@ -33,13 +48,17 @@ class ExLlamaV2DynamicJobAsync:
     def __init__(
         self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any
     ) -> None:
-        self.generator, self.events = generator, asyncio.Queue[Event]()
-        self.job = ExLlamaV2DynamicJob(*args, **kwargs)
+        self.generator, self.events = generator, _Events(generator.generator.note)
+        self.job, self.is_over = ExLlamaV2DynamicJob(*args, **kwargs), False
         generator.enqueue(self)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        while self.job in self.generator.generator.jobs:
-            for result in self.generator.generator.results(await self.events.get()):
+        while not self.is_over:
+            event = await self.events.get()
+            if self.is_over:  # cancelled meanwhile
+                break
+            self.is_over = event.reason is not None
+            for result in self.generator.generator.results(event):
                 yield result
 
     async def cancel(self) -> None:

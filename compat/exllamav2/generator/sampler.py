@@ -51,7 +51,14 @@ class ExLlamaV2Sampler:
             return cls(**(given | kwargs))
 
         def clone(self) -> Self:
-            return copy(self)
+            """Return a copy whose collections and tensors are its own."""
+            other = copy(self)
+            for name, value in vars(self).items():
+                if isinstance(value, torch.Tensor):
+                    setattr(other, name, value.clone())
+                elif isinstance(value, list | set | dict):
+                    setattr(other, name, copy(value))
+            return other
 
         def greedy_clone(self) -> Self:
             return type(self)(**(vars(self) | {"top_k": 1, "top_p": 0.0, "token_bias": None}))
@@ -67,6 +74,10 @@ class ExLlamaV2Sampler:
             if None in ids:
                 raise ConfigError(f"`tokens` has texts that are no single token: {[*tokens]}")
             self.token_bias[ids] = 0.0
+
+        def values(self) -> dict[str, Any]:
+            """Return copies of all values, to compare with later ones."""
+            return {name: _copied(value) for name, value in vars(self).items()}
 
         def native(self, tokenizer: Tokenizer) -> tuple[SamplingSettings, frozenset[int]]:
             """Return our settings, and the ids that they exclude."""
@@ -115,6 +126,12 @@ class ExLlamaV2Sampler:
         )
         ends = tokens[0, 0].item() in allowed.ends
         return tokens, top_ids[..., :top], top_probs[..., :top].float(), probs.float(), ends
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 class ExLlamaV2PostSamplingResult(SimpleNamespace):

@@ -8,15 +8,16 @@ import torch
 
 from exl2flow.compat.exllamav2.generator.base import ExLlamaV2BaseGenerator
 from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicJob, Settings, native_draft
-from exl2flow.compat.exllamav2.tensors import unpadded
+from exl2flow.compat.exllamav2.tensors import are_same, unpadded
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.core.request import FIRST_EMBEDDING
 
-NAMES = {
+COLUMNS = {
     "token_ids": "chunk_token_ids", "token_probs": "probs", "top_k_tokens": "top_tokens",
-    "top_k_probs": "top_probs", "logits": "logits", "suppressed_text": "suppressed",
+    "top_k_probs": "top_probs", "logits": "logits",
 }  # fmt: skip
+NAMES = COLUMNS | {"suppressed_text": "suppressed"}
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
@@ -51,13 +52,13 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     ) -> None:  # fmt: skip
         """Continue ids (b, n); offsets or mask say how far the rows of a pair are padded."""
         rows = unpadded(input_ids.tolist(), input_mask, position_offsets)
-        given = [ExLlamaV2MMEmbedding(None, x) for x in input_embeddings or ()]
-        for each in given:
-            each.first_index = FIRST_EMBEDDING
+        given = list[ExLlamaV2MMEmbedding]()
+        if input_embeddings is not None:
+            rows, given = _embedded(rows, input_embeddings)
         self._results, self.abort_event = deque(), abort_event
         job = ExLlamaV2DynamicJob(
             [torch.tensor([row]) for row in rows], None, gen_settings=gen_settings,
-            stop_conditions=[*self.stop_tokens, *self.stop_strings], embeddings=given,
+            stop_conditions=self._stops, embeddings=given,
             decode_special_tokens=decode_special_tokens, return_top_tokens=return_top_tokens,
             return_logits=return_logits, return_probs=return_probabilities,
             filters=filters, filter_prefer_eos=filter_prefer_eos, banned_strings=banned_strings,
@@ -69,8 +70,41 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._sums = self._counts()
         self._jobs, self._stream = [job], self._begin(len(rows), loras, draft)
         self._stream.add(job)
+        self._empty = _empty(
+            self.model.native.spec.head.out_features if return_logits else 0,
+            top=return_top_tokens, has_probabilities=return_probabilities,
+        )  # fmt: skip
+        self._is_healing = job.native is not None and job.native.prompt.healed is not None
+        self._seen, self._banned = self._values(gen_settings), frozenset[int]()
 
-    begin_stream = begin_stream_ex
+    def begin_stream(
+        self, input_ids: torch.Tensor, gen_settings: Settings, token_healing: bool = False,
+        loras: Any = None, input_mask: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None, abort_event: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Do what `begin_stream_ex` does, with fewer arguments by position."""
+        self.begin_stream_ex(
+            input_ids, gen_settings, token_healing, loras, input_mask, position_offsets,
+            abort_event=abort_event, **kwargs,
+        )  # fmt: skip
+
+    @property
+    def _stops(self) -> set[int | str]:
+        return {*self.stop_tokens, *self.stop_strings}
+
+    def _values(self, settings: Settings) -> dict[str, Any]:
+        """Return copies of what a program may change while a text is generated."""
+        return settings.values() | {"stop_conditions": self._stops}
+
+    def _update(self, job: ExLlamaV2DynamicJob, banned: frozenset[int]) -> None:
+        """Apply what differs from the last call: settings, stops and bans."""
+        values, seen = self._values(job.gen_settings), self._seen
+        has_changed = any(not are_same(seen.get(name), value) for name, value in values.items())
+        if has_changed:
+            self._stream.change(job, self._stops)
+        if banned != self._banned or (banned and has_changed):
+            job.ban(banned)
+        self._seen, self._banned = values, banned
 
     def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> dict[str, Any]:
         """Return what another step adds, which may be no text yet."""
@@ -78,7 +112,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             raise ConfigError("no text is begun; call `begin_stream_ex` first")
         [job] = self._jobs
         before = len(job.rows[0])
-        job.exclude(ban_tokens or ())
+        if job in self._stream.jobs and not self._results:
+            self._update(job, frozenset(ban_tokens or ()))
         while self._stream.jobs and not self._results and len(job.rows[0]) == before:
             if self.abort_event is not None and self.abort_event.is_set():
                 self._stream.cancel(job)
@@ -90,17 +125,24 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         ended = not (self._stream.jobs or self._results)
         if result.get("eos_reason") == "stop_string" and "token_ids" in result["held"]:
             count = result["held"]["token_ids"].shape[1]
-            result |= {name: result[name][:, :-count] for name in NAMES if name in result}
+            result |= {name: result[name][:, :-count] for name in COLUMNS if name in result}
+        if self._is_healing and "token_ids" in result:  # the prompt has the healed token
+            result |= {name: result[name][:, 1:] for name in COLUMNS if name in result}
+            self._is_healing = False
         self.cache.texts[0], self.cache.current_seq_len = job.rows[0], len(job.rows[0]) - 1
         return {
             "chunk": result.get("text", ""),
             "eos": ended and result.get("eos_reason") != "max_new_tokens",
-            "chunk_token_ids": torch.empty(1, 0, dtype=torch.long),
-        } | {ours: result[theirs] for theirs, ours in NAMES.items() if theirs in result}
+            **self._empty,
+        } | {theirs: result[name] for name, theirs in NAMES.items() if name in result}
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
-        """Return text, whether it has ended, ids, and probabilities and logits if requested."""
+        """Return text, whether it has ended, ids (1, n), probabilities (1, n), logits (n, v).
+
+        The last two are left out unless they were requested.
+        """
         found = self.stream_ex(ban_tokens)
+        found |= {"logits": found["logits"][0]} if "logits" in found else {}
         names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
         return tuple(found[name] for name in names if name in found)
 
@@ -119,3 +161,30 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Return accepted / all, accepted / drafted, and the counts: all, drafted, accepted."""
         total, drafted, accepted = self._counts()
         return accepted / max(total, 1), accepted / max(drafted, 1), total, drafted, accepted
+
+
+def _empty(width: int, *, top: int, has_probabilities: bool) -> dict[str, torch.Tensor]:
+    """Return what a call has of each requested kind if it shows no token."""
+    found = {"chunk_token_ids": torch.empty(1, 0, dtype=torch.long)}
+    if has_probabilities:
+        found["probs"] = torch.empty(1, 0)
+    if top:
+        found["top_tokens"] = torch.empty(1, 0, top, dtype=torch.long)
+        found["top_probs"] = torch.empty(1, 0, top)
+    if width:
+        found["logits"] = torch.empty(1, 0, width)
+    return found
+
+
+def _embedded(
+    rows: list[list[int]], tensor: torch.Tensor
+) -> tuple[list[list[int]], list[ExLlamaV2MMEmbedding]]:
+    """Return rows whose ids name rows of a tensor (1 or b, n, hidden), and its embeddings."""
+    given, count = ExLlamaV2MMEmbedding(None, tensor), tensor.shape[-2]
+    given.first_index = FIRST_EMBEDDING
+    starts = [count * index % len(given.embeddings) for index in range(len(rows))]
+    moved = [
+        [token + start if token >= FIRST_EMBEDDING else token for token in row]
+        for row, start in zip(rows, starts, strict=True)
+    ]
+    return moved, [given]

@@ -11,6 +11,7 @@ from exl2flow.compat.exllamav2.generator import (
     ExLlamaV2Sampler,
     ExLlamaV2SelectFilter,
 )
+from exl2flow.core.errors import ConfigError
 
 Settings = ExLlamaV2Sampler.Settings
 GREEDY = Settings.greedy()
@@ -89,7 +90,16 @@ def test_an_abort_returns_the_text_so_far(generator) -> None:
     text = generator.generate_simple(
         "A", Settings(post_sampling_hooks=[hook]), 100, abort_event=abort, completion_only=True
     )
+    assert generator.abort_event is abort
+    hooks = [lambda _: generator.abort_event.set()]  # as another thread does
+    other = generator.generate_simple(
+        "A", Settings(post_sampling_hooks=hooks), 100, abort_event=threading.Event(),
+        completion_only=True, stop_token=None,
+    )  # fmt: skip
+    native = generator.cache.generator()
 
+    assert len(other) < 5
+    assert native.free_pages == native.pages
     assert set(text) == {generator.tokenizer.decode(torch.tensor([40]))}
     assert 0 < len(text) < 5
 
@@ -111,3 +121,44 @@ def test_embeddings_take_the_place_of_a_marker(generator, model, tokenizer) -> N
     )
     assert text == "".join(event.text for event in events)
     assert plain == "A:"
+
+
+@pytest.mark.parametrize("scale", [None, 1.5])
+def test_one_row_of_embeddings_serves_all_prompts(generator, model, tokenizer, scale) -> None:
+    rows = model.native.decoder.embed(tokenizer.encode("quick brown fox"))  # (1, n, hidden)
+    prompts, settings = ["A {{EMBED_HERE}} Yes", "B: {{EMBED_HERE}}No"], Settings.greedy()
+    settings.cfg_scale = scale
+
+    one = generator.generate_simple(prompts, settings, 6, input_embeddings=rows)
+    each = generator.generate_simple(prompts, settings, 6, input_embeddings=rows.expand(2, -1, -1))
+
+    assert one == each
+    assert one[0] != one[1]
+    with pytest.raises(ConfigError, match="for 3 prompts, and there are 2"):
+        generator.generate_simple(prompts, settings, 6, input_embeddings=rows.expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_tokens_than_a_text_can_have_are_refused_by_name(generator, more: int) -> None:
+    reach = generator.reach
+
+    with pytest.raises(ConfigError, match=f"`num_tokens` is {reach + more}; .* {reach - 1}"):
+        generator.generate_simple("A", GREEDY, reach + more)
+
+
+def test_a_clone_of_settings_shares_nothing_that_changes(tokenizer) -> None:
+    settings = Settings(post_sampling_hooks=[print], dry_sequence_breakers={1})
+    settings.filters = [object()]  # as programs for older versions do
+    settings.disallow_tokens(tokenizer, [5])
+
+    clone = settings.clone()
+    clone.post_sampling_hooks.append(repr)
+    clone.filters.append(None)
+    clone.dry_sequence_breakers.add(2)
+    clone.disallow_tokens(tokenizer, [6])
+
+    assert settings.post_sampling_hooks == [print]
+    assert settings.dry_sequence_breakers == {1}
+    assert settings.filters == clone.filters[:1]
+    assert settings.token_bias[6] == 0
+    assert clone.token_bias[5] == settings.token_bias[5] < 0

@@ -290,16 +290,19 @@ def test_cancelled_jobs_give_no_results_and_free_their_pages(generator, tokenize
     jobs = [ExLlamaV2DynamicJob(tokenizer.encode(p), 100) for p in PROMPTS]
     generator.enqueue(jobs)
     generator.iterate()
+    before = generator.native.free_pages
 
     generator.cancel(jobs[0])
     generator.cancel(jobs[0])
+    assert generator.native.free_pages > before
     results = [r["job"] for _ in range(3) for r in generator.iterate()]
     assert generator.num_remaining_jobs() == 2
     generator.clear_queue()
+    assert generator.native.free_pages == generator.max_pages
 
     assert jobs[0] not in results
     assert generator.iterate() == []
-    assert generator.native.free_pages == generator.max_pages
+    assert sum(page.ref_count for page in generator.all_pages) == 0
 
 
 def test_an_abort_ends_all_and_returns_nothing(generator) -> None:
@@ -308,6 +311,7 @@ def test_an_abort_ends_all_and_returns_nothing(generator) -> None:
 
     assert generator.generate(PROMPTS, 100, abort_event=abort) is None
     assert generator.num_remaining_jobs() == 0
+    assert generator.native.free_pages == generator.max_pages
 
 
 def test_bias_masks_and_shared_settings_are_kept_apart(generator, tokenizer) -> None:
@@ -372,3 +376,14 @@ def test_embeddings_take_the_place_of_tokens(generator, model, tokenizer) -> Non
     drained(generator)
     assert texts[:2] == [job.full_completion] * 2
     assert alone.endswith(texts[2])
+
+
+def test_a_job_that_is_enqueued_again_begins_its_text_anew(generator, tokenizer) -> None:
+    job = ExLlamaV2DynamicJob(tokenizer.encode(PROMPTS[0]), 8, gen_settings=GREEDY)
+    generator.enqueue(job)
+    first = drained(generator)[-1]["full_completion"]
+
+    generator.enqueue(job)
+
+    assert (generator.pending_jobs, generator.active_jobs) == ([job], [])
+    assert drained(generator)[-1]["full_completion"] == first == job.full_completion

@@ -51,6 +51,48 @@ def test_jobs_run_together_and_one_is_cancelled_half_way(model, cache, tokenizer
     assert generator.native.free_pages == generator.max_pages
 
 
+def test_a_job_that_nobody_reads_leaves_the_listing_when_it_ends(model, cache, tokenizer) -> None:
+    async def main() -> None:
+        generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        jobs = [ExLlamaV2DynamicJobAsync(generator, tokenizer.encode(p), 8) for p in PROMPTS]
+        async for _ in jobs[0]:
+            break
+        while generator.generator.num_remaining_jobs():
+            await asyncio.sleep(0.01)
+        generator.generator.set_loras(None)
+        late = [result async for result in jobs[1]]  # its results are there all the same
+        again = [result async for result in jobs[1]]
+        await generator.close()
+
+        assert [result["eos"] for result in late].count(True) == 1
+        assert "".join(r.get("text", "") for r in late) == jobs[1].job.full_completion
+        assert again == []
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_job_that_another_task_cancels_ends_its_iteration(model, cache, tokenizer) -> None:
+    async def main() -> list[dict]:
+        generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        job = ExLlamaV2DynamicJobAsync(generator, tokenizer.encode(PROMPTS[0]), 900)
+
+        async def read() -> list[dict]:
+            return [result async for result in job]
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        await job.cancel()
+        assert generator.generator.num_remaining_jobs() == 0
+        await job.cancel()
+        found = await reading
+        await generator.close()
+        return found
+
+    found = asyncio.run(asyncio.wait_for(main(), 30))
+
+    assert not any(result["eos"] for result in found)
+
+
 def test_errors_and_closing_end_the_iteration(model, cache, tokenizer) -> None:
     class Nothing(ExLlamaV2Filter):
         def begin(self, prefix_str: str) -> None: ...
