@@ -15,7 +15,13 @@ from exl2flow.core.progress import Tick
 from exl2flow.inference.evaluate import Score, evaluate
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
-from exl2flow.inference.report.tables import Row, bitrate_row, markdown_table, scored_on
+from exl2flow.inference.report.tables import (
+    Row,
+    bitrate_row,
+    certainty_rows,
+    markdown_table,
+    scored_on,
+)
 from exl2flow.inference.text import text_rows
 from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.model import Tokenizer, resolve
@@ -108,6 +114,8 @@ def comparison_page(
     if any(model.kl for model in models):
         lines += [markdown_plot(render_comparison(models), "KL divergence and bits"), ""]
     lines += [markdown_table(bitrate_rows(scores, links)), "", f"{scored_on(asdict(scores[0]))}."]
+    if certainty := certainty_rows(models):
+        lines += ["", "## How sure the figures are", "", markdown_table(certainty)]
     for model, sample in zip(models, samples, strict=True):
         if sample:
             quoted = "\n".join(f"> {line}" for line in sample.splitlines())

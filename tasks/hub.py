@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils.tqdm import tqdm
 
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
-from exl2flow.core.files import make_folder, sync_files, write_json
+from exl2flow.core.files import exclusive, make_folder, sync_files, write_json
 from exl2flow.core.model_files import is_of_model
 from exl2flow.core.progress import Progress, Tick, current
 from exl2flow.core.source import HubModel, digests, hub_model, provenance, provenance_file
@@ -95,7 +95,8 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
     log.info("`%s` is commit %s on the Hub, fetched to `%s`", wanted.repo, commit, folder)
     if not is_fixed:
         pins = work_root / PINS_FILE
-        write_json(pins, {**read_object(pins), _pin(wanted): commit})
+        with exclusive(pins):
+            write_json(pins, {**read_object(pins), _pin(wanted): commit})
     if not _is_here(folder, wanted):
         files = hub.call(wanted.repo, lambda: needed_files(hub, wanted.repo, commit))
         hub.call(wanted.repo, lambda: _download(hub, wanted, commit, folder, files), transfers=True)
@@ -193,7 +194,7 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     """Download the files and compare them with the Hub's digests.
 
     Raises:
-        HubUnavailable: one differs; it is deleted, and the next attempt fetches it again.
+        HubUnavailable: some differ; they are deleted, and the next attempt fetches them again.
     """
     make_folder(folder)
     hub.api.snapshot_download(
@@ -206,18 +207,20 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     sync_files(folder / file.path for file in files)  # before digests are remembered
     large = [folder / file.path for file in files if file.lfs is not None]
     found = digests(sorted(large), folder.parents[2] / "digests.json")
+    damaged = list[str]()
     for file in files:
         path = folder / file.path
         if file.lfs is not None:
-            kind, here, there = "sha256", found[file.path], file.lfs.sha256
+            kind, here, there = "sha256", found[path], file.lfs.sha256
         else:
             kind, here, there = "git digest", blob_id(path.read_bytes()), file.blob_id
         if here != there:
             path.unlink()
-            raise HubUnavailable(
-                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {here}, the Hub says "
-                f"{there}: it was damaged on the Hub or in transit"
+            damaged.append(
+                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {here}, the Hub says {there}"
             )
+    if damaged:
+        raise HubUnavailable(f"damaged on the Hub or in transit: {'; '.join(damaged)}")
 
 
 def _tick(received: int, total: int, repo: str) -> Tick:

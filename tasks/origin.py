@@ -89,8 +89,12 @@ def check_account(repo: str, hub: Hub) -> None:
         )
 
 
-def origin_of_models(bitrates: Sequence[Bitrate], options: PublishOptions, hub: Hub) -> Origin:
+def origin_of_models(
+    bitrates: Sequence[Bitrate], options: PublishOptions, hub: Hub | None
+) -> Origin:
     """Return the source that all bitrates share, from their records or the options.
+
+    Without a client, nothing is looked up: a source of the options is known by its name only.
 
     Raises:
         ConfigError: they have several sources, or would be published over the source.
@@ -113,7 +117,7 @@ def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hu
     return _as_told(found, options, hub)
 
 
-def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub) -> Origin:
+def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub | None) -> Origin:
     """Complete an origin with the options.
 
     Raises:
@@ -121,7 +125,10 @@ def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub) -> Origin
     """
     if origin is None:
         named = options.base_model
-        origin = Origin() if named is None else _of_hub(named, None, hub, is_pinned=False)
+        if named is None or hub is None:
+            origin = Origin(repo=named)
+        else:
+            origin = _of_hub(named, None, hub, is_pinned=False)
     if (origin.repo or "").casefold() == options.repo.casefold():
         raise ConfigError(
             f"`{options.repo}` is the source itself; name another repository, such as "

@@ -11,11 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from exl2flow.core import words
 from exl2flow.core.config import default_work_root
 from exl2flow.core.damage import check_output
 from exl2flow.core.errors import NO_JSON, ConfigError, Exl2FlowError, PublicationDamaged
@@ -27,11 +28,14 @@ from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.publication import (
     CARD_FILE,
     Bitrate,
+    Origin,
     describe,
+    doubts,
     is_branch,
     origin_problems,
     public_files,
     quality_problems,
+    recorded_origins,
     without_paths,
 )
 from exl2flow.inference.report.record import read_object
@@ -107,6 +111,54 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A publication as far as it is known without the Hub.
+
+    branches: branch → names of its files; notes: problems overridden by `--force`; unchecked: what
+    only the Hub can tell.
+    """
+
+    card: str
+    branches: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...]
+    unchecked: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields for JSON."""
+        return asdict(self)
+
+
+def draft(config: PublishConfig) -> Draft:
+    """Check all that needs no network, and return what would be published.
+
+    Raises:
+        CorruptCheckpoint, ConfigError, PublicationRefused: see `publish`.
+    """
+    bitrates = _described(config)
+    origin = origin_of_models(bitrates, config, None)
+    unchecked = [
+        f"whether there is a token that may write to `{config.repo}`",
+        "other bitrates in the repository, which the card lists and the gate checks, too",
+        "whether the models run after they were downloaded again",
+    ]
+    problems = quality_problems(bitrates, config.max_kl)
+    if config.base_model is not None and not recorded_origins(bitrates) and origin.license is None:
+        unchecked.insert(0, f"licence and gate of `{origin.repo}`, which the card will name")
+    else:
+        problems += origin_problems(origin)
+    if problems and not config.force:
+        raise refusal(problems)
+    notes = tuple(_for_people(problem, bitrates) for problem in problems)
+    branches, card = _contents(config, bitrates, bitrates, origin, notes)
+    return Draft(
+        card=card,
+        branches={branch: tuple(sorted(files)) for branch, files in branches.items()},
+        notes=notes,
+        unchecked=tuple(unchecked),
+    )
+
+
 def prepare(config: PublishConfig, hub: Hub) -> Publication:
     """Check everything and return the publication; change nothing on the Hub.
 
@@ -114,9 +166,36 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
         CorruptCheckpoint: a file of a model is not what was compiled.
         ConfigError, PublicationRefused: see `publish`.
     """
-    root = config.work_root or default_work_root(config.models[0])
+    bitrates = _described(config)
+    origin = origin_of_models(bitrates, config, hub)
+    known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
+    if known and not config.force:
+        raise refusal(known)
+    check_account(config.repo, hub)
+    repository = Repository(name=config.repo, hub=hub, memory=_root(config) / "digests.json")
+    with tempfile.TemporaryDirectory() as folder:
+        ours = {bitrate.branch for bitrate in bitrates}
+        others = _published_already(repository, ours, Path(folder))
+        problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)
+        if problems and not config.force:
+            raise refusal(problems)
+        for problem in problems:
+            log.warning("publishing in spite of: %s", problem)
+        for doubt in doubts([*bitrates, *others]):
+            log.warning("%s", doubt)
+        notes = tuple(_for_people(problem, bitrates) for problem in problems)
+        branches, _ = _contents(config, bitrates, [*bitrates, *others], origin, notes)
+    return Publication(config=config, repository=repository, branches=branches, notes=notes)
+
+
+def _root(config: PublishConfig) -> Path:
+    return config.work_root or default_work_root(config.models[0])
+
+
+def _described(config: PublishConfig) -> tuple[Bitrate, ...]:
+    """Return the models as their files describe them; each has a branch of its own."""
     for model in config.models:
-        check_output(model, root)
+        check_output(model, _root(config))
     bitrates = tuple(describe(folder) for folder in config.models)
     branches = [bitrate.branch for bitrate in bitrates]
     twice = sorted({name for name in branches if branches.count(name) > 1})
@@ -124,36 +203,21 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
         raise ConfigError(
             f"several folders belong to branch `{twice[0]}`; publish only one of them"
         )
-    origin = origin_of_models(bitrates, config, hub)
-    known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
-    if known and not config.force:
-        raise refusal(known)
-    check_account(config.repo, hub)
-    repository = Repository(name=config.repo, hub=hub, memory=root / "digests.json")
-    with tempfile.TemporaryDirectory() as folder:
-        others = _published_already(repository, set(branches), Path(folder))
-        problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)
-        if problems and not config.force:
-            raise refusal(problems)
-        for problem in problems:
-            log.warning("publishing in spite of: %s", problem)
-        notes = tuple(_for_people(problem, bitrates) for problem in problems)
-        card = render_card(
-            config.repo,
-            [*bitrates, *others],
-            origin,
-            notes=notes,
-            has_measurement=config.measurement is not None,
-        )
-    return Publication(
-        config=config,
-        repository=repository,
-        branches={
-            **{bitrate.branch: public_files(bitrate, card) for bitrate in bitrates},
-            MAIN: {CARD_FILE: card.encode(), **_measurement(config)},
-        },
-        notes=notes,
-    )
+    return bitrates
+
+
+def _contents(
+    config: PublishConfig,
+    bitrates: Sequence[Bitrate],
+    listed: Sequence[Bitrate],
+    origin: Origin,
+    notes: Sequence[str],
+) -> tuple[dict[str, Contents], str]:
+    """Return the files of every branch, and their card, which lists these bitrates."""
+    has_measurement = config.measurement is not None
+    card = render_card(config.repo, listed, origin, notes=notes, has_measurement=has_measurement)
+    branches: dict[str, Contents] = {b.branch: public_files(b, card) for b in bitrates}
+    return {**branches, MAIN: {CARD_FILE: card.encode(), **_measurement(config)}}, card
 
 
 def _measurement(config: PublishConfig) -> Contents:
@@ -164,7 +228,7 @@ def _measurement(config: PublishConfig) -> Contents:
     try:
         content = json.loads(path.read_bytes())
     except NO_JSON as error:
-        raise ConfigError(f"cannot read the measurement `{path}`: {error}") from error
+        raise ConfigError(f"cannot read the measurement `{path}`: {words.cause(error)}") from error
     public = without_paths(content)
     return {MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()}
 

@@ -109,7 +109,7 @@ class Repository:
     def sha256(self, content: Path | bytes) -> str:
         """Return the digest of content to send."""
         if isinstance(content, Path):
-            return digests([content], self.memory)[content.name]
+            return digests([content], self.memory)[content]
         return hashlib.sha256(content).hexdigest()
 
     def send(self, branch: str, contents: Contents, tick: Callable[[int, str], None]) -> list[str]:

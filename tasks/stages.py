@@ -35,17 +35,20 @@ def run_in_order(
 ) -> None:
     """Run the stages of a pipeline in order, reporting those that are complete as cached.
 
+    No other run writes into the output meanwhile.
+
     Args:
         pipeline: the stages.
         run: runs the stage of a name; None runs it directly, with the current progress sink.
         done: names of stages to skip, because they ran before.
     """
-    for name in pipeline.stages:
-        if name in done:
-            continue
-        if pipeline.is_complete(name):
-            report(Tick(stage=name, done=1, total=1, detail="cached"))
-        if run is None:
-            pipeline.run(name, progress=report)
-        else:
-            run(name)
+    with pipeline.alone():
+        for name in pipeline.stages:
+            if name in done:
+                continue
+            if pipeline.is_complete(name):
+                report(Tick(stage=name, done=1, total=1, detail="cached"))
+            if run is None:
+                pipeline.run(name, progress=report)
+            else:
+                run(name)

@@ -1,17 +1,24 @@
 """Fixtures of tests with a Hub: one for each test, this process as its client, models."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversions import small_config
 from hub_server import Hub, serving, used_by_client
 from tiny import make_tiny
 
+from exl2flow.core.publication import PublishConfig
 from exl2flow.core.source import HubModel
+from exl2flow.core.stage import FILES, RECORD_FILE
 from exl2flow.flows.local import run_locally
 from exl2flow.tasks import hub as hub_tasks
+from exl2flow.tasks.publish import Published, publish
+
+REPO = "org/tiny-exl2"
 
 
 @pytest.fixture
@@ -64,3 +71,28 @@ def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 def models(converted: list[Path], tmp_path: Path) -> list[Path]:
     """Copies of the converted models."""
     return [shutil.copytree(folder, tmp_path / folder.name) for folder in converted]
+
+
+def run(models: list[Path], **values: Any) -> Published:
+    """Publish with the token of the environment."""
+    known = {"models": models, "repo": REPO, "device": "cpu", "max_kl": 100, **values}
+    return publish(PublishConfig.model_validate(known), hub_tasks.Hub.open())
+
+
+def change(path: Path, **values: Any) -> None:
+    """Change entries of a JSON file."""
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **values}))
+
+
+def is_public(hub: Hub) -> bool:
+    return REPO in hub.repos and not hub.repos[REPO]["private"]
+
+
+def add_file(model: Path, name: str, content: bytes) -> Path:
+    """Add a file to an output, as if its conversion had written it."""
+    record = json.loads((model / RECORD_FILE).read_bytes())
+    change(model / RECORD_FILE, files=sorted({*record[FILES], name}))
+    path = model / name
+    path.write_bytes(content)
+    return path

@@ -123,7 +123,7 @@ def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None
 
 
 @pytest.mark.parametrize(
-    ("bpw", "name"), [(4, "4.0bpw"), (3.25, "3.25bpw"), (2.999, "3.0bpw"), (4.5, "4.5bpw")]
+    ("bpw", "name"), [(4, "4.0bpw"), (3.25, "3.25bpw"), (2.995, "2.995bpw"), (4.001, "4.001bpw")]
 )
 def test_branches_are_named_after_their_bits(bpw: float, name: str) -> None:
     assert branch_name(bpw) == name

@@ -55,7 +55,7 @@ def test_files_are_flushed_before_their_digests_are_remembered(
         flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
         flush(handle)
 
-    def remembering(paths: list[Path], memory: Path) -> dict[str, str]:
+    def remembering(paths: list[Path], memory: Path) -> dict[Path, str]:
         remembered.append({*paths, paths[0].parent} <= set(flushed))
         return remember(paths, memory)
 
@@ -108,6 +108,34 @@ def test_only_needed_files_arrive_in_a_folder_named_after_the_commit(
         "license_link": None,
         "gated": False,
     }
+
+
+def test_weights_in_subfolders_are_neither_fetched_nor_in_the_way(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    commit = hub.add_folder("org/tiny", tiny_source)
+    tree = hub.repos["org/tiny"]["commits"][commit]
+    for name in (SHARD, "config.json", "model.safetensors.index.json"):
+        tree = {**tree, f"checkpoint-500/{name}": tree[name]}
+    hub.commit("org/tiny", "main", tree)
+
+    folder = get("org/tiny", tmp_path)
+
+    assert names(folder) == NEEDED
+    assert not (folder / "checkpoint-500").exists()
+
+
+def test_weights_in_a_subfolder_alone_are_no_model(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    commit = hub.add_folder("org/tiny", tiny_source)
+    tree = hub.repos["org/tiny"]["commits"][commit]
+    hub.commit("org/tiny", "main", {f"original/{name}": entry for name, entry in tree.items()})
+
+    with pytest.raises(SourceModelError, match=r"no \*\.safetensors at its top level"):
+        get("org/tiny", tmp_path)
+
+    assert not hub.asked("/resolve/")
 
 
 def test_a_revision_is_resolved_first_and_pinned(
@@ -226,6 +254,25 @@ def test_small_files_are_compared_with_the_digest_too(
 
     hub.path_of(entry["sha256"]).write_bytes(sound)
     assert (get("org/tiny", tmp_path) / "tokenizer.json").read_bytes() == sound
+
+
+def test_all_files_that_a_power_cut_tore_are_fetched_again_at_once(
+    hub: Hub, tiny_source: Path, tmp_path: Path
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
+    with pytest.raises(HubError, match="404"):
+        get("org/tiny", tmp_path)
+    hub.faults.clear()
+    (folder,) = (tmp_path / "sources").glob("*/tiny")
+    torn = names(folder)
+    for name in torn:  # the client's own records, which call them complete, were written before
+        (folder / name).write_bytes(b"")
+
+    get("org/tiny", tmp_path)
+
+    assert len(torn) > 3  # more than there are attempts
+    assert all((folder / name).read_bytes() == (tiny_source / name).read_bytes() for name in torn)
 
 
 def test_an_outage_that_passes_is_waited_for(

@@ -2,7 +2,11 @@
 
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_server import Hub
@@ -12,6 +16,7 @@ from exl2flow.core.errors import HubError, HubUnavailable
 from exl2flow.core.source import HubModel
 from exl2flow.flows.cli.main import app
 from exl2flow.tasks import client
+from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.hub import PINS_FILE, fetch
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -147,3 +152,25 @@ def test_restart_takes_the_new_commit(
     assert f"is commit {moved}" in anew.stderr
     pins = json.loads((tmp_path / ".exl2flow" / PINS_FILE).read_text())
     assert pins == {"org/tiny@main": moved}
+
+
+def test_fetches_that_begin_at_once_keep_all_pins(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repos = [f"org/tiny-{number}" for number in range(3)]
+    commits = {f"{repo}@main": hub.add_folder(repo, tiny_source) for repo in repos}
+    begun = threading.Barrier(len(repos))
+    read = hub_tasks.read_object
+
+    def at_once(path: Path) -> dict[str, Any]:
+        found = read(path)
+        with suppress(threading.BrokenBarrierError):  # where others wait, nobody comes
+            begun.wait(0.5)
+        return found
+
+    monkeypatch.setattr(hub_tasks, "_pinned", lambda wanted, root: None)
+    monkeypatch.setattr(hub_tasks, "read_object", at_once)
+    with ThreadPoolExecutor(len(repos)) as pool:
+        list(pool.map(lambda repo: get(repo, tmp_path), repos))
+
+    assert json.loads((tmp_path / PINS_FILE).read_text()) == commits

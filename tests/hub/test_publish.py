@@ -4,47 +4,20 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_fixtures import REPO, add_file, change, is_public, run
 from hub_server import PART_BYTES, TOKEN, Hub
 
-from exl2flow.core.errors import ConfigError, PublicationDamaged, PublicationRefused
-from exl2flow.core.publication import PublishConfig
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.errors import ConfigError, PublicationDamaged
+from exl2flow.core.stage import RECORD_FILE
 from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.repository import Repository
 
-REPO = "org/tiny-exl2"
 BRANCHES = {"3.0bpw", "6.0bpw"}
 SENDS = r"(PUT|POST) /(uploads|completed|api/models/.*/commit)"
-
-
-def run(models: list[Path], **values: Any) -> Published:
-    """Publish with the token of the environment."""
-    config = PublishConfig.model_validate(
-        {"models": models, "repo": REPO, "device": "cpu", "max_kl": 100, **values}
-    )
-    return publish(config, hub_tasks.Hub.open())
-
-
-def change(path: Path, **values: Any) -> None:
-    """Change entries of a JSON file."""
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **values}))
-
-
-def set_kl(folder: Path, kl: float) -> None:
-    """Let validation have found another divergence."""
-    score = json.loads((folder / SCORE_FILE).read_text())["score"]
-    change(folder / SCORE_FILE, score={**score, "kl_divergence": kl})
-
-
-def is_public(hub: Hub) -> bool:
-    return REPO in hub.repos and not hub.repos[REPO]["private"]
 
 
 def test_two_bitrates_end_public_and_verified(hub: Hub, models: list[Path], tmp_path: Path) -> None:
@@ -112,8 +85,8 @@ def test_private_stays_private(hub: Hub, models: list[Path]) -> None:
 
 
 def test_large_files_go_in_several_parts(hub: Hub, models: list[Path]) -> None:
-    extra = models[0] / "more.safetensors"
-    extra.write_bytes((models[0] / "model.safetensors").read_bytes() + b"\0" * 3 * PART_BYTES)
+    longer = (models[0] / "model.safetensors").read_bytes() + b"\0" * 3 * PART_BYTES
+    extra = add_file(models[0], "more.safetensors", longer)
     hub.fail("PUT /uploads/.*/2", "cut", after=PART_BYTES // 2)
 
     with pytest.raises(PublicationDamaged, match="does not run"):
@@ -185,7 +158,7 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub: Hub, models: list
     lost = hub.head(REPO, "3.0bpw")
     assert lost is not None
     hub.requests.clear()
-    (models[0] / "NOTICE.txt").write_text("new")
+    add_file(models[0], "NOTICE.txt", b"new")
     hub.fail("POST /api/models/.*/commit/3", "lose")
 
     run(models[:1])
@@ -228,22 +201,6 @@ def test_without_a_token_nothing_is_tried(
     assert REPO not in hub.repos
 
 
-def test_the_gate_is_asked_before_the_token(
-    hub: Hub, models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    unscored(models)
-    change(models[0] / RECORD_FILE, provenance=None)
-    change(models[1] / RECORD_FILE, provenance=None)
-
-    with pytest.raises(PublicationRefused) as caught:
-        run(models)
-
-    for reason in ("no measured KL divergence", "--base-model", "states no licence"):
-        assert reason in str(caught.value)
-    assert not hub.requests
-
-
 def test_a_token_that_expires_on_the_way_leaves_it_private(hub: Hub, models: list[Path]) -> None:
     hub.fail("POST .*/commit/6", "status", times=None, status=401)
 
@@ -256,76 +213,6 @@ def test_a_token_that_expires_on_the_way_leaves_it_private(hub: Hub, models: lis
 def test_a_foreign_organization_is_refused_with_advice(hub: Hub, models: list[Path]) -> None:
     with pytest.raises(hub_tasks.HubError, match="write access"):
         run(models, repo="stranger/tiny-exl2")
-
-
-def nothing(folders: list[Path]) -> None:
-    """Change nothing."""
-
-
-def rising(folders: list[Path]) -> None:
-    set_kl(folders[0], 0.1)
-    set_kl(folders[1], 0.2)
-
-
-def unscored(folders: list[Path]) -> None:
-    (folders[0] / SCORE_FILE).unlink()
-
-
-def of_licence(license: str | None, **values: object) -> Any:
-    def apply(folders: list[Path]) -> None:
-        for folder in folders:
-            known = json.loads((folder / RECORD_FILE).read_text())["provenance"]
-            provenance = {**known, "license": license, **values}
-            change(folder / RECORD_FILE, provenance=provenance)
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("spoil", "values", "reason"),
-    [
-        (rising, {}, "KL divergence rises with bytes"),
-        (nothing, {"max_kl": 0.01}, r"3bpw`: KL divergence 0\.0\d+ is above the limit 0\.01"),
-        (unscored, {}, "no measured KL divergence"),
-        (of_licence("cc-by-nc-4.0"), {}, "`cc-by-nc-4.0` forbids commercial use"),
-        (of_licence("other", license_name="mine"), {}, r"`other \(mine\)` is not in the table"),
-        (of_licence(None), {}, "states no licence"),
-        (of_licence("llama3", gated=True), {}, "`org/tiny` is gated"),
-    ],
-)
-def test_what_speaks_against_it_refuses_and_can_be_forced(
-    hub: Hub, models: list[Path], spoil: Any, values: Mapping[str, Any], reason: str
-) -> None:
-    spoil(models)
-
-    with pytest.raises(PublicationRefused, match=reason):
-        run(models, **values)
-    assert REPO not in hub.repos
-
-    published = run(models, force=True, **values)
-
-    card = hub.files(REPO)["README.md"].decode()
-    assert is_public(hub)
-    assert len(published.notes) == 1
-    assert f"> **Published despite:** {published.notes[0]}." in card
-    assert str(models[0].parent) not in card
-
-
-def test_a_licence_by_hand_and_a_base_model_stand_in_for_records(
-    hub: Hub, models: list[Path], tiny_source: Path
-) -> None:
-    of_licence(None)(models[:1])
-    run(models[:1], license="mit")
-    change(models[0] / RECORD_FILE, provenance=None)
-    with pytest.raises(PublicationRefused, match="--base-model"):
-        run(models[:1])
-
-    hub.add_folder("org/base", tiny_source, card={"license": "apache-2.0"})
-    run(models[:1], base_model="org/base")
-
-    card = hub.files(REPO)["README.md"].decode()
-    assert 'base_model: "org/base"' in card
-    assert 'license: "apache-2.0"' in card
 
 
 def test_folders_of_others_and_twins_are_usage_errors(
