@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.files import read_json, write_json, write_text
+from exl2flow.core.naming import without_credentials
 from exl2flow.core.publication import PublishConfig
 from exl2flow.core.slots import visible_gpus
 from exl2flow.core.stage import Pipeline
@@ -68,12 +69,15 @@ def _check_cluster(runner: str, address: str) -> None:
         if parts.hostname and parts.port:
             socket.create_connection((parts.hostname, parts.port), CLUSTER_SECONDS).close()
     except (OSError, ValueError) as error:
-        raise no_cluster(runner, f"`{address}`", error) from error
+        raise no_cluster(runner, address, error) from None  # which may repeat the address
 
 
-def no_cluster(runner: str, where: str, error: Exception) -> ConfigError:
-    """Return the error for a cluster that cannot be used."""
-    return ConfigError(f"no {runner} cluster answers at {where} ({error}); check `--cluster`")
+def no_cluster(runner: str, address: str | None, error: Exception) -> ConfigError:
+    """Return the error for a cluster that cannot be used; None: one on this host."""
+    shown = None if address is None else without_credentials(address)
+    why = type(error).__name__ if shown != address else error
+    where = "this host" if shown is None else f"`{shown}`"
+    return ConfigError(f"no {runner} cluster answers at {where} ({why}); check `--cluster`")
 
 
 def workers_of(config: SweepConfig) -> int:
@@ -102,11 +106,14 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     scores = [s for p in made.values() if (s := known_score(p.config.out)) is not None]
     _, warnings = check_bitrates(compared(scores))
     out = config.out.resolve()
+    options = config.model_dump(mode="json", exclude={"work_root", "out", "clean_after"})
+    if config.cluster is not None:
+        options["cluster"] = without_credentials(config.cluster)
     write_json(
         out / SWEEP_FILE,
         {
             "source": str(config.source.resolve()),
-            "options": config.model_dump(mode="json", exclude={"work_root", "out", "clean_after"}),
+            "options": options,
             "versions": versions(),
             "bitrates": {
                 name: _bitrate(pipeline, reports.get(name), failures.get(name))

@@ -126,8 +126,7 @@ def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
             stack.enter_context(runner)
             getattr(runner, "client", None)  # Dask connects now
         except OSError as error:
-            where = f"`{config.cluster}`" if config.cluster else "this host"
-            raise no_cluster(config.runner, where, error) from error
+            raise no_cluster(config.runner, config.cluster, error) from None
         yield runner
 
 

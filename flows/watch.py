@@ -13,6 +13,7 @@ from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 
 RepoId = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
 Author = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+WATCHED = "watched"  # in place of a commit
 
 
 class WatchConfig(Options):
@@ -24,7 +25,7 @@ class WatchConfig(Options):
     )
     include_existing: bool = Field(
         False,
-        description="announce the current revision when a repository is first seen; otherwise "
+        description="announce what exists at the first look at a repository or author; otherwise "
         "only remember it",
     )
     work_root: Path = Field(Path("watch"), description="folder for the file of last seen revisions")
@@ -60,11 +61,18 @@ def watch(config: WatchConfig) -> list[Revision]:
         if new:
             announce(new)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**seen, **{r.repo_id: r.revision for r in found}})
+        looked_at = {_all_of(author): WATCHED for author in config.authors}
+        write_json(file, {**seen, **looked_at, **{r.repo_id: r.revision for r in found}})
         return new
 
 
+def _all_of(author: str) -> str:
+    """Return the key in the file that says that an author was looked at."""
+    return f"{author.lower()}/*"  # the Hub ignores case in names of authors
+
+
 def _is_new(revision: Revision, seen: dict[str, str], *, include_existing: bool) -> bool:
+    """Return whether a commit is news; a repository's first one is if its author was known."""
     if revision.repo_id not in seen:
-        return include_existing
+        return include_existing or _all_of(revision.repo_id.partition("/")[0]) in seen
     return seen[revision.repo_id] != revision.revision

@@ -1,7 +1,8 @@
 """A receiver of the Hub's webhooks: a push to a model's main branch becomes an event.
 
 Anybody may connect, so every connection has little time and memory, and too many of them close the
-oldest. A message that arrives again, as a repetition or as a recording, starts nothing.
+oldest. The Hub repeats messages that it got no answer to; each revision is announced once, until
+another one of its repository arrives or the receiver restarts.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ BAD_REQUEST, UNAUTHORIZED, TOO_LARGE, UNAVAILABLE = 400, 401, 413, 503
 LARGEST_BODY = 1 << 20  # bytes; the Hub's messages have a few thousand
 LARGEST_HEADERS = 1 << 14  # bytes, with the request line
 MOST_FIELDS = 5  # of a wrong message, in the answer
-MOST_REMEMBERED = 10_000  # revisions that were announced
+MOST_REMEMBERED = 10_000  # repositories whose newest revision is known
 MOST_CONNECTIONS, MOST_ANSWERS = 100, 128  # at the same time
 RECEIVE_SECONDS = 10.0  # from the connection to the end of the request
 
@@ -111,10 +112,46 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
+class Announcer:
+    """Announces revisions, unless they are the newest known ones of their repositories."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, str] = {}  # by repository, the last to arrive at the end
+        self._sending: dict[Revision, asyncio.Task[None]] = {}
+
+    async def announce(self, revision: Revision) -> None:
+        """Return when the event is on the server; repetitions wait for the event of the first.
+
+        Raises:
+            httpx.HTTPError: the server does not answer or refuses the event.
+        """
+        sending = self._sending.get(revision)
+        if sending is None and self._newest.get(revision.repo_id) == revision.revision:
+            return
+        self._newest.pop(revision.repo_id, None)
+        self._newest[revision.repo_id] = revision.revision
+        if len(self._newest) > MOST_REMEMBERED:
+            del self._newest[next(iter(self._newest))]
+        if sending is None:
+            sending = self._sending[revision] = asyncio.create_task(self._send(revision))
+        await asyncio.shield(sending)  # whoever gives up takes the event from nobody else
+
+    async def _send(self, revision: Revision) -> None:
+        is_sent = False
+        try:
+            await run_in_threadpool(announce, [revision])
+            is_sent = True
+        finally:
+            del self._sending[revision]
+            if not is_sent and self._newest.get(revision.repo_id) == revision.revision:
+                del self._newest[revision.repo_id]
+        log.info("announced %s at %s", revision.repo_id, revision.revision)
+
+
 def receiver(secret: str) -> FastAPI:
     """Return the application, which answers `POST /` and requires this secret."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    announced: dict[Revision, None] = {}  # oldest first
+    announcer = Announcer()
 
     @app.post("/")
     async def receive(
@@ -134,17 +171,11 @@ def receiver(secret: str) -> FastAPI:
             raise HTTPException(
                 BAD_REQUEST, "only pushes to the main branch of a model are accepted"
             )
-        if revision not in announced:
-            announced[revision] = None  # before the first pause, for one that comes meanwhile
-            try:
-                await run_in_threadpool(announce, [revision])
-            except HTTPError as error:
-                del announced[revision]
-                log.warning("%s: the Prefect server has not received it: %s", revision, error)
-                raise HTTPException(UNAVAILABLE, "the Prefect server does not answer") from None
-            log.info("announced %s at %s", revision.repo_id, revision.revision)
-            if len(announced) > MOST_REMEMBERED:
-                del announced[next(iter(announced))]
+        try:
+            await announcer.announce(revision)
+        except HTTPError as error:
+            log.warning("%s: the Prefect server has not received it: %s", revision, error)
+            raise HTTPException(UNAVAILABLE, "the Prefect server does not answer") from None
         return {"repo_id": revision.repo_id, "revision": revision.revision}
 
     return app

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,10 +114,17 @@ def chat(
         raise ConfigError("give the folder of a model")
     if keep_profile and profile is None:
         raise ConfigError("`--remember` goes with `--profile`")
-    given = {**_of_profile(model, profile, keep=keep_profile), **values}
-    config = build_chat(given, model)
+    kept, origin = _of_profile(model, profile, keep=keep_profile)
+    given = {**kept, **values}
+    try:
+        config = build_chat(given, model)
+    except ConfigError as error:
+        build_chat(values, model)  # raises if not the profile is wrong
+        raise ConfigError(f"{origin}: {error}") from error
     talks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-    message = "" if talks else _message()
+    if talks:
+        OUT.print(printable(f"loading {model} …"), style="dim", markup=False, soft_wrap=True)
+    message = "" if talks else _message(model)
     file = conversation or (_kept(model) if talks or resume else None)
     before = file if resume and file is not None and file.is_file() else None
     if resume and before is None:
@@ -133,30 +141,37 @@ def _home(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / default) / "exl2flow"
 
 
-def _of_profile(model: Path, name: str | None, *, keep: bool) -> dict[str, object]:
-    """Return the options of a profile, or of the one that is remembered for the model."""
+def _of_profile(model: Path, name: str | None, *, keep: bool) -> tuple[dict[str, object], str]:
+    """Return the options of a profile, or of the one remembered for the model, and its name."""
     folder = _home("XDG_CONFIG_HOME", ".config")
     used = name or remembered(folder / KEPT, model)
     values = {} if used is None else read_profile(folder / PROFILES, used)
     if keep and name is not None:
         remember(folder / KEPT, model, name)
-    return values
+    return values, f"profile `{used}` in `{folder / PROFILES}`"
 
 
 def _kept(model: Path) -> Path:
     """Return the file that keeps the last conversation with a model."""
-    from exl2flow.core.files import digest_of
+    from exl2flow.core.files import digest_of, make_private_folder
 
+    folder = _home("XDG_STATE_HOME", ".local/state")
+    with suppress(OSError):  # a home that cannot be written, which is said with the first turn
+        make_private_folder(folder)
     name = f"{model.resolve().name}-{digest_of(str(model.resolve()))[:8]}.json"
-    return _home("XDG_STATE_HOME", ".local/state") / "chats" / name
+    return folder / "chats" / name
 
 
-def _message() -> str:
-    """Return what comes through standard input.
+def _message(model: Path) -> str:
+    """Return what comes through standard input, for a model that exists.
 
     Raises:
         ConfigError: nothing does.
+        SourceModelError: there is no model.
     """
+    from exl2flow.model import resolve  # imports torch
+
+    resolve(model)
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     if "\ufffd" in text:
         say("bytes of standard input that are not UTF-8 were replaced", style="yellow")
@@ -223,7 +238,7 @@ def _talk(at_work: "Chat", config: ChatConfig) -> None:
     at_work.typed = Typed(config.chat.user_name, words, history, say=screen.say)
     screen.say(f"{at_work.model}; {at_work.why}; /help", "dim")
     if session.turns or session.notes:
-        at_work.adopt(session)
+        at_work.recall()
     at_work.run()
 
 
@@ -234,21 +249,25 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
     session = at_work.session
     for note in session.notes:
         say(note, style="yellow")
+    if session.turns and session.turns[-1].is_unanswered:
+        say("the message before this one has no answer", style="yellow")
     answer = thinking = ""
     ending = list[str]()  # notes that come behind the answer's last line
-    for piece in session.reply(message):
-        if piece.kind == "note" and answer:
-            ending.append(piece.text)
-        elif piece.kind == "note":
-            say(piece.text, style="yellow")
-        elif piece.kind == "thinking":
-            thinking += piece.text
-        else:
-            answer += piece.text
-            if not as_json:
-                sys.stdout.write(printable(piece.text))
-                sys.stdout.flush()
-    at_work.keep()
+    try:
+        for piece in at_work.reply(message):
+            if piece.kind == "note" and answer:
+                ending.append(piece.text)
+            elif piece.kind == "note":
+                say(piece.text, style="yellow")
+            elif piece.kind == "thinking":
+                thinking += piece.text
+            else:
+                answer += piece.text
+                if not as_json:
+                    sys.stdout.write(printable(piece.text))
+                    sys.stdout.flush()
+    finally:
+        at_work.keep()
     counts, turn = session.statistics, session.turns[-1].current
     if not as_json:
         sys.stdout.write("\n" * (not answer.endswith("\n")))

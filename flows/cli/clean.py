@@ -26,7 +26,7 @@ def clean_command(
     roots: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="WORK_ROOT",
+            metavar="WORK_ROOT...",
             help="Folders of checkpoints.",
             show_default="`.exl2flow` in this folder",
         ),

@@ -10,7 +10,8 @@ from io import TextIOWrapper
 
 from rich.console import Console, RenderableType
 
-KEPT = "\n\t\u200c\u200d\xa0\u202f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+SPACES, SURROGATES = range(0x2000, 0x200B), range(0xD800, 0xE000)
+KEPT = "\n\t\u200c\u200d\xa0\u202f\u3000" + "".join(map(chr, (*SPACES, *SURROGATES)))
 PIPED_WIDTH = 160  # columns of tables that do not go to a terminal
 # `emoji`: rich would replace `:on:` in paths and JSON, even without markup
 OUT = Console(highlight=False, emoji=False)
@@ -33,13 +34,14 @@ def show(*parts: RenderableType) -> None:
 
 def say(text: str, *, style: str = "") -> None:
     """Print a message for people on stderr, unwrapped, so that paths can be copied."""
-    ERR.print(text, style=style, markup=False, soft_wrap=True)
+    ERR.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
-    """Replace control characters; models may generate anything.
+    """Replace control characters; models and their files may hold anything.
 
-    Spaces of all kinds and the joiners of emoji and of scripts stay.
+    Spaces of all kinds, the joiners of emoji and of scripts, and lone surrogates, which stdout and
+    stderr escape, stay.
     """
     if text.isprintable():
         return text

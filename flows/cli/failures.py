@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from exl2flow.core import words
 from exl2flow.core.errors import (
     ConfigError,
     Exl2FlowError,
@@ -18,6 +19,7 @@ from exl2flow.core.errors import (
     SweepFailed,
     TensorShapeError,
     ValidationFailed,
+    WriteFailed,
 )
 from exl2flow.flows.cli.console import say
 
@@ -39,12 +41,28 @@ ONLY_ONCE = "--restart"  # repeating it would delete the work of the interrupted
 FAILURES = (MemoryError, RecursionError, OSError, RuntimeError)  # of the machine, or of its limits
 GPU_MEMORY = "OutOfMemoryError"  # torch's class, named so that no command loads torch for it
 CPU_MEMORY = "can't allocate memory"  # torch's message where the CPU has no more
-KEPT = "Finished work is saved: repeat the command to resume"
+RESUMABLE = ("convert", "sweep", "measure", "refine", "publish")  # commands that save their work
+
+
+def saves_work(arguments: Sequence[str]) -> bool:
+    """Return whether the command of these arguments goes on where it stopped if it is repeated."""
+    return next((word for word in arguments if not word.startswith("-")), "") in RESUMABLE
+
+
+def kept(arguments: Sequence[str]) -> str:
+    """Return how the message of a failed command ends: what became of its work."""
+    told = "; finished work is saved: repeat the command to resume"
+    return told if saves_work(arguments) else ""
 
 
 def resume_command(arguments: Sequence[str]) -> str:
     """Return the command line that resumes the run of these arguments."""
     return shlex.join(["exl2flow", *(word for word in arguments if word != ONLY_ONCE)])
+
+
+def _resume(arguments: Sequence[str]) -> str:
+    """Return how the message of an interrupted command ends."""
+    return f"\nresume with:\n  {resume_command(arguments)}" if saves_work(arguments) else ""
 
 
 @contextmanager
@@ -57,18 +75,19 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        say(f"{stop}\nresume with:\n  {resume_command(arguments)}")
+        say(f"{stop}{_resume(arguments)}")
         raise typer.Exit(128 + stop.signum) from None
     except Exl2FlowError as error:
-        say(_message(error), style="red")
+        tail = kept(arguments) if isinstance(error, WriteFailed) else ""
+        say(_message(error) + tail, style="red")
         raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
     except FAILURES as error:
         if (message := of_the_machine(error)) is None:
             raise
-        say(f"error: {message}", style="red")
+        say(f"error: {message}{kept(arguments)}", style="red")
         raise typer.Exit(FAILURE) from None
     except KeyboardInterrupt:
-        say(f"interrupted; resume with:\n  {resume_command(arguments)}")
+        say(f"interrupted{_resume(arguments)}")
         raise typer.Exit(KEYBOARD) from None
 
 
@@ -83,24 +102,23 @@ def of_the_machine(error: BaseException) -> str | None:
     """Return what is wrong with the machine, in words; None if the program is at fault."""
     if type(error).__name__ == GPU_MEMORY:
         return (
-            f"the GPU has no more memory; end other programs that use it, limit it with "
-            f"`--max-memory`, or use `--device cpu`. {KEPT}"
+            "the GPU has no more memory; end other programs that use it, or use `--device cpu`; "
+            "`--max-memory` limits what a conversion takes"
         )
     if isinstance(error, MemoryError) or CPU_MEMORY in str(error):
         return (
             "the machine has no more memory; end other programs, or ask for less work, as with "
-            f"fewer `--rows`. {KEPT}"
+            "fewer `--rows` of a conversion"
         )
     if isinstance(error, RecursionError):
         return "a file of the model is nested too deeply to be read; get its files again, complete"
     if isinstance(error, OSError):
         where = "" if error.filename is None else f" for `{error.filename}`"
-        reason = error.strerror or str(error) or type(error).__name__
-        return f"the system refused a request{where}: {reason}. {KEPT}"
+        return f"the system refused a request{where}: {words.cause(error)}"
     return None
 
 
-def explain_defect(error: Exception) -> None:
+def explain_defect(error: Exception, arguments: Sequence[str]) -> None:
     """Report an unexpected error, and keep its traceback in a file."""
     with tempfile.NamedTemporaryFile(
         "w",
@@ -114,7 +132,7 @@ def explain_defect(error: Exception) -> None:
     first = str(error).strip().partition("\n")[0]
     say(
         f"error: unexpected {type(error).__name__}: {first}\n"
-        f"the traceback is in `{Path(file.name)}`; please report it. {KEPT}; "
-        "`exl2flow --debug …` shows the traceback",
+        f"the traceback is in `{Path(file.name)}`; please report it; `exl2flow --debug …` shows "
+        f"the traceback{kept(arguments)}",
         style="red",
     )

@@ -14,6 +14,7 @@ import typer
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.generation import GenerationOptions
+from exl2flow.core.images import refuse_images
 from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.console import emit_json, printable, say
@@ -147,18 +148,20 @@ def _generator(
 
 
 def _complete(model: Path, options: GenerationOptions, request: Request, *, as_json: bool) -> None:
-    """Print the continuation of one prompt as it comes."""
+    """Print a prompt that is not refused, and its continuation as it comes."""
     generator, [made] = _generator(model, options, [request])
-    text, shown = "", str(made.prompts[0])
-    if not as_json:
-        sys.stdout.write(printable(shown))
+    text, shown, is_begun = "", str(made.prompts[0]), False
     ids: list[int] = []
-    for event in generator.stream(made):
-        ids += event.ids
-        text += event.text
-        if not as_json:
-            sys.stdout.write(printable(event.text))
-            sys.stdout.flush()
+    try:
+        for event in generator.stream(made):
+            ids += event.ids
+            text += event.text
+            if not as_json:
+                sys.stdout.write(printable(event.text if is_begun else shown + event.text))
+                sys.stdout.flush()
+                is_begun = True
+    finally:  # what follows, an error or the last line, begins on a line of its own
+        sys.stdout.write("\n" * is_begun)
     counts = event.statistics
     assert counts is not None
     seconds = counts.prompt_seconds + counts.text_seconds
@@ -178,7 +181,6 @@ def _complete(model: Path, options: GenerationOptions, request: Request, *, as_j
             }
         )
         return
-    sys.stdout.write("\n")
     say(
         f"{len(ids)} tokens in {seconds:.1f} s, {speed:.1f} tokens/s, "
         f"stopped by {event.reason}, seed {made.seed}{_guessed(counts)}",
@@ -196,15 +198,18 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of prompts.
 
     Raises:
-        ConfigError: naming the line that is none.
+        ConfigError: naming the line that is none, or holds an image.
     """
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    # only "\n" ends a line: strings of JSON may hold other separators, such as U+2028
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"line {number} of `{path}` is no JSON: {error}") from error
+        if isinstance(value, dict):
+            refuse_images({**value, "tag": None}, f"line {number} of `{path}`")
         if not isinstance(value, dict) or "prompt" not in value:
             raise ConfigError(f"line {number} of `{path}` is no object with a `prompt`")
         if unknown := [key for key in value if key not in ("prompt", "tag", *OF_A_LINE)]:
@@ -238,7 +243,13 @@ def _complete_all(
     common: dict[str, Any],
     seed: int,
 ) -> None:
-    """Write the answers to all prompts, each as soon as it ends; one that fails stops no other."""
+    """Write the answers to all prompts, each as soon as it ends; one that fails stops no other.
+
+    Raises:
+        Exception: what ended the generator, and with it all prompts without an answer.
+    """
+    from exl2flow.core.files import naming  # imports torch
+
     requests = [
         _request({**common, "seed": seed + index, **line, "tag": index})
         for index, line in enumerate(lines)
@@ -249,7 +260,8 @@ def _complete_all(
     with ExitStack() as stack:
         out: TextIO = sys.stdout
         if options.out is not None:
-            out = stack.enter_context(options.out.open("w", encoding="utf-8"))
+            with naming(options.out):
+                out = stack.enter_context(options.out.open("w", encoding="utf-8"))
 
         def answer(index: int, **more: object) -> None:
             line = lines[index]
@@ -271,10 +283,13 @@ def _complete_all(
                 event = events.popleft()
                 assert isinstance(event.tag, int)
                 texts[event.tag] += event.text
-                if event.statistics is None:
+                if event.reason is None:
                     continue
+                assert event.statistics is not None
                 tokens += event.statistics.new_tokens
                 failed += event.error is not None
                 more = {} if event.error is None else {"error": str(event.error)}
                 answer(event.tag, text=texts[event.tag], reason=event.reason, **more)
     say(f"{len(made)} prompts, {tokens} tokens, {failed} failed, seed {seed}", style="dim")
+    if generator.failure is not None:
+        raise generator.failure

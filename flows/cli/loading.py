@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.request import Filter
@@ -88,4 +89,4 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read `{path}`: {error}") from error
+        raise ConfigError(f"cannot read `{path}`: {words.cause(error)}") from error

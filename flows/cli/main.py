@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from exl2flow.flows.cli import (
     bench,
@@ -36,10 +35,18 @@ from exl2flow.flows.cli.console import (
     escape_what_cannot_be_encoded,
     logging_to_stderr,
 )
-from exl2flow.flows.cli.failures import EXIT_CODES, FAILURE, KEYBOARD, explain_defect, explained
+from exl2flow.flows.cli.failures import (
+    EXIT_CODES,
+    FAILURE,
+    KEYBOARD,
+    explain_defect,
+    explained,
+    kept,
+)
+from exl2flow.flows.cli.help import Command, Group
 
 
-class _Commands(TyperGroup):
+class _Commands(Group):
     """Runs every command with errors turned into messages and logs on stderr."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
@@ -113,8 +120,12 @@ for _name, _command, _examples in (
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(_name, help=_reflowed(_command), epilog="\n\n".join(_examples))(_command)
-app.add_typer(server.app, name="server")
+    app.command(_name, cls=Command, help=_reflowed(_command), epilog="\n\n".join(_examples))(
+        _command
+    )
+for _info in server.app.registered_commands:
+    _info.cls = Command
+app.add_typer(server.app, name="server", cls=Group)
 
 
 _terminations: list[int] = []  # signals that ended the program
@@ -123,7 +134,7 @@ _terminations: list[int] = []  # signals that ended the program
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise an exception, so that temporary servers and files are cleaned up."""
     _terminations.append(signum)
-    os.write(2, b"\nterminated; finished work is saved: repeat the command to resume\n")
+    os.write(2, f"\nterminated{kept(sys.argv[1:])}\n".encode())
     raise SystemExit(128 + signum)
 
 
@@ -141,6 +152,7 @@ SPIN_COUNT = "1000"
 def main() -> None:
     """Run the program and exit."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # read when Prefect is imported
     try:
         signal.signal(signal.SIGTERM, _terminate)
         forbid_cores()
@@ -155,5 +167,5 @@ def main() -> None:
             sys.exit(128 + _terminations[0])
         if KeyboardInterrupt.__name__ in str(error):  # likewise
             sys.exit(KEYBOARD)
-        explain_defect(error)
+        explain_defect(error, sys.argv[1:])
         sys.exit(FAILURE)

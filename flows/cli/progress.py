@@ -21,21 +21,35 @@ from exl2flow.core.progress import Progress, Tick, reporting_to
 from exl2flow.core.words import short
 from exl2flow.flows.cli.console import ERR, say
 
+PAUSE_SECONDS = 1.0  # between two lines, except the first and the last of a stage
+
 
 class PlainLines:
-    """One line per tick on stderr."""
+    """Lines on stderr: the begin and the end of each stage, and at most one step per second."""
 
     def __init__(self) -> None:
         self._paces: dict[str, Pace] = {}
+        self._printed: dict[str, Tick] = {}  # the newest line of each stage
+        self._time = -PAUSE_SECONDS
 
     def __call__(self, tick: Tick) -> None:
         """See `Progress`."""
         now = time.monotonic()
         pace = self._paces.setdefault(tick.stage, Pace.start(tick, now))
         pace.update(tick, now)
+        if not self._is_due(tick, now):
+            return
+        self._printed[tick.stage], self._time = tick, now
         words = [tick.stage, f"{tick.done}/{tick.total}", tick.detail]
         words += [f"{what}={time}" for what, time in pace.times(now).items()]
         say(" ".join(filter(None, words)))
+
+    def _is_due(self, tick: Tick, now: float) -> bool:
+        before = self._printed.get(tick.stage)
+        if before is None:
+            return True
+        is_end = before.done < tick.total <= tick.done
+        return is_end or (tick != before and now - self._time >= PAUSE_SECONDS)
 
 
 class _Times(ProgressColumn):

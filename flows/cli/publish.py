@@ -8,11 +8,12 @@ import typer
 from exl2flow.flows.cli.console import emit_json
 from exl2flow.flows.cli.options import validated
 from exl2flow.flows.cli.progress import shown
-from exl2flow.flows.cli.tables import print_published
+from exl2flow.flows.cli.tables import print_draft, print_published
 
 EXAMPLES = (
     "Examples:",
     "exl2flow publish ./3bpw ./4bpw ./5bpw --repo org/Llama-3.2-1B-exl2",
+    "exl2flow publish ./4bpw --repo org/mine-exl2 --dry-run > card.md   (without a network)",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --base-model org/mine --license apache-2.0",
     "The token is read from HF_TOKEN or from a Prefect Secret block. Repeat an interrupted command "
     "to continue where it stopped.",
@@ -100,6 +101,13 @@ def publish(
             show_default="the token in HF_TOKEN",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check all that needs no network, print the card on stdout, and stop.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object: address, commits, files sent."),
@@ -128,8 +136,13 @@ def publish(
     known = {key: value for key, value in given.items() if value is not None}
     config = validated(PublishConfig, known, FLAGS)
     from exl2flow.flows.release import hub_of  # these import torch
+    from exl2flow.tasks.publish import draft
     from exl2flow.tasks.publish import publish as run
 
+    if dry_run:
+        found = draft(config).to_json()
+        emit_json(found) if as_json else print_draft(found)
+        return
     with shown(plain=as_json) as progress:
         published = run(config, hub_of(config.token_block), progress=progress).to_json()
     if as_json:

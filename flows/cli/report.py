@@ -1,4 +1,4 @@
-"""`exl2flow report`: the results of a sweep as one page for a browser."""
+"""`exl2flow report`: converted models as one page for a browser."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +33,11 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page about the models of a sweep.
+    """Write one self-contained HTML page that compares converted models.
 
     It shows figures and plots of all bitrates, where bits and errors are, samples, and how the
-    models were made. It needs no network and no script.
+    models were made, with a section for each source and each text that models were scored on. It
+    needs no network and no script.
     """
     from exl2flow.core.files import write_text  # these import torch
     from exl2flow.inference.report.page import write_up

@@ -9,10 +9,17 @@ import typer
 from pydantic import ValidationError
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.console import say, show
+from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.failures import FAILURE
 from exl2flow.flows.cli.tables import plan_table
-from exl2flow.flows.server.services import DATABASE_VARIABLE, HOME, Home, ServerSettings
+from exl2flow.flows.server.services import (
+    DATABASE_VARIABLE,
+    HOME,
+    POOL,
+    Home,
+    ServerSettings,
+    telling,
+)
 
 _whisper = partial(say, style="dim")
 app = typer.Typer(no_args_is_help=True, help="Start, end or check a Prefect server with workers.")
@@ -66,7 +73,8 @@ def up(
     Options that are not given are those of the last time. The database is SQLite in the home, or
     what PREFECT_SERVER_DATABASE_CONNECTION_URL names.
     """
-    from exl2flow.flows.server import lasting
+    with telling(_whisper, "Prefect's libraries to load"):
+        from exl2flow.flows.server import lasting
 
     place = Home(home)
     is_known = os.access(place.file, os.F_OK)
@@ -155,18 +163,39 @@ def down(*, home: HomeOption = HOME) -> None:
 
 
 @app.command("status")
-def status(*, home: HomeOption = HOME) -> None:
+def status(
+    *,
+    home: HomeOption = HOME,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
     """Show the processes and what is missing; exit code 0 if all is well, else 1."""
-    from exl2flow.flows.server.lasting import problems
+    from exl2flow.flows.server.lasting import problems, without_password
 
     place = Home(home)
     settings = place.settings()
-    processes = {name: f"process {found.pid}" for name, found in place.processes().items()}
-    addresses = {"address": settings.url, "relative paths": str(settings.folder)}
-    show(plan_table([*{**addresses, "logs": str(place.logs), **processes}.items()]))
-    found = problems(place, settings)
-    for problem in found:
-        say(f"problem: {problem}", style="red")
+    processes, found = place.listed(), problems(place, settings)
+    if as_json:
+        emit_json(
+            {
+                "healthy": not found,
+                "problems": found,
+                "url": settings.url,
+                "api_url": settings.api_url,
+                "database": settings.database and without_password(settings.database),
+                "pool": POOL,
+                "folder": str(settings.folder),
+                "processes": [{"name": name, "pid": pid} for name, pid in processes],
+            }
+        )
+    else:
+        places = {"address": settings.url, "relative paths": settings.folder, "logs": place.logs}
+        rows = [(name, str(where)) for name, where in places.items()]
+        show(plan_table([*rows, *((name, f"process {pid}") for name, pid in processes)]))
+        for problem in found:
+            say(f"problem: {problem}", style="red")
+        if found:
+            say(f"`{place.command('up')}` creates and starts what is missing")
     if found:
-        say(f"`{place.command('up')}` creates and starts what is missing")
         raise typer.Exit(FAILURE)

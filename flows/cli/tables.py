@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from exl2flow.core.sweep import REPORT_PAGE
 from exl2flow.flows.cli.console import OUT, printable, say, show
 
 if TYPE_CHECKING:
+    from exl2flow.inference.evaluate import Score
     from exl2flow.inference.report.comparison import Compared
     from exl2flow.inference.report.costs import Priced
 
@@ -98,6 +100,9 @@ def print_report(report: Mapping[str, Any], seconds: float) -> None:
     _print_warnings(report["warnings"])
     OUT.print(f"model   {report['model']}", markup=False, soft_wrap=True)
     OUT.print(f"report  {report['report_folder']}/report.md", markup=False, soft_wrap=True)
+    OUT.print(
+        f"page    exl2flow report {quote(str(report['model']))}", markup=False, soft_wrap=True
+    )
     OUT.print(f"time    {clock(seconds)}", markup=False)
 
 
@@ -114,6 +119,21 @@ def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Comp
     return table_of(rows, scored_on(scores[0]))
 
 
+def certainty_table(models: Sequence["Compared"]) -> Table | None:
+    """Return the intervals of models and of their differences; None if none is known."""
+    from exl2flow.inference.report.tables import certainty_rows
+
+    rows = certainty_rows(models)
+    return table_of(rows, "95 % intervals") if rows else None
+
+
+def show_comparison(scores: Sequence["Score"], models: Sequence["Compared"]) -> None:
+    """Print the figures of scored models and how sure they are."""
+    show(comparison_table([asdict(score) for score in scores], models))
+    if (table := certainty_table(models)) is not None:
+        show(table)
+
+
 def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     """Print the result of a sweep: its models compared, and where they are."""
     from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
@@ -121,12 +141,23 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     scores = [s for name in content["bitrates"] if (s := known_score(out / name)) is not None]
     if scores:
         models = compared(scores)
-        show(comparison_table([asdict(score) for score in scores], models))
+        show_comparison(scores, models)
         if sound := check_bitrates(models)[0]:
             OUT.print(sound, markup=False, soft_wrap=True)
     _print_warnings(content["warnings"])
     OUT.print(f"models  {out}", markup=False, soft_wrap=True)
     OUT.print(f"report  {out / REPORT_PAGE}", markup=False, soft_wrap=True)
+
+
+def print_draft(draft: Mapping[str, Any]) -> None:
+    """Print the card on stdout; on stderr the files of each branch and what was not checked."""
+    OUT.print(draft["card"], markup=False, soft_wrap=True)
+    for branch, files in draft["branches"].items():
+        say(f"{branch:<10} {', '.join(files)}")
+    for note in draft["notes"]:
+        say(f"warning: would be published despite: {note}", style="yellow")
+    for what in draft["unchecked"]:
+        say(f"not checked: {what}")
 
 
 def print_published(published: Mapping[str, Any]) -> None:

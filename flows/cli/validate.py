@@ -10,12 +10,12 @@ import typer
 from exl2flow.core.config import ValidateOptions, default_work_root
 from exl2flow.core.errors import ConfigError, ValidationFailed
 from exl2flow.core.progress import Progress, Tick
-from exl2flow.flows.cli.console import OUT, emit_json, say, show
+from exl2flow.flows.cli.console import OUT, emit_json, say
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.options.table import EVALUATION
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.sources import fetched_with_progress
-from exl2flow.flows.cli.tables import comparison_table
+from exl2flow.flows.cli.tables import show_comparison
 
 if TYPE_CHECKING:
     from exl2flow.inference.evaluate import Score
@@ -68,7 +68,7 @@ def validate(
     All models share one pass of the reference. KL divergence is the mean over all positions of the
     sum of p_ref ln(p_ref / p), in nats; top-1 agreement is the share of positions at which both
     models rank the same token first. Among models that differ only in bits, the command warns of
-    every model that diverges more than a smaller one.
+    every model that surely diverges more than a smaller one: the 95 % interval lies above zero.
     """
     options = build_validation(values)
     _check_plot(plot, reference)
@@ -85,7 +85,7 @@ def validate(
         for score, model in zip(scores, found, strict=True):
             emit_json({**asdict(score), **model.to_json()})
     else:
-        show(comparison_table([asdict(score) for score in scores], found))
+        show_comparison(scores, found)
     _compare(found, plot, quiet=as_json)
     _judge(scores, options)
 
@@ -147,7 +147,6 @@ def _evaluate(
     def advance(done: int, total: int, detail: str) -> None:
         progress(Tick(stage="validate", done=done, total=total, detail=detail))
 
-    advance(0, len(ids), "")
     return evaluate(
         models, ids, reference=reference, device=resolve_device(device), advance=advance
     )

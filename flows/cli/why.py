@@ -48,7 +48,7 @@ def why(
             "--work-root",
             metavar="DIR",
             help="Folder of checkpoints.",
-            show_default="`.exl2flow` beside RUN",
+            show_default="`.exl2flow` beside RUN, else one folder above",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -63,7 +63,8 @@ def why(
     record, named = _found(run, work_root)
     pipeline = _pipeline(record)
     if (wanted := stage or named) is not None and wanted not in pipeline.stages:
-        raise ConfigError(f"there is no stage `{wanted}`; choose one of {[*pipeline.stages]}")
+        choices = ", ".join(f"`{name}`" for name in pipeline.stages)
+        raise ConfigError(f"there is no stage `{wanted}`; choose one of {choices}")
     found = [each for each in outlook(pipeline) if wanted in (None, each.stage)]
     if as_json:
         emit_json({"run": record.config, "stages": [asdict(each) for each in found]})
@@ -91,15 +92,20 @@ def _found(run: Path, work_root: Path | None) -> tuple["RunRecord", str | None]:
                 "repeat the command with `--dry-run`"
             )
         return _placed(folder.manifest.run, run.parents[2]), folder.manifest.stage
-    root = work_root or default_work_root(run)
-    outs = {str(record.config["out"]): record for record in _records(root)}
-    if str(run) not in outs:
-        known = ", ".join(f"`{path}`" for path in sorted(outs)) or "none"
-        raise ConfigError(
-            f"no run into `{run}` is known in `{root}`; known are: {known}. Give one of them, or "
-            "another `--work-root`"
-        )
-    return _placed(outs[str(run)], root), None
+    beside, above = default_work_root(run), default_work_root(run.parent)
+    outs: dict[str, RunRecord] = {}
+    for root in (work_root,) if work_root else (beside, above):  # above: of a sweep's bitrates
+        known = {str(record.config["out"]): record for record in _records(root)}
+        if str(run) in known:
+            return _placed(known[str(run)], root), None
+        outs |= known
+    where = f"`{work_root}`" if work_root else f"`{beside}` and `{above}`"
+    listed = ", ".join(f"`{path}`" for path in sorted(outs))
+    raise ConfigError(
+        f"no run into `{run}` is known in {where}; "
+        + (f"give one of {listed}, or" if listed else "name")
+        + " the folder of its checkpoints with `--work-root`"
+    )
 
 
 def _placed(record: "RunRecord", root: Path) -> "RunRecord":

@@ -1,7 +1,10 @@
-"""The application of our servers: Prefect's own, with three changes.
+"""The application of our servers: Prefect's own, with five changes.
 
 Browsers let any web page open a WebSocket, whatever the CORS settings, and Prefect's WebSockets
 carry events and log lines: connections from other pages are refused.
+
+Some of Prefect's pages ask a host of an analytics service for settings, even if analytics are off.
+A Content-Security-Policy makes browsers refuse all hosts but the server and its API.
 
 Prefect begins most transactions as readers. SQLite refuses a reader that writes after another
 transaction has written (`database is locked`), whatever the timeout; after four refusals Prefect
@@ -11,6 +14,8 @@ waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
 After a restart of the server, its clients send some events again. On SQLite, Prefect 3.8 fails to
 write what holds the same event twice, or none that is new in about 20 that it inserts together, and
 after five attempts drops all that were to be written with them. Only new events are written here.
+
+A server that is killed loses the events that it has not processed: `reminders` makes up for them.
 """
 
 from collections.abc import Sequence
@@ -23,13 +28,18 @@ from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import set_database_config
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.server.events.storage import database as storage
+from prefect.server.services.perpetual_services import perpetual_service
 from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
+    PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED,
+    PREFECT_UI_API_URL,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from exl2flow.flows.server.reminders import remind
 
 
 class PatientSqlite(AioSqliteConfiguration):
@@ -53,19 +63,44 @@ async def write_new_events(session: AsyncSession, events: Sequence[ReceivedEvent
             await _write(session, new)
 
 
+def content_security_policy(api_url: str | None) -> str:
+    """Return the header with which browsers load our pages from the server and its API only.
+
+    Prefect's pages have inline styles, plots in `data:` URLs, workers from `blob:` URLs, and graphs
+    whose shaders and formulas are compiled in the page.
+    """
+    sources = ["'self'", "'unsafe-inline'", "'unsafe-eval'", "data:", "blob:"]
+    api = urlsplit(api_url or "")
+    if api.netloc:  # not always that of the page: pages at `localhost` ask 127.0.0.1
+        websocket = api.scheme.replace("http", "ws")
+        sources += [f"{scheme}://{api.netloc}" for scheme in (api.scheme, websocket)]
+    return f"default-src {' '.join(sources)}; base-uri 'self'; form-action 'self'"
+
+
 class OwnPages:
-    """Middleware that refuses WebSockets of web pages that CORS would refuse."""
+    """Middleware between our pages and others.
+
+    It refuses WebSockets of web pages that CORS would refuse, and has browsers refuse foreign hosts
+    that our pages ask.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.origins = PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(",")
+        self.policy = content_security_policy(PREFECT_UI_API_URL.value())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; one that does not come from a browser has no origin."""
+
+        async def send_with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Content-Security-Policy"] = self.policy
+            await send(message)
+
         headers = Headers(scope=scope) if scope["type"] == "websocket" else {}
         origin, host = headers.get("origin"), headers.get("host")
         if origin is None or origin in self.origins or urlsplit(origin).netloc == host:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, send_with_policy)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -76,6 +111,7 @@ def create_app() -> Any:
     if url is not None and url.startswith("sqlite"):
         set_database_config(PatientSqlite(connection_url=url))
     storage._write_sqlite_events = write_new_events
+    perpetual_service(enabled_getter=PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED.value)(remind)
     from prefect.server.api import server
 
     app = server.create_app()

@@ -29,6 +29,7 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect.workers import ProcessWorker
+from sqlalchemy import make_url
 
 from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server.services import (
@@ -39,6 +40,7 @@ from exl2flow.flows.server.services import (
     ServerSettings,
     answers,
     listen,
+    telling,
     wait_until,
 )
 from exl2flow.flows.server.temporary import START_SECONDS, check
@@ -69,17 +71,21 @@ def up(home: Home, settings: ServerSettings, *, say: Callable[[str], None]) -> N
             settings = running  # of two that start at once, the other has made the password
 
         url, auth = settings.api_url, settings.auth
-        wait_until(lambda: answers(url) or SUPERVISOR not in home.processes(), START_SECONDS)
+        with telling(say, "the server to answer; its first start creates the database"):
+            wait_until(lambda: answers(url) or SUPERVISOR not in home.processes(), START_SECONDS)
         if not answers(url):
             raise ServerFailed(
                 f"the Prefect server ended, or did not answer within {START_SECONDS:.0f} s; the "
                 f"last lines of its log in `{home.logs}`:\n{home.log_end(SERVER)}"
             )
         say("applying work pool, deployments and automations")
-        with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}):
+        used = {PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}
+        with telling(say, "`prefect deploy`"), temporary_settings(used):
             apply(settings.folder)
         workers = settings.workers.keys()
-        if not wait_until(lambda: home.processes().keys() >= workers, START_SECONDS):
+        with telling(say, "the workers"):
+            are_up = wait_until(lambda: home.processes().keys() >= workers, START_SECONDS)
+        if not are_up:
             end = home.log_end(next(iter(workers)))
             raise ServerFailed(f"a worker does not keep running; the end of its log:\n{end}")
 
@@ -95,6 +101,11 @@ def problems(home: Home, settings: ServerSettings) -> list[str]:
         there = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
     wanted = [*deployment_names(), *(rule.name for rule in automations())]
     return found + [f"missing: `{name}`" for name in wanted if name not in there]
+
+
+def without_password(database: str) -> str:
+    """Return the address of a database without what may hold its password."""
+    return make_url(database).set(query={}).render_as_string(hide_password=True)
 
 
 def deployment_names() -> list[str]:

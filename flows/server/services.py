@@ -19,6 +19,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,6 +43,7 @@ LOG_LINES = 15
 LARGEST_LOG = 20 * 2**20  # bytes; a larger one is set aside when its process starts
 STOP_SECONDS = 30.0
 LOOK_SECONDS = 1.0
+TELL_SECONDS = 5.0  # between two messages of a command that waits
 PAUSE_SECONDS = 10.0  # at least, between two starts of a service
 HOME_VARIABLE, NAME_VARIABLE = "EXL2FLOW_SERVICE_OF", "EXL2FLOW_SERVICE"
 MODULES = "exl2flow.flows.server."
@@ -49,6 +51,7 @@ QUIET_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_SERVER_UI_V2_ENABLED": "false",  # V1 opens: in V2's graphs, artifacts cannot be read
 }
 SERVER_ENVIRONMENT = {
     **QUIET_ENVIRONMENT,
@@ -135,6 +138,21 @@ class Home:
                 found[name or f"process {process.pid}"] = process
         return found
 
+    def listed(self) -> list[tuple[str, int]]:
+        """Return what each process is and its id, in a fixed order, without processes of runs."""
+        found = self.processes()
+        runs = {process.pid for name, process in found.items() if name.startswith("process")}
+        services = {name: process.pid for name, process in found.items() if process.pid not in runs}
+        order = {SUPERVISOR: 0, SERVER: 1}
+        rows = sorted(services.items(), key=lambda row: (order.get(row[0], 2), row))
+        for pid in sorted(runs):
+            with suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(pid).ppid()
+                if parent not in runs:
+                    is_ours = parent in services.values()
+                    rows.append(("run" if is_ours else "left by a dead worker", pid))
+        return rows
+
     def start(self, settings: ServerSettings, service: str) -> subprocess.Popen[bytes]:
         """Start a service that survives the process that calls this."""
         file = self.logs / f"{service}.log"
@@ -215,6 +233,24 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+@contextmanager
+def telling(say: Callable[[str], None], what: str) -> Iterator[None]:
+    """Say every few seconds what the block waits for."""
+    begun, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(TELL_SECONDS):
+            say(f"waiting for {what} ({time.monotonic() - begun:.0f} s so far)")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def command(home: Home, settings: ServerSettings, service: str) -> list[str]:

@@ -8,10 +8,11 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from exl2flow.core import words
 from exl2flow.core.chat import ChatOptions
 from exl2flow.core.errors import NO_JSON, ConfigError
 from exl2flow.core.generation import GenerationOptions
@@ -49,6 +50,7 @@ SHARED = (
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
 OF_MODEL = {"typical_p": "typical"}
+LIKE = 0.65  # similarity from which a name may have been meant: `/tokn`, but not `/nonsense`
 
 
 def _row(field: str, metavar: str, default: str | None) -> Setting:
@@ -139,7 +141,7 @@ def read_profile(path: Path, name: str) -> dict[str, Any]:
     try:
         profiles = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the profiles in `{path}`: {error}") from error
+        raise ConfigError(f"cannot read the profiles in `{path}`: {words.cause(error)}") from error
     profile = profiles.get(name)
     if not isinstance(profile, dict):
         raise ConfigError(f"`{path}` has no profile `{name}`{nearest(name, profiles)}")
@@ -153,23 +155,35 @@ def read_profile(path: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def nearest(name: str, names: "Mapping[str, Any] | set[str]") -> str:
-    """Return which of the names may have been meant, as the end of a message."""
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or sorted(names)
-    return "; near are " + ", ".join(f"`{each}`" for each in near) if near else ""
+def nearest(name: str, names: Collection[str]) -> str:
+    """Return which of the names may have been meant, else all, as the end of a message."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=LIKE)
+    found = ", ".join(f"`{each}`" for each in near or sorted(names))
+    return f"; {'near' if near else 'there'} are {found}" if found else ""
 
 
 def remembered(path: Path, model: Path) -> str | None:
     """Return the name of the profile that a model was last used with, if it was to be kept."""
-    from exl2flow.core.files import read_json  # which imports torch
-
-    profile = read_json(path).get(str(model.resolve())) if path.is_file() else None
+    profile = _all_remembered(path).get(str(model.resolve()))
     return profile if isinstance(profile, str) else None
 
 
 def remember(path: Path, model: Path, profile: str) -> None:
     """Keep the name of a profile for a model."""
-    from exl2flow.core.files import read_json, write_json
+    from exl2flow.core.files import write_json  # which imports torch
+
+    write_json(path, {**_all_remembered(path), str(model.resolve()): profile})
+
+
+def _all_remembered(path: Path) -> dict[str, Any]:
+    """Return the names of profiles by the folders of models.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    from exl2flow.core.files import read_json
 
     kept = read_json(path) if path.is_file() else {}
-    write_json(path, {**kept, str(model.resolve()): profile})
+    if not isinstance(kept, dict):
+        raise ConfigError(f"`{path}` holds no JSON object; delete it, and use `--remember` again")
+    return kept

@@ -77,6 +77,8 @@ class Setting:
     def parameter(self, panel: str) -> inspect.Parameter:
         """Return the command's parameter, None unless given: presets fill the others."""
         field = self.field_info()
+        kinds = (field.annotation, *get_args(field.annotation))  # that of a union, too
+        choices = next((kind for kind in kinds if get_origin(kind) is Literal), None)
         is_off = field.default is False or field.default == []
         shown = self.default or (None if is_off else field.default)
         is_on = field.default is True  # then it needs a name to switch it off
@@ -84,7 +86,7 @@ class Setting:
             f"{self.flag}/--no-{self.flag[2:]}" if is_on else self.flag,
             help=self.help,
             metavar=self.metavar,
-            parser=one_of(kind) if get_origin(kind := field.annotation) is Literal else None,
+            parser=None if choices is None else one_of(choices),
             show_default=False
             if any(shown is x for x in (None, False)) or shown == []
             else str(shown),

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,6 +20,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.loading import filters_of, read_adapters
 from exl2flow.flows.cli.options.chat import CHAT, nearest
 from exl2flow.flows.cli.options.sampling import SAMPLING
+from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
 from exl2flow.flows.cli.terminal.screen import counted, summary
 
@@ -65,6 +67,9 @@ def obey(chat: Chat, text: str) -> Result:
         Exl2FlowError: what it refuses.
     """
     name, _, argument = text.strip().partition(" ")
+    if f"/{name}" not in _by_slash() and (setting := name.replace("-", "_")) in SETTINGS:
+        value = "on" if isinstance(attrgetter(SETTINGS[setting])(chat), bool) else "VALUE"
+        raise ConfigError(f"`/{name}` is no command but a setting: `/set {setting} {value}`")
     return _named(f"/{name}", _by_slash(), "command").run(chat, argument.strip())
 
 
@@ -121,16 +126,19 @@ def edit(chat: Chat, argument: str) -> Result:
     """Change an earlier message, and answer it anew.
 
     N is the number of the turn, 1 for the first; without it the last one. Later turns are
-    forgotten.
+    forgotten. Ctrl-C leaves all as it is.
     """
-    turns, number = chat.session.turns, int(argument) if argument.isdecimal() else 0
-    if (argument and number < 1) or not turns[number - 1 :][:1]:
-        raise ConfigError(f"there is no turn {argument or 1}; there are {len(turns)}")
+    turns = chat.session.turns
+    numbers = [str(number) for number in range(1, len(turns) + 1)]
+    if (number := argument or str(len(turns) or 1)) not in numbers:
+        raise ConfigError(f"there is no turn {number:.20}; there are {len(turns)}")
     assert chat.typed is not None
-    text = chat.typed.read(default=turns[number - 1].user)
+    index, text = int(number) - 1, ""
+    with suppress(Leave):
+        text = chat.typed.read(default=turns[index].user)
     if not text.strip():
         raise ConfigError("nothing was edited")
-    return chat.session.edit(number - 1, text)
+    return chat.reply(text, index)
 
 
 @command()
@@ -249,6 +257,8 @@ def lora(chat: Chat, argument: str) -> Result:
 def _path(text: str) -> Path:
     if not text:
         raise ConfigError("give a file")
+    if "\0" in text:
+        raise ConfigError(f"`{text}` is no name of a file: it holds a NUL")
     return Path(text).expanduser()
 
 
@@ -280,7 +290,8 @@ def stats(chat: Chat, argument: str) -> Result:
 
     `/set stats on` shows them after each answer.
     """
-    return summary(chat.session.statistics)
+    statistics = chat.session.statistics
+    return summary(statistics) if statistics.context_tokens else "no answer yet"
 
 
 @command("[TEXT]")
@@ -303,7 +314,7 @@ def save(chat: Chat, argument: str) -> Result:
 
 @command("FILE", None)
 def load(chat: Chat, argument: str) -> Result:
-    """Go on with a saved conversation in place of this one."""
+    """Go on with a saved conversation in place of this one, whose file is put aside."""
     now = chat.session  # adapters and filters are no part of a file
     options: dict[str, Any] = {"adapters": now.adapters, "filters": now.filters}
     chat.adopt(type(now).load(_path(argument), now.generator, **options))
@@ -312,8 +323,12 @@ def load(chat: Chat, argument: str) -> Result:
 
 @command()
 def clear(chat: Chat, argument: str) -> Result:
-    """Forget the conversation; settings and system prompt stay."""
+    """Begin a new conversation; settings and system prompt stay.
+
+    The file of this one is put aside with the next message.
+    """
     chat.session.clear()
+    chat.is_kept = False
     return "the conversation is empty"
 
 

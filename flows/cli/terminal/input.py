@@ -20,6 +20,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 
+from exl2flow.core.files import PRIVATE, make_private_folder
+
 QUOTES = '"""'  # around a message of several lines
 FILES = PathCompleter(expanduser=True)
 # command → the words that may follow; None: files
@@ -27,7 +29,7 @@ Words = Mapping[str, Callable[[], list[str]] | None]
 
 
 class Leave(Exception):
-    """The user has pressed Ctrl-D, or Ctrl-C twice, on an empty line."""
+    """The user has pressed Ctrl-D, or Ctrl-C twice, on an empty line, or Ctrl-C in an edit."""
 
 
 class Typed:
@@ -53,11 +55,11 @@ class Typed:
             prompt_continuation=lambda width, *_: " " * width,
         )  # fmt: skip
 
-    def read(self, default: str = "") -> str:
+    def read(self, default: str | None = None) -> str:
         """Return what the user enters, without quotes around it.
 
         Args:
-            default: text to begin with.
+            default: text to edit, which Ctrl-C leaves.
 
         Raises:
             Leave: there is nothing more.
@@ -65,14 +67,14 @@ class Typed:
         while True:
             prompt = FormattedText([("ansiyellow bold", f"{self._name}: ")])
             try:
-                text = unbroken(self._session.prompt(prompt, default=default))
+                text = unbroken(self._session.prompt(prompt, default=default or ""))
             except EOFError:
                 raise Leave from None
             except KeyboardInterrupt:
                 is_empty = not self._session.default_buffer.text
-                if is_empty and self._pressed:
+                if default is not None or (is_empty and self._pressed):
                     raise Leave from None
-                self._pressed, default = is_empty, ""
+                self._pressed = is_empty
                 if is_empty:
                     self._say("press Ctrl-C again to leave, or Ctrl-D")
                 continue
@@ -139,7 +141,8 @@ def _history(path: Path | None) -> History:
     if path is None:
         return InMemoryHistory()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
+        path.touch(mode=PRIVATE)
         path.open("ab").close()
     except OSError:  # a home that cannot be written
         return InMemoryHistory()

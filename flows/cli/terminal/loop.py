@@ -1,18 +1,24 @@
 """A chat at work: reads what the user types, answers it or obeys it, and keeps the conversation."""
 
+import fcntl
 import gc
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from exl2flow.core.errors import Exl2FlowError
+from exl2flow.core.conversation import Conversation, Turn
+from exl2flow.core.errors import ConfigError, Exl2FlowError, WriteFailed
+from exl2flow.core.files import lock
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
 from exl2flow.flows.cli.terminal.input import Leave, Typed
 from exl2flow.flows.cli.terminal.screen import (
     DIM,
     ERROR,
+    NAME,
     NOTE,
     Screen,
     counted,
@@ -32,9 +38,10 @@ Result = Iterator["Piece"] | str | None  # of a command: an answer, a line, or n
 class Chat:
     """A conversation in the terminal.
 
-    model: the model's folder; file: where the conversation is written after each turn; restart:
-    makes a new generator after one has failed; obey: runs a command; typed: None where no terminal
-    is; why: a sentence about the format; is_kept: whether the file holds this conversation.
+    model: the model's folder; file: where the conversation is written, before and after each
+    answer; while another chat has it, one with a number; restart: makes a new generator after one
+    has failed; obey: runs a command; typed: None where no terminal is; why: a sentence about the
+    format; is_kept: whether the file holds this conversation.
     """
 
     session: "Session"
@@ -47,6 +54,20 @@ class Chat:
     why: str = ""
     is_kept: bool = False
     is_over: bool = False
+
+    def __post_init__(self) -> None:
+        """Take a file that no other chat has; its lock lasts as long as the chat."""
+        if self.file is None:
+            return
+        wanted = Path(os.path.realpath(self.file))
+        self.file, locked = _own(wanted)
+        if locked is not None:
+            weakref.finalize(self, locked.close)
+        if self.file != wanted:
+            self.is_kept = False
+            self.session.notes.append(
+                f"another chat has `{wanted}`; this one is kept in `{self.file}`"
+            )
 
     def run(self) -> None:
         """Talk until the user leaves."""
@@ -62,7 +83,7 @@ class Chat:
         is_command = text.startswith("/") and "\n" not in text
         try:
             try:
-                found = self.obey(self, text[1:]) if is_command else self.session.reply(text)
+                found = self.obey(self, text[1:]) if is_command else self.reply(text)
                 if isinstance(found, str):
                     self.screen.say(found, DIM)
                 elif found is not None:
@@ -85,6 +106,24 @@ class Chat:
             gc.collect()
             self.session.generator = self.restart()
 
+    def reply(self, text: str, number: int | None = None) -> "Iterator[Piece]":
+        """Return the answer to a message, which is in the file before the answer begins.
+
+        Args:
+            text: the message.
+            number: index of the turn that it replaces; later ones are forgotten. None: a new one.
+        """
+        session = self.session
+        pieces = session.reply(text) if number is None else session.edit(number, text)
+        turns = session.turns
+        session.turns = [*turns[:number], Turn(text)]
+        try:
+            with suppress(WriteFailed):  # which is said behind the answer
+                self.keep()
+        finally:
+            session.turns = turns
+        return pieces
+
     def answer(self, pieces: "Iterator[Piece]") -> None:
         """Show an answer, and what the user may want to know about it."""
         self.screen.name = self.session.names[1] if self.session.format.name == NAMED else ""
@@ -99,18 +138,52 @@ class Chat:
         """Write the conversation, whole or not at all; an earlier one's file is put aside."""
         if self.file is None or not (self.is_kept or self.session.turns):
             return
-        if not self.is_kept and self.file.is_file():
-            with suppress(OSError):
-                self.file.replace(self.file.with_suffix(".previous.json"))
+        if not self.is_kept:
+            self._put_aside(self.file)
         self.session.save(self.file)
         self.is_kept = True
 
+    def _put_aside(self, file: Path) -> None:
+        """Rename the file of another conversation, to the first name that is free."""
+        with suppress(ConfigError):  # whatever else it holds is put aside, too
+            if not Conversation.read(file).turns:
+                return
+        aside, number = file.with_suffix(".previous.json"), 1
+        while aside.exists():
+            number += 1
+            aside = file.with_suffix(f".previous-{number}.json")
+        with suppress(OSError):
+            file.replace(aside)
+
     def adopt(self, session: "Session") -> None:
         """Go on with another conversation."""
-        self.session = session
+        self.session, self.is_kept = session, False
+        self.recall()
+
+    def recall(self) -> None:
+        """Show where the conversation stands."""
+        session = self.session
         for note in session.notes:
             self.screen.say(note, NOTE)
         self.screen.say(counted(len(session.turns), "turn"), DIM)
         if session.turns:
-            self.screen.say(f"{session.names[0]}: {session.turns[-1].user}")
-            self.screen.say(session.turns[-1].answer, DIM)
+            turn, (user, bot) = session.turns[-1], session.names
+            self.screen.say(f"{user}: {turn.user}")
+            if turn.is_unanswered:
+                self.screen.say(
+                    "no answer yet: `/retry` answers, `/edit` changes the message", NOTE
+                )
+            else:
+                self.screen.say(f"{bot}:", NAME)
+                self.screen.say(turn.answer, DIM)
+
+
+def _own(wanted: Path, number: int = 1) -> tuple[Path, BinaryIO | None]:
+    """Return a conversation's file that no other chat has, and its lock if one can be made."""
+    file = wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}")
+    try:
+        return file, lock(file, fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _own(wanted, number + 1)
+    except OSError:  # a folder that cannot be written, which is said with the first turn
+        return file, None

@@ -38,8 +38,8 @@ class Screen:
         self._is_line_open, self._thought_since = False, 0.0
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line of the program's own, which may quote anything."""
-        self.console.print(printable(text), style=style, markup=False, soft_wrap=True)
+        """Print a line of the program's own, which may quote anything, wrapped at its spaces."""
+        self.console.print(printable(text), style=style, markup=False)
 
     def print(self, text: str) -> None:
         """Print an answer that is there already."""
@@ -52,7 +52,8 @@ class Screen:
 
     def show(self, pieces: "Iterable[Piece]") -> None:
         """Show an answer; its pieces end at the first Ctrl-C, a second one raises."""
-        with _interruptible() as stop:
+        # it is heard between two pieces, and by those that can, while the next one is awaited
+        with _interruptible(getattr(pieces, "abort_event", None) or Flag()) as stop:
             self.console.file.write(MARK_PASTES)
             try:
                 if self.name:
@@ -119,9 +120,8 @@ def summary(counts: "ChatStatistics") -> str:
 
 
 @contextmanager
-def _interruptible() -> Iterator[Flag]:
-    """Have the first Ctrl-C set the flag; the second one raises, as usual."""
-    stop = Flag()
+def _interruptible(stop: Flag) -> Iterator[Flag]:
+    """Have the first Ctrl-C set a flag; the second one raises, as usual."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if stop.is_set():

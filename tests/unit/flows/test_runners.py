@@ -14,8 +14,8 @@ from tiny import make_tiny
 from typer.testing import CliRunner
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.sweep import Runner, SweepConfig
-from exl2flow.flows.bitrates import check_runner
+from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
+from exl2flow.flows.bitrates import check_runner, conclude_sweep
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.runners import _ray, _settings_exported
 
@@ -62,6 +62,36 @@ def test_cluster_is_looked_for_where_its_address_says() -> None:
     for address in (place, f"ray://{place}", "127.0.0.1:port"):
         with pytest.raises(ConfigError, match=f"no ray cluster answers at `{address}`"):
             check_runner(config_of("ray", cluster=address))
+
+
+def test_credentials_of_a_cluster_are_in_no_message() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    for begin in ("tcp://me:secret", "me:secret", "tcp://me:sec/ret"):
+        address = f"{begin}@{place}"
+        with pytest.raises(ConfigError, match=r"no dask cluster answers at .*127") as caught:
+            check_runner(config_of("dask", cluster=address))
+        assert "sec" not in str(caught.value)
+        assert caught.value.__suppress_context__
+
+
+def test_credentials_of_a_cluster_are_not_in_the_results_of_a_sweep(tmp_path: Path) -> None:
+    config = SweepConfig.model_validate(
+        {
+            "source": make_tiny("llama", tmp_path / "model"),
+            "out": tmp_path / "out",
+            "bpw": (3,),
+            "runner": "dask",
+            "cluster": "tcp://me:secret@127.0.0.1:8786",
+        }
+    )
+
+    conclude_sweep(config, {"3.0bpw": ConfigError("it failed")})
+
+    text = (tmp_path / "out" / SWEEP_FILE).read_text()
+    assert '"cluster": "tcp://127.0.0.1:8786"' in text
+    assert "secret" not in text
 
 
 def test_a_dry_run_refuses_a_runner_that_is_not_installed(

@@ -9,6 +9,7 @@ from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.files import lock
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, read_profile
@@ -51,6 +52,26 @@ def test_standard_input_is_one_message_and_standard_output_the_answer(folder: Pa
     assert done.stdout == printable(said["answer"]).removesuffix("\n") + "\n"
     assert "\x1b" not in done.output
     assert "tokens/s" in done.stderr
+
+
+def test_missing_model_is_refused_before_an_empty_standard_input(tmp_path: Path) -> None:
+    done = run(tmp_path / "nowhere", text="")
+
+    assert done.exit_code == 1
+    assert f"`{tmp_path / 'nowhere'}` is no folder" in done.stderr
+
+
+def test_bad_value_of_a_profile_names_profile_and_file(folder: Path, home: Path) -> None:
+    path = profiles(home, '[mine]\ntemperature = "hot"\n')
+
+    wrong = run(folder, "--profile", "mine")
+    mine = run(folder, "--profile", "mine", "--top-p", "7")
+    given = run(folder, "--profile", "mine", "--temperature", "1", "--top-p", "7")
+
+    assert wrong.exit_code == mine.exit_code == given.exit_code == 2
+    assert f"error: profile `mine` in `{path}`: `--temperature` is hot" in wrong.stderr
+    assert "error: `--top-p` is 7" in mine.stderr
+    assert "error: `--top-p` is 7" in given.stderr
 
 
 def test_the_same_seed_gives_the_same_answer(folder: Path) -> None:
@@ -104,6 +125,48 @@ def test_a_new_conversation_keeps_the_last_one_aside(folder: Path, home: Path) -
 
     assert "First" in (home / "talk.previous.json").read_text()
     assert "First" not in file.read_text()
+
+
+def test_nobody_else_can_read_the_folder_of_conversations(folder: Path, home: Path) -> None:
+    run(folder, "--resume")
+
+    ours = home / "state" / "exl2flow"
+    [file] = (ours / "chats").glob("*.json")
+    assert [oct(path.stat().st_mode)[-3:] for path in (ours, file)] == ["700", "600"]
+
+
+def test_a_file_of_another_chat_is_left_alone(folder: Path, home: Path) -> None:
+    file = home / "talk.json"
+    run(folder, "--conversation", file, text="First")
+
+    with lock(file):
+        done = run(folder, "--conversation", file, "--resume", text="Second")
+
+    assert f"another chat has `{file}`" in done.stderr
+    assert "Second" not in file.read_text()
+    assert "Second" in (home / "talk-2.json").read_text()
+
+
+def test_a_pipe_that_fails_leaves_no_message(folder: Path, home: Path) -> None:
+    file, template = home / "talk.json", home / "own.jinja"
+    template.write_text("{{ raise_exception('no') }}")
+    run(folder, "--conversation", file, text="First")
+
+    done = run(folder, "--conversation", file, "--resume", "--format", template, text="Second")
+
+    assert done.exit_code == 1
+    assert "First" in file.read_text()
+    assert "Second" not in file.read_text()
+
+
+def test_a_list_of_remembered_profiles_is_refused(folder: Path, home: Path) -> None:
+    path = profiles(home, "").with_name("chat.json")
+    path.write_text("[]")
+
+    done = run(folder)
+
+    assert done.exit_code == 2
+    assert f"error: `{path}` holds no JSON object; delete it" in done.stderr
 
 
 def test_resuming_nothing_begins_anew_and_says_so(folder: Path) -> None:

@@ -90,3 +90,16 @@ def test_logging_is_left_as_it_was() -> None:
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
     assert printable("a\x1b[31m\r\u202eb\n\tc") == "a\ufffd[31m\ufffd\ufffdb\n\tc"
+
+
+def test_messages_and_warnings_that_quote_a_file_command_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b2J"
+
+    say(f"error: `{hostile}`\n\tis no model")
+    with logging_to_stderr(logging.WARNING):
+        logging.getLogger("exl2flow.model").warning("`%s`", hostile)
+
+    shown = "\ufffd]0;owned\ufffd\ufffd[2J\ufffd2J"
+    assert capsys.readouterr().err == f"error: `{shown}`\n        is no model\nwarning: `{shown}`\n"

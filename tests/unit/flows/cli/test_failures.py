@@ -13,6 +13,7 @@ import typer
 from exl2flow.core import errors
 from exl2flow.flows.cli.failures import explain_defect, explained, resume_command
 
+RESUMES = "; finished work is saved: repeat the command to resume"
 ARGUMENTS = ["convert", "my model", "--out", "o", "--restart"]
 DELIBERATE = [
     value
@@ -31,7 +32,23 @@ def test_a_deliberate_error_is_one_message_and_an_exit_code(
         raise kind("`x` is [wrong]; do this")
 
     assert leaving.value.exit_code == (2 if kind is errors.ConfigError else 1)
-    assert capsys.readouterr().err == "error: `x` is [wrong]; do this\n"
+    tail = RESUMES if kind is errors.WriteFailed else ""
+    assert capsys.readouterr().err == f"error: `x` is [wrong]; do this{tail}\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "why"])
+@pytest.mark.parametrize("error", [errors.WriteFailed("full"), MemoryError(), OSError("odd")])
+def test_command_that_saves_no_work_is_not_said_to_resume(
+    command: str, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for found in (error, KeyboardInterrupt()):
+        with pytest.raises(typer.Exit), explained([command, "my model"]):
+            raise found
+    explain_defect(ValueError("odd"), [command])
+
+    said = capsys.readouterr().err
+    assert "resume" not in said
+    assert "interrupted\n" in said
 
 
 def test_several_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +93,7 @@ def test_a_defect_leaves_its_traceback_in_a_file(
     try:
         raise ValueError("first line\nsecond line")
     except ValueError as error:
-        explain_defect(error)
+        explain_defect(error, ARGUMENTS)
 
     message = capsys.readouterr().err
     (file,) = tmp_path.iterdir()

@@ -3,13 +3,16 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from adapters import make_adapter, merged
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
+from exl2flow.inference.generate.steps import Steps
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +121,75 @@ def test_what_cannot_be_done_is_one_message(
     assert "Traceback" not in done.stderr
 
 
+def test_a_refused_prompt_is_not_printed_before_the_error(folder: Path) -> None:
+    done = run(folder, "--prompt", "The quick", "--max-new-tokens", 100_000)
+
+    assert (done.exit_code, done.stdout) == (1, "")
+
+
+def test_an_error_behind_a_prompt_begins_on_its_own_line(folder: Path, failing: None) -> None:
+    done = run(folder, "--prompt", "The quick", "--ignore-eos", "--seed", 1)
+
+    assert done.exit_code == 1
+    assert done.stdout.startswith("The quick")
+    assert done.stdout.endswith("\n")
+    assert "error: the GPU has no more memory" in done.stderr
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the fourth decode step of the process be the last one."""
+    forward, counts = Steps.forward, [0]
+
+    def broken(*given: Any, **named: Any) -> None:
+        counts[0] += 1
+        if counts[0] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        forward(*given, **named)
+
+    monkeypatch.setattr(Steps, "forward", broken)
+
+
+@pytest.mark.timeout(30)
+def test_a_failure_of_the_device_ends_a_file_of_prompts_and_keeps_its_answers(
+    folder: Path, tmp_path: Path, failing: None
+) -> None:
+    source = written(tmp_path / "p.jsonl", {"prompt": "x", "max_new_tokens": 2}, {"prompt": "y"})
+    out = tmp_path / "answers.jsonl"
+
+    done = run(folder, "--prompts", source, "--out", out, "--ignore-eos", "--max-new-tokens", 9)
+
+    assert done.exit_code == 1
+    assert "error: the GPU has no more memory" in done.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["reason"] for answer in answers] == ["max_new_tokens", "error"]
+    assert "Tried to allocate" in answers[1]["error"]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_a_newline_ends_a_line_of_prompts(
+    folder: Path, tmp_path: Path, separator: str
+) -> None:
+    prompt, source = f"a{separator}b", tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": prompt, "max_new_tokens": 1}, ensure_ascii=False)
+    source.write_bytes(f"{line}\r\n\r\n{line}".encode())
+
+    done = run(folder, "--prompts", source)
+
+    assert done.exit_code == 0, done.stderr
+    answers = done.stdout.strip("\n").split("\n")
+    assert [json.loads(answer)["prompt"] for answer in answers] == [prompt] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ('{"prompt": "x"', "line 2 of"),
         ('["x"]', "no object with a `prompt`"),
         ('{"prompt": "x", "temprature": 1}', "has `temprature`"),
+        ('{"prompt": "x", "tag": {"image": 1}, "y": 2}', "has `y`"),
+        ('{"prompt": "x", "image": "a.png"}', "holds an image"),
+        ('{"messages": [{"content": [{"type": "image_url"}]}]}', "holds an image"),
         ('{"prompt": "x", "max_new_tokens": "many"}', "line 2 of"),
     ],
 )

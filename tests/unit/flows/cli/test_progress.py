@@ -38,6 +38,54 @@ def test_plain_lines_say_stage_count_detail_and_times(
     ]
 
 
+def test_quick_steps_are_a_line_a_second_and_the_last_step_is_always_one(
+    clock_at: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = PlainLines()
+
+    for done in range(10):
+        for _ in range(2):  # validation reports each sublayer once per piece of text
+            lines(tick(done, f"layer {done}"))
+            clock_at[0] += 0.25
+    lines(tick(10))
+    lines(tick(10, "again"))
+
+    shown = [line.split(" elapsed")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shown == [
+        "measure 0/10 layer 0",
+        *(f"measure {done}/10 layer {done}" for done in (2, 4, 6, 8)),
+        "measure 10/10",
+    ]
+
+
+def test_slow_step_that_reports_again_is_one_line(
+    clock_at: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = PlainLines()
+
+    for detail in ("forward 1", "forward 1", "forward 2"):
+        lines(tick(0, detail))
+        clock_at[0] += 5
+
+    assert capsys.readouterr().err.splitlines() == [
+        "measure 0/10 forward 1",
+        "measure 0/10 forward 2",
+    ]
+
+
+def test_every_stage_begins_and_ends_with_a_line_however_short_it_is(
+    clock_at: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = PlainLines()
+
+    for stage in ("tokenize", "allocate"):
+        for done in range(4):
+            lines(Tick(stage=stage, done=done, total=3))
+
+    shown = [line.split(" elapsed")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["tokenize 0/3", "tokenize 3/3", "allocate 0/3", "allocate 3/3"]
+
+
 def test_bars_show_count_and_remaining_time(clock_at: list[float]) -> None:
     console = Console(width=120, record=True, force_terminal=True, file=io.StringIO())
     with Bars(*progress.COLUMNS, console=console, auto_refresh=False) as bars:

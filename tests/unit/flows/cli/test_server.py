@@ -1,6 +1,8 @@
 """`exl2flow server` and `exl2flow webhook`: what they refuse before anything starts."""
 
+import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli import server
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.server.services import DATABASE_VARIABLE, Home
+from exl2flow.flows.server.services import DATABASE_VARIABLE, Home, ServerSettings
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 
@@ -46,8 +48,8 @@ def test_folder_that_is_not_there_is_refused_before_a_home_is_made(tmp_path: Pat
     up = refusal("server", "up", "--home", home, "--gpus", "none", "--folder", missing)
     apply = refusal("server", "apply", "--folder", missing)
 
-    assert "does not exist" in up
-    assert "does not exist" in apply
+    for said in (up, apply):
+        assert "does not exist" in " ".join(said.replace("│", " ").split())  # the box wraps lines
     assert not home.exists()
 
 
@@ -98,6 +100,32 @@ def test_commands_that_are_printed_name_a_home_that_is_not_the_usual_one(tmp_pat
     )
 
 
+def test_status_as_json_says_what_is_wrong_without_passwords(free: int, tmp_path: Path) -> None:
+    place = Home(tmp_path / "home")
+    url = f"http://127.0.0.1:{free}"
+    database = "postgresql+asyncpg://me:secret@127.0.0.1:5432/x?password=secret"
+    with place.busy(print):
+        place.save_settings(ServerSettings(folder=tmp_path, port=free, database=database))
+
+    done = CliRunner().invoke(app, ["server", "status", "--home", str(place.path), "--json"])
+
+    assert done.exit_code == 1
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == {
+        "healthy": False,
+        "problems": [
+            *(f"{name} does not run" for name in ("supervisor", "server", "worker")),
+            f"no server answers at {url}",
+        ],
+        "url": url,
+        "api_url": f"{url}/api",
+        "database": "postgresql+asyncpg://me:***@127.0.0.1:5432/x",
+        "pool": "exl2flow",
+        "folder": str(tmp_path),
+        "processes": [],
+    }
+
+
 def test_gpu_that_does_not_exist_is_refused_or_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +141,30 @@ def test_gpu_that_does_not_exist_is_refused_or_warned_of(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert server._gpus("5") == ("5",)
     assert "the workers of 5 will use the CPU" in capsys.readouterr().err
+
+
+def test_prefect_collects_no_usage_data(tmp_path: Path) -> None:
+    """In a terminal, Prefect says that it does, and gives the user an identity, when imported."""
+    kept = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH")  # in CI it would not, whatever we do
+    env = {name: os.environ[name] for name in kept if name in os.environ}
+    terminal, screen = pty.openpty()
+    command = [*PROGRAM, "server", "status", "--home", str(tmp_path / "home")]
+
+    code = subprocess.run(
+        command,
+        env={**env, "PREFECT_HOME": str(tmp_path / "prefect")},
+        stdin=screen,
+        stdout=screen,
+        stderr=screen,
+    ).returncode
+    said = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    os.close(screen)
+
+    assert code == 1
+    assert "no server was started" in said
+    assert "usage data" not in said
+    assert not (tmp_path / "prefect" / ".sdk_telemetry").exists()
 
 
 def receiver(port: int) -> subprocess.Popen[str]:

@@ -1,11 +1,15 @@
 import io
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console, RenderableType
 
-from exl2flow.flows.cli.tables import comparison_table, cost_table, score_table
+from exl2flow.flows.cli.tables import certainty_table, comparison_table, cost_table, score_table
+from exl2flow.inference.evaluate import Score
+from exl2flow.inference.intervals import RowSums, intervals
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.costs import MatrixCost
+from exl2flow.inference.report.tables import scored_on
 
 SCORE = {
     "model": "3bpw",
@@ -105,3 +109,63 @@ def test_names_are_escaped() -> None:
         "[bold]x" in line
         for line in lines(comparison_table([{**SCORE, "model": "[bold]x"}], [model]), 120)
     )
+
+
+def known(label: str, size: int, shift: float) -> Compared:
+    """Return a model with 8 rows, whose divergences differ."""
+    sums = RowSums(
+        tokens=(100,) * 8,
+        losses=tuple(250.0 + row for row in range(8)),
+        divergences=tuple(4.0 + shift + row / 8 for row in range(8)),
+        agreements=(90,) * 8,
+    )
+    known_intervals = intervals(sums)
+    assert known_intervals is not None
+    score = Score.of(
+        label, {**SCORE, "text": "t", "rows": asdict(sums), "intervals": asdict(known_intervals)}
+    )
+    return Compared(
+        label=label, series="s", bpw=3.0, bytes=size, kl=0.04, predicted_kl=None, score=score
+    )
+
+
+def test_intervals_of_models_and_of_their_difference_fit_on_80_columns() -> None:
+    table = certainty_table([known("2.75bpw", 1, 0.5), known("3.25bpw", 2, 0.0)])
+
+    assert table is not None
+    shown = lines(table)
+    (first,) = [line for line in shown if line.startswith("2.75bpw ")]
+    assert first.endswith("90.00 % to 90.00 %")
+    assert any("-0.00500 to -0.00500" in line for line in shown)
+    assert not any("…" in line for line in shown)
+
+
+def test_models_without_intervals_have_no_table_of_them() -> None:
+    model = Compared(label="x", series=None, bpw=3.0, bytes=1, kl=0.1, predicted_kl=None)
+
+    assert certainty_table([model]) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (None, "no intervals, because the scores of its rows were not recorded"),
+        (7, "no intervals, because 7 rows are fewer than 8"),
+        (8, "95 % intervals over 8 rows"),
+    ],
+)
+def test_a_table_says_how_many_rows_its_intervals_rest_on(rows: int | None, words: str) -> None:
+    score = {**SCORE, "rows": None if rows is None else {"tokens": [100] * rows}}
+
+    assert scored_on(score).endswith(f"; {words}")
+
+
+def test_a_report_shows_intervals_beside_its_figures() -> None:
+    score = known("x", 1, 0.0).score
+    assert score is not None
+    report = {"score": asdict(score), "calibration": None, "source_bytes": 10**7}
+
+    (row,) = [line for line in lines(score_table(report)) if "mean (nats)" in line]
+
+    assert row.startswith("KL divergence, mean (nats) 0.04321 0.04")
+    assert " to 0.04" in row

@@ -1,5 +1,6 @@
-"""`exl2flow validate --plot`: what is refused before the work, and what is said and drawn."""
+"""`exl2flow validate`: its progress; of `--plot` what is refused, said and drawn."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,12 @@ def test_plot_is_written_where_asked(source: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "other" in (tmp_path / "kl.svg").read_text()
     assert str(tmp_path / "kl.svg") in result.stderr
+
+
+def test_progress_counts_the_sublayers_of_all_models_from_the_first_line_on(source: Path) -> None:
+    result = run(source, "--rows", 1, "--row-tokens", 32, "--reference", source)
+
+    counts = re.findall(r"^validate (\d+)/(\d+)", result.stderr, flags=re.MULTILINE)
+    total = str(2 * 2)  # attention and MLP, of the model and of its source
+    assert (counts[0], counts[-1]) == (("0", total), (total, total))
+    assert {of for _, of in counts} == {total}

@@ -10,6 +10,7 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner
 
+from exl2flow.core.store import MANIFEST, StageFolder
 from exl2flow.flows.cli.main import app
 
 QUICK = (
@@ -110,14 +111,49 @@ def test_stage_that_the_run_does_not_have_is_wrong_usage(finished: Path, stage: 
     result = CliRunner().invoke(app, ["why", str(finished / "out"), stage])
 
     assert result.exit_code == 2
-    assert f"there is no stage `{stage}`; choose one of" in result.output
+    assert f"no stage `{stage}`; choose one of `tokenize`, `sensitivity`," in result.output
+
+
+def failed(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
+
+
+def test_bitrate_of_a_sweep_is_found_beside_the_folder_of_the_sweep(
+    finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sweep").mkdir()
+    shutil.copytree(finished / ".exl2flow", tmp_path / ".exl2flow")
+    for path in (tmp_path / ".exl2flow").glob(f"*/*/*/{MANIFEST}"):
+        folder = StageFolder.found(path.parent)
+        assert folder is not None
+        assert folder.manifest.run is not None
+        folder.manifest.run.config["out"] = str(tmp_path / "sweep" / "2.5bpw")
+        folder.save()
+
+    found = json.loads(run("why", tmp_path / "sweep" / "2.5bpw", "measure", "--json"))
+
+    assert states(found) == {"measure": "finished"}
+    assert found["run"]["work_root"] == str(tmp_path / ".exl2flow")
 
 
 def test_unknown_output_is_wrong_usage_and_the_known_ones_are_named(finished: Path) -> None:
-    result = CliRunner().invoke(app, ["why", str(finished / "elsewhere")])
+    said = failed("why", finished / "elsewhere")
 
-    assert result.exit_code == 2
-    assert f"known are: `{finished / 'out'}`" in " ".join(result.output.split())
+    assert f"give one of `{finished / 'out'}`, or the folder of its checkpoints" in said
+
+
+def test_work_roots_without_runs_are_named_with_what_to_do(tmp_path: Path) -> None:
+    roots = [tmp_path / "a" / ".exl2flow", tmp_path / ".exl2flow"]
+
+    assert (
+        f"no run into `{tmp_path / 'a' / 'out'}` is known in `{roots[0]}` and `{roots[1]}`; "
+        "name the folder of its checkpoints with `--work-root`"
+    ) in failed("why", tmp_path / "a" / "out")
+    assert f"is known in `{roots[1]}`; name" in failed(
+        "why", tmp_path / "out", "--work-root", roots[1]
+    )
 
 
 def test_stage_of_a_version_without_runs_is_wrong_usage(finished: Path, tmp_path: Path) -> None:

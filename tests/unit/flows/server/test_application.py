@@ -1,4 +1,4 @@
-"""Concurrent writers wait for each other, events that come twice are stored once.
+"""Concurrent writers wait for each other, events are stored once, pages ask no other host.
 
 The tests of Prefect itself show what is changed.
 """
@@ -20,7 +20,11 @@ from prefect.server.events.schemas.events import ReceivedEvent, Resource
 from prefect.server.events.storage import database as storage
 from prefect.types import DateTime
 
-from exl2flow.flows.server.application import PatientSqlite, write_new_events
+from exl2flow.flows.server.application import (
+    PatientSqlite,
+    content_security_policy,
+    write_new_events,
+)
 
 WRITERS = 4
 
@@ -56,11 +60,16 @@ SHOW = """
 from prefect.server.database import provide_database_interface
 from exl2flow.flows.server.application import create_app
 
-create_app()
+app = create_app()
 from prefect.server.events.storage import database
+from starlette.testclient import TestClient
 
 print(type(provide_database_interface().database_config).__name__)
 print(database._write_sqlite_events.__name__)
+client = TestClient(app)
+for path in ("/", "/runs", "/v2/", "/v2/runs", "/docs", "/nowhere", "/api/health", "/api/nowhere"):
+    answer = client.get(path, headers={"Accept": "text/html"})
+    print(path, answer.status_code, answer.headers.get_list("content-security-policy"))
 """
 
 
@@ -77,13 +86,29 @@ def test_prefect_refuses_them(tmp_path: Path) -> None:
         asyncio.run(rows_written(AioSqliteConfiguration(connection_url=url_of(tmp_path))))
 
 
-def test_application_uses_them(tmp_path: Path) -> None:
+def test_application_uses_them_and_each_page_carries_its_policy(tmp_path: Path) -> None:
     """Prefect's `set_database_config` takes effect for the application made after it."""
     env = {**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": url_of(tmp_path)}
+    env["PREFECT_UI_API_URL"] = "http://127.0.0.1:4200/api"
 
     done = subprocess.run([sys.executable, "-c", SHOW], env=env, capture_output=True, text=True)
 
-    assert done.stdout == "PatientSqlite\nwrite_new_events\n", done.stderr
+    database, events, *pages = done.stdout.splitlines()
+    assert (database, events) == ("PatientSqlite", "write_new_events"), done.stderr
+    policy = [content_security_policy(env["PREFECT_UI_API_URL"])]
+    assert len(pages) == 8, done.stderr
+    assert all(page.endswith(f" {policy}") for page in pages), pages
+
+
+def test_policy_allows_the_server_and_its_api_and_no_other_host() -> None:
+    policy = content_security_policy("https://models.example:8443/api")
+    default, base, form = policy.split("; ")
+
+    hosts = {word for word in default.split() if "://" in word}
+    assert default.startswith("default-src 'self' ")
+    assert hosts == {"https://models.example:8443", "wss://models.example:8443"}
+    assert (base, form) == ("base-uri 'self'", "form-action 'self'")
+    assert "://" not in content_security_policy(None)
 
 
 def event() -> ReceivedEvent:

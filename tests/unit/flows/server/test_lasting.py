@@ -6,9 +6,11 @@ import pytest
 import yaml
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.server.schemas.states import StateType
 
 from exl2flow.flows.server import lasting
 from exl2flow.flows.server.lasting import RULES, automations
+from exl2flow.flows.server.reminders import EVENTS
 from exl2flow.flows.server.services import HEARTBEAT_SECONDS
 
 PREFIX = "prefect.flow-run."
@@ -25,11 +27,12 @@ def trigger_after(event: str) -> EventTrigger:
     return trigger
 
 
-def test_no_rule_takes_a_state_that_a_worker_sets_for_the_begin_of_a_run() -> None:
+def test_rule_waits_anew_for_the_begin_of_a_run_with_each_state_that_a_worker_sets() -> None:
     trigger = trigger_after("Submitting")
 
-    assert trigger.after == {PREFIX + name for name in TAKEN}
-    assert trigger.after.isdisjoint(trigger.expect)
+    taken = {PREFIX + name for name in TAKEN}
+    assert trigger.after == taken | {EVENTS[StateType.PENDING]}
+    assert trigger.after & trigger.expect == taken
     assert not any("*" in event for event in trigger.expect)
     assert trigger.posture == Posture.Proactive
     assert {PREFIX + name for name in ("Running", "heartbeat", "Crashed")} <= trigger.expect
@@ -37,6 +40,13 @@ def test_no_rule_takes_a_state_that_a_worker_sets_for_the_begin_of_a_run() -> No
 
 def test_run_is_lost_after_three_heartbeats() -> None:
     assert trigger_after("heartbeat").within.total_seconds() == 3 * HEARTBEAT_SECONDS
+
+
+def test_rules_know_all_reminders() -> None:
+    triggers = [rule.trigger for rule in automations() if isinstance(rule.trigger, EventTrigger)]
+
+    known = {event for trigger in triggers for event in trigger.after | trigger.expect}
+    assert {event for event in known if not event.startswith(PREFIX)} == set(EVENTS.values())
 
 
 def test_states_that_rules_give_are_those_that_other_rules_wait_for() -> None:

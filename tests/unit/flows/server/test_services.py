@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from exl2flow.core.errors import ServerFailed
@@ -20,6 +22,7 @@ from exl2flow.flows.server.services import (
     ServerSettings,
     command,
     environment,
+    wait_until,
 )
 
 
@@ -69,10 +72,12 @@ def sleeper(home: Home) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start processes of the home that sleep, by name and module; they are killed at the end."""
     started = []
 
-    def start(name: str, module: str = "", script: str = "input()") -> subprocess.Popen[bytes]:
+    def start(
+        name: str, module: str = "", script: str = "input()", *words: str
+    ) -> subprocess.Popen[bytes]:
         env = {**os.environ, HOME_VARIABLE: str(home.path), NAME_VARIABLE: name}
         process = subprocess.Popen(
-            [sys.executable, "-c", f"print(flush=True); {script}", module],
+            [sys.executable, "-c", f"print(flush=True); {script}", module, *words],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,6 +111,50 @@ def test_processes_are_found_by_their_environment(
     run.kill()
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
     assert home.processes().keys() == {"worker"}
+
+
+BEGINS_ANOTHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2]])"
+
+
+def test_list_of_processes_names_services_then_runs_and_what_dead_workers_left(
+    home: Home, sleeper: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    left = sleeper("worker-gpu1", script=BEGINS_ANOTHER.replace("sys.argv[2]", "'input()'"))
+    worker = sleeper("worker-gpu1", f"{MODULES}worker", BEGINS_ANOTHER, "input()")
+    second = sleeper("worker-gpu0", f"{MODULES}worker")
+    server = sleeper("server", f"{MODULES}application")
+    supervisor = sleeper("supervisor", f"{MODULES}services")
+    wait_until(lambda: all(psutil.Process(p.pid).children() for p in (left, worker)), 10)
+    [run] = psutil.Process(worker.pid).children()
+
+    assert home.listed() == [
+        ("supervisor", supervisor.pid),
+        ("server", server.pid),
+        ("worker-gpu0", second.pid),
+        ("worker-gpu1", worker.pid),
+        *sorted([("run", run.pid), ("left by a dead worker", left.pid)], key=lambda row: row[1]),
+    ]
+
+
+def test_command_that_waits_says_what_for_until_it_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    third = threading.Event()
+
+    def hear(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            third.set()
+
+    monkeypatch.setattr(services, "TELL_SECONDS", 0.01)
+    with services.telling(hear, "the server"):
+        assert third.wait(10)
+    heard = len(said)
+    time.sleep(0.05)
+
+    assert set(said) == {"waiting for the server (0 s so far)"}
+    assert len(said) == heard
 
 
 def test_processes_that_ignore_sigterm_are_killed(

@@ -66,6 +66,15 @@ def test_a_message_edited_to_nothing_stays(chat: Chat, say: Say) -> None:
     assert [turn.user for turn in chat.session.turns] == ["One"]
 
 
+def test_ctrl_c_in_an_edit_forgets_nothing(chat: Chat, say: Say) -> None:
+    say("One")
+    say("Two")
+    chat.typed = Script()  # leaves
+
+    assert "error: nothing was edited" in say("/edit 1")
+    assert [turn.user for turn in chat.session.turns] == ["One", "Two"]
+
+
 def test_retry_and_back_exchange_answers(chat: Chat, say: Say) -> None:
     say("Hello")
     first = chat.session.turns[0].ids
@@ -188,6 +197,10 @@ def test_statistics_and_tokens_are_counted(chat: Chat, say: Say) -> None:
     assert f"{len(chat.session.context_ids('more'))} of" in say("/tokens more")
 
 
+def test_statistics_before_an_answer_say_that_there_is_none(say: Say) -> None:
+    assert say("/stats") == "no answer yet"
+
+
 def test_statistics_may_follow_each_answer(say: Say) -> None:
     say("/set stats on")
 
@@ -230,6 +243,14 @@ def test_quit_ends_the_chat(chat: Chat) -> None:
         ("/edit 0", "there is no turn 0"),
         ("/edit x", "there is no turn x"),
         ("/edit 9", "there is no turn 9"),
+        (f"/edit {'9' * 5000}", "there is no turn 99999999999999999999; there are 0"),
+        ("/load a\0b", "it holds a NUL"),
+        ("/save \0", "it holds a NUL"),
+        ("/json \0", "it holds a NUL"),
+        ("/lora a\0b", "it holds a NUL"),
+        ("/amnesia", "`/amnesia` is no command but a setting: `/set amnesia on`"),
+        ("/top-k 3", "`/top-k` is no command but a setting: `/set top_k VALUE`"),
+        ("/nonsense", "no command `/nonsense`; there are `/back`"),
         ("/format chatlm", "chatml"),
         ("/set temperature hot", "`temperature` is hot: input should be a valid number"),
         ("/set temperature -1", "`temperature` is -1.0; it must be 0 or more"),

@@ -98,6 +98,22 @@ def test_a_text_to_edit_is_there_already(keys: PipeInput) -> None:
     assert typed(keys).read(default="some") == "some more"
 
 
+@pytest.mark.parametrize("pressed", [CTRL_C, f" more{CTRL_C}"])
+def test_ctrl_c_leaves_an_edit(keys: PipeInput, pressed: str) -> None:
+    keys.send_text(pressed)
+
+    with pytest.raises(Leave):
+        typed(keys).read(default="some")
+
+
+def test_nobody_else_can_read_what_was_typed(keys: PipeInput, tmp_path: Path) -> None:
+    file = tmp_path / "state" / "history"
+
+    typed(keys, file)
+
+    assert [oct(path.stat().st_mode)[-3:] for path in (file.parent, file)] == ["700", "600"]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

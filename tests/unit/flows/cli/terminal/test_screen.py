@@ -9,6 +9,8 @@ from screens import Screen as Terminal
 
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.terminal.loop import Chat
+from exl2flow.flows.cli.terminal.screen import Screen
+from exl2flow.inference import Event
 from exl2flow.inference.chat import Piece
 
 Say = Callable[[str], str]
@@ -50,6 +52,35 @@ def test_ctrl_c_closes_the_answer_and_keeps_its_text(chat: Chat, terminal: Termi
     assert "stopped" in terminal.rows()
 
 
+def test_ctrl_c_is_heard_while_an_answer_has_no_text(
+    chat: Chat, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = chat.session.generator = chat.restart()
+    special = SamplingSettings(token_bias=((0, 1e4),))
+    chat.session.settings, chat.session.max_answer_tokens = special, 100
+    step, steps = generator.step, list[None]()
+
+    def interrupted() -> list[Event]:
+        steps.append(None)
+        if len(steps) == interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(generator, "step", interrupted)
+    interrupt_at = 1  # while the prompt is read
+    chat.take("Hello")
+    turns = len(chat.session.turns)
+    steps.clear()
+    interrupt_at = 5  # while tokens come
+    chat.take("Hello")
+
+    assert turns == 0
+    assert len(steps) < 9
+    assert [turn.current.ended for turn in chat.session.turns] == [False]
+    assert 0 < len(chat.session.turns[0].ids) < 9
+    assert sum(row == "stopped" for row in terminal.rows()) == 2
+
+
 def test_an_answer_at_the_cap_says_how_the_terminal_goes_on(chat: Chat, terminal: Terminal) -> None:
     chat.session.settings, chat.session.max_answer_tokens = SamplingSettings.greedy(), 2
 
@@ -79,6 +110,14 @@ def test_thoughts_are_shown_folded_or_hidden(
     assert len(rows) == len(shown) + 2
     assert all(row.startswith(words) for row, words in zip(rows, shown, strict=False))
     assert [row.strip() for row in rows[-2:]] == ["Yes", "no"]
+
+
+def test_lines_are_wrapped_at_spaces() -> None:
+    narrow = Terminal(20, 10)
+
+    Screen(narrow.console).say("the first words of a line, then others")
+
+    assert narrow.rows() == ["the first words of a", "line, then others"]
 
 
 def test_only_the_log_format_names_the_model(chat: Chat, say: Say) -> None:

@@ -1,0 +1,198 @@
+"""Where a chat keeps its conversation: before answers, beside other chats, after `/load`."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from screens import Screen as Terminal
+
+from exl2flow.core.errors import InferenceError
+from exl2flow.flows.cli.terminal.loop import Chat
+from exl2flow.inference import Generator
+from exl2flow.inference.chat import Piece, Session
+
+Say = Callable[[str], str]
+
+
+def users(path: Path) -> list[str]:
+    messages = json.loads(path.read_text())["messages"]
+    return [message["content"] for message in messages if message["role"] == "user"]
+
+
+def kept(folder: Path) -> dict[str, list[str]]:
+    return {path.name: users(path) for path in folder.glob("*.json")}
+
+
+def beside(chat: Chat, **changes: object) -> Chat:
+    """Return a chat with the same file and a conversation of its own."""
+    own = Session(chat.session.generator, chat.session.format, seed=2, max_answer_tokens=6)
+    return replace(chat, **{"session": own, "is_kept": False, **changes})
+
+
+def resumed(chat: Chat, generator: Generator) -> Chat:
+    """Return a chat that goes on with the file of a killed one."""
+    assert chat.file is not None
+    file = chat.file.rename(chat.file.with_stem("killed"))
+    return replace(chat, file=file, session=Session.load(file, generator), is_kept=True)
+
+
+def seen_while_answering(chat: Chat, monkeypatch: pytest.MonkeyPatch, line: str) -> list[str]:
+    """Type a line, and return the messages in the file when the answer begins."""
+    found: list[str] = []
+
+    def pieces(self: Session, *_: object, **__: object) -> Iterator[Piece]:
+        assert chat.file is not None
+        found.extend(users(chat.file))
+        raise InferenceError("no answer")
+        yield Piece("")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_pieces", pieces)
+        chat.take(line)
+    return found
+
+
+def test_a_message_is_in_the_file_before_its_answer(
+    chat: Chat, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say("One")
+
+    assert seen_while_answering(chat, monkeypatch, "Two") == ["One", "Two"]
+    assert chat.file is not None
+    assert users(chat.file) == ["One"]
+
+
+@pytest.mark.parametrize("line", ["/retry", "/more"])
+def test_a_resumed_message_without_an_answer_is_answered(
+    chat: Chat, say: Say, generator: Generator, terminal: Terminal, line: str
+) -> None:
+    say("One")
+    assert list(chat.reply("Two")) != []  # and killed before it was written
+    assert chat.file is not None
+    again = resumed(chat, generator)
+
+    again.recall()
+    again.take(line)
+
+    assert "User: Two\nno answer yet: `/retry` answers" in "\n".join(terminal.rows())
+    assert [turn.user for turn in again.session.turns] == ["One", "Two"]
+    assert again.session.turns[1].current == chat.session.turns[1].current
+    assert again.session.turns[1].alternatives == []
+
+
+def test_a_resumed_turn_is_shown_with_both_names(chat: Chat, say: Say, terminal: Terminal) -> None:
+    say("One")
+    before = len(terminal.rows())
+
+    chat.recall()
+
+    assert terminal.rows()[before + 1 :][:3] == ["1 turn", "User: One", "Assistant:"]
+
+
+def test_load_puts_the_kept_conversation_aside(chat: Chat, say: Say, tmp_path: Path) -> None:
+    say("Other")
+    say(f"/save {tmp_path / 'other'}")
+    say("Precious")
+
+    say(f"/load {tmp_path / 'other'}")
+    say("More")
+    say(f"/load {tmp_path / 'other'}")
+
+    assert kept(tmp_path) == {
+        "kept.json": ["Other"],
+        "kept.previous.json": ["Other", "Precious"],
+        "kept.previous-2.json": ["Other", "More"],
+    }
+
+
+def test_clear_puts_the_conversation_aside_with_the_next_message(
+    chat: Chat, say: Say, tmp_path: Path
+) -> None:
+    say("One")
+    say("/clear")
+    before = kept(tmp_path)
+    say("Two")
+
+    assert before == {"kept.json": ["One"]}
+    assert kept(tmp_path) == {"kept.json": ["Two"], "kept.previous.json": ["One"]}
+
+
+def test_an_empty_conversation_displaces_none_that_was_put_aside(
+    chat: Chat, say: Say, tmp_path: Path
+) -> None:
+    say("One")
+    say("/clear")
+    say("Two")
+    say("/undo")
+    say("/clear")
+    say("Three")
+
+    assert kept(tmp_path) == {"kept.json": ["Three"], "kept.previous.json": ["One"]}
+
+
+def test_conversations_put_aside_by_several_chats_never_replace_one_another(
+    chat: Chat, tmp_path: Path
+) -> None:
+    for text in ("One", "Two", "Three", "Four"):
+        one = beside(chat, file=tmp_path / "own.json")
+        one.take(text)
+        del one  # which frees its file
+
+    assert kept(tmp_path) == {
+        "own.json": ["Four"],
+        "own.previous.json": ["One"],
+        "own.previous-2.json": ["Two"],
+        "own.previous-3.json": ["Three"],
+    }
+
+
+def test_two_chats_have_two_files(chat: Chat, tmp_path: Path) -> None:
+    other = beside(chat)
+
+    chat.take("A1")
+    other.take("B1")
+    chat.take("A2")
+
+    assert kept(tmp_path) == {"kept.json": ["A1", "A2"], "kept-2.json": ["B1"]}
+    assert "another chat has" in other.session.notes[0]
+    assert "kept-2.json" in other.session.notes[0]
+
+
+def test_a_file_is_free_again_when_its_chat_ends(chat: Chat, tmp_path: Path) -> None:
+    first, file = beside(chat, file=tmp_path / "free.json"), tmp_path / "free.json"
+    del first
+
+    assert beside(chat, file=file).file == file
+
+
+def test_conversations_are_private_unless_their_file_is_not(chat: Chat, say: Say) -> None:
+    assert chat.file is not None
+    modes = []
+    for mode in (0o600, 0o640):
+        say("Hello")
+        modes.append(oct(chat.file.stat().st_mode)[-3:])
+        chat.file.chmod(mode)
+    say("Hello")
+
+    assert [*modes, oct(chat.file.stat().st_mode)[-3:]] == ["600", "600", "640"]
+
+
+def test_a_link_to_a_conversation_stays(chat: Chat, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "real.json")
+
+    beside(chat, file=link).take("Hello")
+
+    assert link.is_symlink()
+    assert users(tmp_path / "real.json") == ["Hello"]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(chat: Chat, terminal: Terminal) -> None:
+    other = beside(chat, file=Path("/proc/none/x.json"))
+
+    other.take("Hello")
+
+    assert "\n".join(terminal.rows()).count("error: cannot write") == 1
+    assert other.session.turns[0].ids
