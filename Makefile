@@ -1,12 +1,14 @@
 # Everything a contributor or a first-time user runs. Each target does its own set-up.
 PYTHON ?= python3
+# `make test-gpu BIN=/folder/of/python` uses an environment that exists and installs nothing.
 BIN := .venv/bin
+DEV := $(if $(filter command,$(origin BIN)),,dev)
 # Tests on two cores: a file each at a time, one thread each; end-to-end tests, the longest, first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo dev test test-all test-gpu test-lowest check format build clean
+.PHONY: demo dev test test-all test-gpu sanitize test-lowest check format build clean
 
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
@@ -42,8 +44,18 @@ test: dev
 test-all: dev
 	$(PYTEST) -m "not gpu and not multigpu and not network" $(ARGS)
 
-test-gpu: dev
-	$(BIN)/python -m pytest -m "gpu" $(ARGS)
+test-gpu: $(DEV)
+	$(BIN)/python -m pytest -m "gpu" tests/gpu $(ARGS)
+
+# One small test of each kernel: accesses out of bounds, races in shared memory, misused barriers.
+# Kernels of torch and cuBLAS are left out: they take most of the time.
+SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20 \
+    $(foreach name,at6native cutlass gemm nvjet cublas cub,--kernel-name-exclude kns=$(name))
+sanitize: $(DEV)
+	for tool in memcheck racecheck "synccheck --num-cuda-barriers 262144"; do \
+	    $(SANITIZER) --tool $$tool \
+	        $(BIN)/python -m pytest -q -m "gpu" @tests/gpu/sanitized.txt $(ARGS) || exit; \
+	done
 
 test-lowest: .venv-lowest/.installed
 	$(PYTEST:$(BIN)%=$(LOWEST)%) -m "not slow and not gpu and not multigpu and not network" \

@@ -10,8 +10,10 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import ConsoleMessage, Page, Route, sync_playwright
 
-# What Prefect's pages complain of without any of ours: a picture that it does not have
-THEIR_OWN = ("/ico/undefined.svg",)
+# What Prefect's pages complain of without any of ours: pictures that it does not have, and that
+# they may not ask an analytics service
+THEIR_OWN = ("/ico/undefined.svg", "/completed.svg")
+THEIR_WORDS = ("ERR_BLOCKED_BY_CLIENT", "amplitude.com")
 SIZE = (1280, 900)  # of the window, in pixels
 
 
@@ -25,11 +27,15 @@ def program() -> str | None:
 
 @dataclass(slots=True)
 class Browser:
-    """One page of the UI at `url`; `problems` is what its pages complained of so far."""
+    """One page of the UI at `url`.
+
+    `problems` is what its pages complained of so far, `asked` which foreign addresses they asked.
+    """
 
     page: Page
     url: str
     problems: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
     def open(self, path: str, *texts: str) -> Page:
         """Go to a page of the UI and return it when all the texts are to be seen on it."""
@@ -52,8 +58,8 @@ def browser(program: str, url: str, *, size: tuple[int, int] = SIZE) -> Iterator
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=flags)
         context = chromium.new_context(viewport={"width": size[0], "height": size[1]})
-        context.route(lambda address: urlsplit(address).hostname != "127.0.0.1", _refuse)
         opened = Browser(context.new_page(), url)
+        context.route(_is_foreign, lambda route: _refuse(opened, route))
         opened.page.on("pageerror", lambda error: opened.problems.append(str(error)))
         opened.page.on("console", lambda message: _note(opened, message))
         try:
@@ -62,17 +68,22 @@ def browser(program: str, url: str, *, size: tuple[int, int] = SIZE) -> Iterator
             chromium.close()
 
 
-def _refuse(route: Route) -> None:
+def _is_foreign(address: str) -> bool:
+    return urlsplit(address).hostname != "127.0.0.1"
+
+
+def _refuse(opened: Browser, route: Route) -> None:
     """Let nothing of the internet be asked for; what a page holds itself is not."""
     if route.request.url.startswith(("data:", "blob:")):
         route.continue_()
     else:
+        opened.asked.append(route.request.url)
         route.abort("blockedbyclient")
 
 
 def _note(opened: Browser, message: ConsoleMessage) -> None:
     """Note errors, but neither those of pages without ours nor those of refused addresses."""
     place = message.location.get("url", "")
-    is_theirs = place.endswith(THEIR_OWN) or "ERR_BLOCKED_BY_CLIENT" in message.text
+    is_theirs = place.endswith(THEIR_OWN) or any(word in message.text for word in THEIR_WORDS)
     if message.type == "error" and not is_theirs:
         opened.problems.append(f"{message.text} ({place})")

@@ -4,18 +4,21 @@ import atexit
 import importlib.util
 import math
 import os
+import random
 import shutil
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-torch.set_num_threads(1)  # tensors are tiny here: a second thread costs more than it brings
+# tensors are tiny here: a second thread costs more than it brings; `processors.py` wants some
+torch.set_num_threads(int(os.environ.get("EXL2FLOW_TEST_THREADS", "1")))
 os.environ["EXL2FLOW_TUNING"] = "off"  # launches are divided as by default; no file of the user's
 
 if "EXL2FLOW_CACHE" not in os.environ:  # processes of one run share it
@@ -38,10 +41,40 @@ def _is_installed() -> bool:
         return False
 
 
+def _use_checkout() -> None:
+    """Let this process and its children import the package from here, as if it were installed."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    folder = Path(tempfile.mkdtemp(prefix="exl2flow-metadata-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    info = folder / f"exl2flow-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: exl2flow\nVersion: {project['version']}\n"
+    )
+    paths = [str(TESTS.parent / ".links"), str(folder)]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+
+
 if not _is_installed():
-    package = ModuleType("exl2flow")
-    package.__path__ = [str(TESTS.parent)]
-    sys.modules["exl2flow"] = package
+    _use_checkout()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files and tests in any order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle files, and the tests of each file; tests of a file share fixtures."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    order = random.Random(seed)
+    files = [[*tests] for _, tests in groupby(items, key=lambda item: item.path)]
+    order.shuffle(files)
+    for tests in files:
+        order.shuffle(tests)
+    items[:] = [test for tests in files for test in tests]
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ def small_options() -> dict[str, object]:
 
 
 def snapshot(root: Path) -> dict[str, FileIdentity]:
-    """Return file name → (mtime, inode, size) of everything below a folder."""
-    stats = {str(path): path.stat() for path in root.rglob("*") if path.is_file()}
+    """Return file name → (mtime, inode, size) of everything below a folder but lock files."""
+    paths = (path for path in root.rglob("*") if path.parent.name != "locks" and path.is_file())
+    stats = {str(path): path.stat() for path in paths}
     return {name: (stat.st_mtime_ns, stat.st_ino, stat.st_size) for name, stat in stats.items()}

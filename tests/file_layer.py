@@ -187,17 +187,20 @@ class _File(io.FileIO):
         self, layer: Layer, path: str, file: Any, mode: str, closefd: bool, opener: Any
     ) -> None:
         self._layer, self._path = layer, path
+        self._appends = mode.startswith("a")
+        if opener is not None:  # it calls `os.open`, which is watched as well
+            super().__init__(file, mode, closefd, opener)
+            return
         is_new = not mode.startswith("r") and not os.path.lexists(path)
         if not isinstance(file, int):
             layer.before(MAKE if is_new else OPEN, path)
         with layer.lock:
             is_new = not mode.startswith("r") and not os.path.lexists(path)
-            super().__init__(file, mode, closefd, opener)
+            super().__init__(file, mode, closefd)
             if is_new:
                 layer.after(MAKE, path)
             elif mode.startswith("w"):
                 layer.after(CUT, path, size=0)
-        self._appends = mode.startswith("a")
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import UUID
 
 from conversions import small_config
+from leftovers import end_with_this_process
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events.actions import RunDeployment
@@ -92,7 +93,11 @@ class LastingServer:
         return f"http://127.0.0.1:{self.port}/api"
 
     def call(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `exl2flow server …` for this home, to its end, without the user's Hub token."""
+        """Run `exl2flow server …` for this home, to its end, without the user's Hub token.
+
+        What it starts ends with this process.
+        """
+        end_with_this_process()
         own = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
         return subprocess.run(
             [*PROGRAM, "server", *words, "--home", str(self.home)],

@@ -31,7 +31,14 @@ def results(model: LoadedModel) -> dict[str, object]:
         events = [*generator.stream(request)]
         ids.append([token for event in events for token in event.ids])
         logits += [x for event in events for x in event.logits if x is not None]
-    return {"prompt": whole, "steps": torch.stack(logits), "ids": ids}
+    requests = [Request(IDS, max_new_tokens=SEEN, settings=each, stops=()) for _ in range(2)]
+    seedless = [[*generator.stream(request)] for request in requests]
+    return {
+        "prompt": whole,
+        "steps": torch.stack(logits),
+        "ids": ids,
+        "seedless": [[token for event in events for token in event.ids] for events in seedless],
+    }
 
 
 def main(rank: int, count: int, folder: Path, dies_in: str = "") -> None:

@@ -85,6 +85,12 @@ def tiny_config(
     }
 
 
+def tiny_spec(family: str, folder: Path, **overrides: object) -> ModelSpec:
+    """Write `config.json` of a tiny model to `folder`, and return its spec."""
+    (folder / "config.json").write_text(json.dumps(tiny_config(family, **overrides)))
+    return resolve(folder)
+
+
 def random_tensors(spec: ModelSpec, *, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """Return tensors of the source model whose activations keep a size of about 1."""
     generator = torch.Generator().manual_seed(seed)

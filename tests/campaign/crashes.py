@@ -61,6 +61,7 @@ class Count:
     same: int = 0
     named: int = 0
     failures: list[str] = field(default_factory=list)
+    is_cut: bool = False  # whether time was over before all states were tried
     seconds: float = 0.0
 
 
@@ -211,7 +212,7 @@ def exhaust(command: Command, count: Count, deadline: float) -> None:
     count.events = len(trial.recording.events)
     for number, cut in enumerate(trial.recording.every()):
         if time.monotonic() > deadline:
-            count.failures.append(f"not all states tried: time was over after {number}")
+            count.is_cut = True
             return
         if (problem := trial.attempt(cut, None, count)) is not None:
             count.failures.append(f"state {number}: {problem}")
@@ -225,6 +226,7 @@ def sample(
     count.events = len(trial.recording.events)
     for number in numbers:
         if time.monotonic() > deadline:
+            count.is_cut = True
             return
         draw = random.Random(f"{seed}/{name}/{number}")
         cut = trial.recording.drawn(draw)
@@ -294,6 +296,9 @@ def main() -> int:
     failures = [f"{name}: {text}" for name, count in counts.items() for text in count.failures]
     print(*failures[:MOST_FAILURES], sep="\n")
     print(f"\nseed {given.seed}\n\n{table(counts)}")
+    for name, count in counts.items():
+        if count.is_cut:
+            print(f"\n{name}: time was over after {count.drawn:,} states; give more --seconds")
     return int(bool(failures))
 
 

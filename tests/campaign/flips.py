@@ -11,6 +11,7 @@ result's quality, which are slow and get `--gate` flips each.
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import conftest  # noqa: F401  # finds the package in a bare checkout
+from campaign import tally
 from flipped_bits import flip, flip_unseen, some_bit
 
 from exl2flow.core import damage, store
@@ -196,34 +199,47 @@ def flipped(folder: Path, name: str, bit: int) -> Iterator[StageFolder]:
         flip_unseen(folder, name, bit)
 
 
-def try_shard(made: Converted, kind: str, count: int, gate: int, chance: random.Random) -> Counts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How many flips of a kind to try, how many of them for the gates, and until when."""
+
+    count: int
+    gate: int
+    end: float
+
+    def flips(self) -> Iterator[int]:
+        """Yield the number of each flip."""
+        return tally.within(self.count, self.end)
+
+
+def try_shard(made: Converted, kind: str, limits: Limits, chance: random.Random) -> Counts:
     """Flip bits of the output."""
     counts, folder, shard = Counts(), made.pipeline.path("compile"), made.shards[0]
     bits = made.bits_of(TENSORS[kind]) if kind in TENSORS else [range(8 * shard.stat().st_size)]
-    for number in range(count if bits else 0):
+    for number in limits.flips() if bits else ():
         bit = chance.choice(chance.choices(bits, weights=[len(part) for part in bits])[0])
         with flipped(folder, str(shard), bit) as found:
             seen = counts.ask("digest", damage.altered(found) == [str(shard)])
             seen |= counts.ask("compile", not made.compares())
-            if number < gate:
+            if number < limits.gate:
                 seen |= counts.ask("gates", not made.passes_gates())
         if not seen:
             counts.undetected.append(f"bit {bit} of {shard.name}")
     return counts
 
 
-def try_stage(made: Converted, kind: str, count: int, gate: int, chance: random.Random) -> Counts:
+def try_stage(made: Converted, kind: str, limits: Limits, chance: random.Random) -> Counts:
     """Flip bits of a stage's results, which later stages read."""
     counts, folder = Counts(), made.pipeline.path(FILES[kind])
     names = ["allocation.json"]
     if kind == "factor":
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")]
-    for number in range(count):
+    for number in limits.flips():
         name = chance.choice(names)
         bit = some_bit(folder / name, chance)
         with flipped(folder, name, bit) as found:
             seen = counts.ask("digest", damage.altered(found) == [name])
-        if number < gate:
+        if number < limits.gate:
             seen |= counts.ask("gates", not _finishes_with(made, kind, name, bit))
         if not seen:
             counts.undetected.append(f"bit {bit} of {name}")
@@ -244,17 +260,17 @@ def _finishes_with(made: Converted, kind: str, name: str, bit: int) -> bool:
         return made.finishes(pipeline)
 
 
-def try_states(made: Converted, count: int, gate: int, chance: random.Random) -> Counts:
+def try_states(made: Converted, limits: Limits, chance: random.Random) -> Counts:
     """Flip bits of saved hidden states."""
     counts = Counts()
     pipeline, path = made.interrupted()
-    for _ in range(count):
+    for _ in limits.flips():
         bit = some_bit(path, chance)
         with flipped(path.parent, path.name, bit) as found:
             seen = counts.ask("digest", found.load_states() is None)
         if not seen:
             counts.undetected.append(f"bit {bit} of {path.name}")
-    for _ in range(gate):
+    for _ in tally.within(limits.gate, limits.end):
         pipeline, path = made.interrupted()
         flip(path, some_bit(path, chance))
         folder = StageFolder.found(path.parent)
@@ -268,17 +284,17 @@ def try_states(made: Converted, count: int, gate: int, chance: random.Random) ->
     return counts
 
 
-def try_upload(made: Converted, count: int, chance: random.Random) -> Counts:
+def try_upload(made: Converted, limits: Limits, chance: random.Random) -> Counts:
     """Flip bits of a downloaded copy, which publishing compares with what it sent."""
     counts, shard = Counts(), made.shards[0]
     place = made.out.with_name("downloaded")
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     copy = Path(shutil.copy2(shard, place))
     memory = made.out.with_name("sent.json")
     repository = Repository(name="org/name", hub=None, memory=memory)  # type: ignore[arg-type]  # nothing is sent
     contents = {shard.name: shard}
     assert _differences(place, contents, repository) == []
-    for _ in range(count):
+    for _ in limits.flips():
         bit = some_bit(copy, chance)
         flip(copy, bit)
         if not counts.ask("digest", bool(_differences(place, contents, repository))):
@@ -287,7 +303,9 @@ def try_upload(made: Converted, count: int, chance: random.Random) -> Counts:
     return counts
 
 
-def campaign(made: Converted, *, count: int, gate: int, seed: int) -> dict[str, Counts]:
+def campaign(
+    made: Converted, *, count: int, gate: int, seed: int, seconds: float = math.inf
+) -> dict[str, Counts]:
     """Return what found the flips of every kind.
 
     Raises:
@@ -295,15 +313,16 @@ def campaign(made: Converted, *, count: int, gate: int, seed: int) -> dict[str, 
     """
     assert made.compares()
     assert made.passes_gates()
-    work: dict[str, Callable[[random.Random], Counts]] = {
-        "state": lambda chance: try_states(made, count, gate, chance),
-        UPLOAD: lambda chance: try_upload(made, count, chance),
+    work: dict[str, Callable[[Limits, random.Random], Counts]] = {
+        "state": partial(try_states, made),
+        UPLOAD: partial(try_upload, made),
+        **{kind: partial(try_shard, made, kind) for kind in (*TENSORS, SHARD)},
+        **{kind: partial(try_stage, made, kind) for kind in ("factor", "choice")},
     }
-    for kind in (*TENSORS, SHARD):
-        work[kind] = lambda chance, kind=kind: try_shard(made, kind, count, gate, chance)  # type: ignore[misc]
-    for kind in ("factor", "choice"):
-        work[kind] = lambda chance, kind=kind: try_stage(made, kind, count, gate, chance)  # type: ignore[misc]
-    return {kind: work[kind](random.Random(f"{seed} {kind}")) for kind in KINDS}
+    return {
+        kind: work[kind](Limits(count=count, gate=gate, end=end), random.Random(f"{seed} {kind}"))
+        for kind, end in zip(KINDS, tally.ends(len(KINDS), seconds), strict=True)
+    }
 
 
 def main() -> None:
@@ -315,12 +334,15 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="flips of each kind")
     parser.add_argument("--gate", type=int, default=10, help="of them for the slow gates alone")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of all flips, at most")
     args = parser.parse_args()
     logging.getLogger("exl2flow").setLevel(logging.ERROR)  # it warns of every flip
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     with tempfile.TemporaryDirectory(prefix="exl2flow-flips-") as folder:
         made = Converted(args.model, Path(folder), row_tokens=128)
-        found = campaign(made, count=args.count, gate=args.gate, seed=args.seed)
+        found = campaign(
+            made, count=args.count, gate=args.gate, seed=args.seed, seconds=args.seconds
+        )
     print(f"seed {args.seed}")
     print("| flipped bit of a | digest | compile's comparison | gates alone | not found |")
     print("|---|---|---|---|---|")

@@ -7,6 +7,7 @@ Everything is on 127.0.0.1: a temporary Prefect server, the receiver in front of
 
 import argparse
 import json
+import math
 import os
 import random
 import socket
@@ -28,7 +29,7 @@ import psutil
 from campaign import tally
 
 SECRET = "agreed on"
-REPO = "org/model"
+REPO, BROKEN = "org/model", "org/broken"
 CLIENTS, SLOW_CLIENTS = 20, 150  # threads; the second is more than the connections at a time
 PATIENCE_SECONDS = 20.0  # of a client; the receiver ends a connection sooner
 ANSWER_SECONDS = 10.0  # for a message of the Hub, whatever else arrives
@@ -38,11 +39,11 @@ BEGIN = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Webhook-Secret: {SECRET}\r\n".
 DEEP = 100_000  # brackets
 
 
-def message(sha: str) -> dict[str, Any]:
+def message(sha: str, repo: str = REPO) -> dict[str, Any]:
     """Return what the Hub sends after a push to a model's main branch."""
     return {
         "event": {"action": "update", "scope": "repo.content"},
-        "repo": {"type": "model", "name": REPO, "id": "1", "private": False},
+        "repo": {"type": "model", "name": repo, "id": "1", "private": False},
         "updatedRefs": [{"ref": "refs/heads/main", "oldSha": "0" * 40, "newSha": sha}],
     }
 
@@ -93,13 +94,14 @@ def wrong_secret(receiver: Receiver, rng: random.Random) -> str:
 
 
 def replay(receiver: Receiver, rng: random.Random) -> str:
-    """Send one of ten good messages once more."""
-    return receiver.send(post(json.dumps(message(f"{rng.randrange(10)}" * 40)).encode()))
+    """Send one of ten good messages, each of a repository of its own, once more."""
+    digit = rng.randrange(10)
+    return receiver.send(post(json.dumps(message(f"{digit}" * 40, f"org/old-{digit}")).encode()))
 
 
 def broken_json(receiver: Receiver, rng: random.Random) -> str:
     """Send a message with some bytes changed, cut, doubled, or something nested deeply."""
-    body = bytearray(json.dumps(message("f" * 40)).encode())
+    body = bytearray(json.dumps(message("f" * 40, BROKEN)).encode())
     kind = rng.randrange(8)
     if kind == 0:
         body = bytearray(rng.choice([b"[", b'{"event":', b"[{"]) * DEEP)
@@ -108,7 +110,9 @@ def broken_json(receiver: Receiver, rng: random.Random) -> str:
     elif kind == 2:
         values = [None, [], 1e308, 10**400, "\ud800", {"name": [["x"] * 50_000]}]
         name = rng.choice(["event", "repo", "updatedRefs"])
-        body = bytearray(json.dumps({**message("f" * 40), name: rng.choice(values)}).encode())
+        body = bytearray(
+            json.dumps({**message("f" * 40, BROKEN), name: rng.choice(values)}).encode()
+        )
     elif kind == 3:
         body = body[: rng.randrange(len(body))]
     else:
@@ -216,8 +220,19 @@ class Outcome:
         return self.wrong + self.lost + (self.growth > MOST_GROWTH)
 
 
-def flood(receiver: Receiver, name: str, count: int, seed: int, shas: Iterator[str]) -> Outcome:
-    """Send a flood from many clients, and meanwhile the Hub's messages; wait until it is over."""
+def flood(
+    receiver: Receiver,
+    name: str,
+    count: int,
+    seed: int,
+    shas: Iterator[str],
+    *,
+    end: float = math.inf,
+) -> Outcome:
+    """Send a flood from many clients, and meanwhile the Hub's messages; wait until it is over.
+
+    end: when to begin no more requests.
+    """
     function, _, right = FLOODS[name]
     before, most = receiver.memory(), 0
     times: list[float] = []
@@ -231,10 +246,13 @@ def flood(receiver: Receiver, name: str, count: int, seed: int, shas: Iterator[s
             times.append(time.monotonic() - begun)
             lost += status != "200" or times[-1] > ANSWER_SECONDS
             most = max(most, receiver.memory())
+            if time.monotonic() > end:
+                for future in futures:
+                    future.cancel()  # unless it has begun
             if all(future.done() for future in futures):
                 break
             time.sleep(0.2)
-        answers = Counter(future.result() for future in futures)
+        answers = Counter(future.result() for future in futures if not future.cancelled())
     wrong = sum(number for status, number in answers.items() if status not in right)
     return Outcome(
         answers=answers, wrong=wrong, slowest=max(times), lost=lost, growth=most - before
@@ -270,14 +288,18 @@ def announced(expected: set[str], seconds: float = 30.0) -> list[str]:
         time.sleep(0.5)
 
 
-def campaign(receiver: Receiver, log: Path, scale: float, seed: int) -> tuple[str, int]:
+def campaign(
+    receiver: Receiver, log: Path, scale: float, seed: int, seconds: float
+) -> tuple[str, int]:
     """Run all floods; return the table and the number of problems."""
     sent: list[str] = []
     shas = hub_shas(seed, sent)
     descriptors = receiver.descriptors()
     outcomes = {
-        name: flood(receiver, name, max(1, round(count * scale)), seed, shas)
-        for name, (_, count, _) in FLOODS.items()
+        name: flood(receiver, name, max(1, round(count * scale)), seed, shas, end=end)
+        for (name, (_, count, _)), end in zip(
+            FLOODS.items(), tally.ends(len(FLOODS), seconds), strict=True
+        )
     }
     events = Counter(announced(set(sent)))
     accepted = {digit * 40 for digit in "0123456789f"}  # replays, and nearly broken ones
@@ -314,6 +336,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scale", type=float, default=20.0, help="times the smallest campaign")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of all floods, at most")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="floods-") as folder:
         os.environ["PREFECT_HOME"] = folder
@@ -325,7 +348,9 @@ def main() -> int:
             server.wait()
             env = {**os.environ, "PREFECT_API_URL": server.url}
             with receiving(env, log) as receiver:
-                text, problems = campaign(receiver, log, options.scale, options.seed)
+                text, problems = campaign(
+                    receiver, log, options.scale, options.seed, options.seconds
+                )
         print(f"seed {options.seed}, {problems} problems\n\n{text}")
         if problems:
             print(f"\nrepeat with --seed {options.seed} --scale {options.scale}\n")

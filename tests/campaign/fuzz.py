@@ -54,7 +54,10 @@ FORBIDDEN = (
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 PROGRAMS = ("/template_program.py", "/tokenizer_program.py")  # that readers start
 WRITING = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod")
-READABLE = (*filter(None, sys.path), ROOT, sys.base_prefix, "/proc", "/sys", "/dev/urandom")
+READABLE = tuple(  # without links: an environment may be one
+    os.path.realpath(path)
+    for path in (*filter(None, sys.path), ROOT, sys.prefix, sys.base_prefix, "/proc", "/sys")
+)
 
 
 @dataclass
@@ -88,8 +91,9 @@ class Guard:
     """Finds access to what is outside of a folder, among all that Python audits."""
 
     def __init__(self, folder: Path) -> None:
-        self.own = (str(folder), os.environ["EXL2FLOW_CACHE"], "/dev/null")
-        self.allowed = (*map(str, READABLE), *self.own)
+        cache = os.path.realpath(os.environ["EXL2FLOW_CACHE"])
+        self.own = (os.path.realpath(folder), cache, "/dev/null")
+        self.allowed = (*READABLE, "/dev/urandom", *self.own)
         self.found = ""
 
     def __call__(self, event: str, args: Sequence[object]) -> None:

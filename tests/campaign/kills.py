@@ -2,13 +2,14 @@
 
     python tests/campaign/kills.py --kills 1000 --seed 1
 
-Each case is one command in a folder of its own: it runs for a random part of the time that it takes
-undisturbed, gets a random signal, and starts again, until it ends well. A case depends on the seed
-and its number only, but for the speed of the machine: `--only N` repeats one.
+Each case is one command in a folder of its own: a stage is drawn, then a moment in it; there the
+command gets a random signal. It starts again until it ends well. A case depends on the seed and its
+number only, but for the speed of the machine: `--only N` repeats one.
 
 With `--targets flow worker server`, Prefect runs the conversions, on a server of their own: every
 other one as a command, the rest as runs that its worker executes. The signals go to the process of
-the flow, to the worker and to the server, which the supervisor starts again.
+the flow, to the worker and to the server, which the supervisor starts again. Runs of the worker get
+them at random parts of the time that they take.
 """
 
 import argparse
@@ -32,15 +33,18 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from campaign import deployed, tally
+from campaign.course import Course
 from campaign.scenarios import (
     WEIGHTS,
     Material,
     committed,
     held_locks,
     hub_for,
+    manifests,
     redone,
     repeated,
     results,
+    stamps,
     under_way,
 )
 from campaign.signals import (
@@ -60,7 +64,6 @@ from campaign.signals import (
     Case,
     Victims,
     disturb,
-    moment,
     still_there,
 )
 from crash import Conversion, Run, catches
@@ -78,24 +81,31 @@ NO_SERVER = "no Prefect API answers"  # before any work
 OWN, DEPLOYED = "command", "deployment"  # ways to run a conversion with Prefect
 
 
+def has_ended(run: Run) -> bool:
+    """Return whether a process has ended."""
+    return Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
 def ends_within(run: Run, seconds: float) -> bool:
     """Wait for the end of a process, but not longer than this."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        state = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state in "ZX":
+        if has_ended(run):
             return True
         time.sleep(POLL_SECONDS)
     return False
 
 
 def attempt(
-    run: Run, case: Case, work_root: Path, seconds: float, victims: Victims, rng: random.Random
+    run: Run, case: Case, work_root: Path, course: Course, victims: Victims, rng: random.Random
 ) -> str:
     """Let a process run and disturb it; return the signal that ended it, nothing if none did."""
-    while not ends_within(run, moment(seconds, rng)):
+    known, is_over = stamps(manifests(work_root)), partial(has_ended, run)
+    while (seconds := course.until_drawn(work_root, known, rng, is_over)) is not None:
+        if ends_within(run, seconds):
+            return ""
         target = rng.choice(list(victims))
-        stage = under_way(work_root)
+        stage = under_way(work_root, known)
         pid = victims[target]()
         if not pid or not (kind := disturb(pid, rng)):
             continue
@@ -107,25 +117,29 @@ def attempt(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a command leaves behind undisturbed, and the seconds that it takes."""
+    """What a command leaves behind undisturbed, the seconds that it takes, and its stages."""
 
     results: dict[str, str]
     seconds: float
+    course: Course
 
 
 def finished(material: Material, home: Path, scenario: str) -> Reference:
     """Run a command undisturbed."""
     command = material.command(scenario, home / f"undisturbed-{scenario}")
     begun = time.monotonic()
-    command.finish()
+    run = command.start()
+    course = Course.watched(command.work_root, partial(has_ended, run))
+    ended = run.wait()
+    assert ended.code == 0, ended.err
     seconds = time.monotonic() - begun
-    return Reference(results=results(command, home / HUB), seconds=seconds)
+    return Reference(results=results(command, home / HUB), seconds=seconds, course=course)
 
 
 def run_command(
     command: Conversion,
     case: Case,
-    seconds: float,
+    course: Course,
     *,
     server: LastingServer | None,
     targets: list[str],
@@ -143,7 +157,7 @@ def run_command(
             found[deployed.SERVER] = partial(deployed.server_process, server)
         run.until(partial(catches, run.pid, signal.SIGTERM))  # the program has begun
         victims = {name: found[name] for name in targets if name in found}
-        kind = attempt(run, case, command.work_root, seconds, victims, rng)
+        kind = attempt(run, case, command.work_root, course, victims, rng)
         ended = run.wait()
         log += f"\n--- {kind or 'undisturbed'}: {ended.code}\n{ended.err}"
         is_refused = ended.code == 1 and NO_SERVER in ended.err
@@ -182,6 +196,7 @@ def run_case(
     [drawn] = rng.choices(list(weights), list(weights.values()))
     case.scenario = case.scenario or drawn
     reference = references[case.scenario]
+    case.stages = tuple(reference.course.seconds)
     folder = home / f"case-{case.index}"
     command = material.command(case.scenario, folder)
     if case.way == DEPLOYED:
@@ -190,7 +205,7 @@ def run_case(
             server, command, case, reference.seconds, targets=targets, rng=rng
         )
     else:
-        log = run_command(command, case, reference.seconds, server=server, targets=own, rng=rng)
+        log = run_command(command, case, reference.course, server=server, targets=own, rng=rng)
     case.check(TWICE_DONE, repeated(log))
     case.check(PARTIAL, leftovers(folder))
     wanted, found = reference.results, results(command, home / HUB)
@@ -247,12 +262,13 @@ def campaign(
     return done
 
 
-def stages_table(events: list[tuple[str, str, str]]) -> str:
-    """Return a Markdown table of the signals by target and stage."""
-    counts = Counter((stage, target) for _, target, stage in events)
-    targets, stages = (sorted({pair[i] for pair in counts}) for i in (1, 0))
+def stages_table(done: list[Case]) -> str:
+    """Return a Markdown table of the signals by target and stage, those without one as well."""
+    counts = Counter((stage, target) for case in done for _, target, stage in case.disturbed)
+    targets = sorted({target for _, target in counts})
+    stages = {stage for stage, _ in counts}.union(*(case.stages for case in done))
     lines = [f"| signals in stage | {' | '.join(targets)} |", f"|---|{'---|' * len(targets)}"]
-    for stage in sorted(stages, key=lambda s: -sum(counts[s, target] for target in targets)):
+    for stage in sorted(stages, key=lambda s: (-sum(counts[s, t] for t in targets), s)):
         lines.append(f"| {stage} | {' | '.join(str(counts[stage, t]) for t in targets)} |")
     return "\n".join(lines)
 
@@ -271,7 +287,7 @@ def report(done: list[Case], options: argparse.Namespace, home: Path) -> str:
         f"conversions ({ways}), started {attempts} times",
         f"signals: {tally.spread(kind for kind, _, _ in events)}",
         "",
-        stages_table(events),
+        stages_table(done),
         "",
         tally.table("check", tried, failed),
     ]

@@ -43,6 +43,9 @@ WHERE = {  # requests of a command that fail
     "validate": ("GET /api/models/", "GET .*/resolve/", "GET /objects/"),
 }
 FAILURES = ("401", "403", "404", "429", "500", "reset", "cut", "echo")
+WHAT = (
+    "in anything left behind by a failure"  # in the table: one failure leaves many rows and files
+)
 IMPATIENT = Conditions(hub_waits=(0.01, 0.02))
 
 
@@ -118,7 +121,12 @@ def arguments(command: str, material: Material, folder: Path) -> list[str]:
 
 
 def commands(
-    hub: Hub, material: Material, search: Search, folder: Path, options: argparse.Namespace
+    hub: Hub,
+    material: Material,
+    search: Search,
+    folder: Path,
+    options: argparse.Namespace,
+    ends: Iterator[float],
 ) -> list[str]:
     """Run failing commands in the home `folder`; return what failed."""
     token = os.environ["HF_TOKEN"]
@@ -128,7 +136,7 @@ def commands(
             host = hub.url.removeprefix("http://")
             os.environ["HF_ENDPOINT"] = f"http://{USER}:{os.environ['URL_PASSWORD']}@{host}"
         with closing(Program()) as program:
-            for index in range(options.failures // 2):
+            for index in tally.within(options.failures // 2, next(ends)):
                 rng = random.Random(f"{options.seed}/{variant}/{index}")
                 command = rng.choice(list(WHERE))
                 own = folder / f"{variant}-{index}"
@@ -169,7 +177,12 @@ def captured(file: Path) -> Iterator[None]:
 
 
 def flows(
-    hub: Hub, material: Material, search: Search, folder: Path, options: argparse.Namespace
+    hub: Hub,
+    material: Material,
+    search: Search,
+    folder: Path,
+    options: argparse.Namespace,
+    ends: Iterator[float],
 ) -> list[str]:
     """Run failing flows whose token is in a Secret block only; return what failed."""
     from prefect.blocks.system import Secret
@@ -189,7 +202,7 @@ def flows(
     with captured(folder / "flows.log"), api() as server:
         server.wait()
         Secret(value=token).save(BLOCK, overwrite=True)  # type: ignore[unused-coroutine]
-        for index in range(options.flows):
+        for index in tally.within(options.flows, next(ends)):
             rng = random.Random(f"{options.seed}/flows/{index}")
             command = rng.choice(["convert", "publish"])
             hub.faults.clear()
@@ -223,6 +236,7 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=100, help="commands that fail")
     parser.add_argument("--flows", type=int, default=20, help="Prefect flows that fail")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of all failures, at most")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     token, password, url_password = drawn(rng, "hf_"), drawn(rng), drawn(rng)
@@ -253,14 +267,16 @@ def main() -> int:
             secrets = {"token": token, "password": password, "password in a URL": url_password}
             search = Search(secrets)
             material.convert()
-            ran = commands(hub, material, search, home, options)
+            ends = tally.ends(3 if options.flows else 2, options.seconds)
+            ran = commands(hub, material, search, home, options, ends)
             if options.flows:
-                ran += flows(hub, material, search, home, options)
+                ran += flows(hub, material, search, home, options, ends)
         search.folder(home)
         cores = [path.name for path in home.iterdir() if path.name.startswith("core")]
     print(f"seed {options.seed}: {len(ran)} failures ({tally.spread(ran)})\n")
-    print(tally.table("searched", search.searched, search.found))
-    print(f"\ncores: {len(cores)}")
+    found = sum(search.found.values())
+    print(tally.table("secrets", {WHAT: len(ran)}, {WHAT: found}))
+    print(f"\nsearched: {dict(search.searched)}, found: {dict(search.found)}, cores: {len(cores)}")
     for place in search.places:
         print(f"\nFOUND {place}\nrepeat with --seed {options.seed}")
     return int(bool(search.places or cores))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from hashlib import sha256
 
 import torch
 from campaign.model_readers import Exl2
@@ -97,11 +98,12 @@ class Digests(Reader):
     def prepare(self) -> list[bytes]:
         self.source = self.folder / "config.json"
         self.source.write_text("{}")
-        self.right = digests([self.source], self.path)
+        self.right = {self.source: sha256(self.source.read_bytes()).hexdigest()}
+        digests([self.source], self.path)
         return [self.path.read_bytes()]
 
     def use(self) -> None:
-        digests([self.source], self.path)
+        assert digests([self.source], self.path) == self.right
 
 
 class Provenance(Reader):

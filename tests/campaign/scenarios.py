@@ -5,8 +5,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,10 @@ PLACED = {"compile", "validate"}  # their folders say where the output lies, whi
 RECORDS = ("exl2flow.json", "exl2flow-score.json")  # their fingerprint covers that place, too
 SWEEP = "sweep.json"  # lists folders
 SOURCE, TARGET = "org/tiny", "org/tiny-exl2"  # repositories; the second is one per command
+BEFORE, BETWEEN = "before the first stage", "between stages"
 WEIGHTS = {"fast": 6, "shards": 1, "best": 2, "sweep": 2, "refine": 2, "hub": 3}
+
+Stamps = Mapping[Path, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +113,34 @@ def target_of(folder: Path) -> str:
 
 
 def manifests(work_root: Path) -> dict[Path, dict[str, Any]]:
-    """Return the manifests of all stages below a work root."""
-    found = work_root.glob(f"*/*/{'?' * 16}/{MANIFEST}")
-    return {path: json.loads(path.read_bytes()) for path in found}
+    """Return the manifests of all stages below a work root, which may be changing."""
+    found = {}
+    for path in work_root.glob(f"*/*/{'?' * 16}/{MANIFEST}"):
+        with suppress(FileNotFoundError):
+            found[path] = json.loads(path.read_bytes())
+    return found
 
 
-def under_way(work_root: Path) -> str:
-    """Return the stage that a command was working on, or between which it was."""
-    states = {found["stage"]: found["status"] for found in manifests(work_root).values()}
-    partial = [stage for stage, status in states.items() if status == "partial"]
-    return partial[0] if partial else "before the first stage" if not states else "between stages"
+def stamps(paths: Iterable[Path]) -> Stamps:
+    """Return what changes when a file is written again, of those that are there."""
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found[path] = identity(path)
+    return found
+
+
+def under_way(work_root: Path, known: Stamps | None = None) -> str:
+    """Return the stage that a command is working on, or between which it is.
+
+    known: the manifests when the command was started; a stage begins when its own is written anew.
+    """
+    found = manifests(work_root)
+    partial = [path for path, each in found.items() if each["status"] == "partial"]
+    for path, stamp in stamps(partial).items():
+        if stamp != (known or {}).get(path):
+            return str(found[path]["stage"])
+    return BETWEEN if found else BEFORE
 
 
 def committed(work_root: Path) -> dict[Path, tuple[int, int]]:

@@ -37,7 +37,8 @@ Victims = Mapping[str, Callable[[], int]]  # name → process id, 0 while it can
 class Case:
     """What happened in one case.
 
-    disturbed: (signal, target, stage); failures: (check, what); way: what the command ran on.
+    disturbed: (signal, target, stage); failures: (check, what); way: what the command ran on;
+    stages: those that it has.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Case:
     disturbed: list[tuple[str, str, str]] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     attempts: int = 0
+    stages: tuple[str, ...] = ()
 
     def note(self, kind: str, target: str, stage: str) -> None:
         """Note a signal, and say so."""

@@ -1,7 +1,8 @@
-"""The table at the end of a campaign: what was tried, how often it failed, what that shows."""
+"""How long a campaign may take, and its table: what failed how often, and what that shows."""
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 CONFIDENCE = 0.95
 
@@ -24,3 +25,19 @@ def table(title: str, tried: Mapping[str, int], failed: Mapping[str, int]) -> st
 def spread(names: Iterable[str]) -> str:
     """Return how often each name occurs, most frequent first."""
     return ", ".join(f"{name} {count}" for name, count in Counter(names).most_common())
+
+
+def ends(parts: int, seconds: float) -> Iterator[float]:
+    """Yield when each part of a campaign ends: equal shares of the time that is left then."""
+    end = time.monotonic() + seconds
+    for left in range(parts, 0, -1):
+        now = time.monotonic()
+        yield now + (end - now) / left
+
+
+def within(count: int, end: float) -> Iterator[int]:
+    """Yield numbers up to `count`, until the time is over."""
+    for number in range(count):
+        if time.monotonic() > end:
+            return
+        yield number

@@ -25,7 +25,7 @@ def test_a_full_disk_is_named_and_a_repeat_goes_on(undisturbed: Conversion, tmp_
     def starve(*limits: int) -> None:
         for limit in limits:
             ended = conversion.run(Conditions(file_limit=limit, states_seconds=0.0))
-            assert_refused(ended, "File too large; free space", "repeat the same command")
+            assert_refused(ended, "File too large; free space", "repeat the command")
             path = Path(re.findall("cannot write `(.+?)`", ended.err)[0]).relative_to(tmp_path)
             stopped_in.append("out" if path.parts[0] == "out" else path.parts[2])
             assert leftovers(tmp_path) == []

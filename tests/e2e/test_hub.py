@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conversions import small_config
-from hub_fixtures import converted, hub, models, tiny_source
+from hub_fixtures import add_file, converted, hub, models, tiny_source
 from hub_server import TOKEN, Hub
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
@@ -131,7 +131,7 @@ def test_flows_read_the_token_from_a_block_and_leave_it_nowhere(
     )  # fmt: skip
     scored = validate(compared, return_state=True)
     hub.fail("POST .*/commit/", "status", times=None, status=401)
-    (models[0] / "NOTICE.txt").write_text("new")
+    add_file(models[0], "NOTICE.txt", b"new")
     failed = publish(target, return_state=True)
 
     assert made.is_completed(), made

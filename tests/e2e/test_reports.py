@@ -165,6 +165,7 @@ def test_a_file_that_cannot_be_written_is_an_error_without_traceback(
 
     assert result.exit_code == 1
     assert "error: cannot write" in result.stderr
+    assert result.stdout == ""
 
 
 def test_an_allocation_adds_up_to_the_bits_of_the_model(model: Path) -> None:

@@ -1,5 +1,7 @@
-"""Runs that never began: their worker was killed between taking and starting them."""
+"""Runs whose worker or server was killed before anybody heard of their state."""
 
+import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,12 +12,12 @@ from conversions import small_config
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
-from prefect.states import Submitting
+from prefect.states import Crashed, Pending, Running, State, Submitting
 from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.flows.server.services import POOL
+from exl2flow.flows.server.services import POOL, answers
 
 REQUEUED = "Requeued"
 RETRIES = 3
@@ -34,8 +36,13 @@ def server(tmp_path: Path) -> Iterator[LastingServer]:
 
 def wait_for_begin(server: LastingServer, seconds: float) -> None:
     """Send runs back to the queue if they do not begin within this time."""
+    set_wait(server, "back to the queue", seconds)
+
+
+def set_wait(server: LastingServer, rule: str, seconds: float) -> None:
+    """Let a rule wait for this time."""
     with server.client() as client:
-        [automation] = [a for a in client.read_automations() if "back to the queue" in a.name]
+        [automation] = [a for a in client.read_automations() if rule in a.name]
         trigger = automation.trigger
         assert isinstance(trigger, EventTrigger)
         trigger.within = timedelta(seconds=seconds)
@@ -72,6 +79,27 @@ def test_runs_that_did_not_begin_go_back_to_the_queue_a_few_times(server: Lastin
             client.set_flow_run_state(never, Submitting())  # as a worker does that is killed then
         wait_for(lambda: run_state(never) in (REQUEUED, "Failed"))
     check_failed(server, never)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "heard"), [(Crashed(), {"AwaitingRetry"}), (Running(), {"Crashed", "AwaitingRetry"})]
+)
+def test_run_whose_last_state_died_with_the_server_goes_on(
+    server: LastingServer, last: State, heard: set[str]
+) -> None:
+    set_wait(server, "heartbeat", 10)
+    pause_pool(server, paused=True)
+    run, pid = submit(server, "tiny"), server.pid("server")
+    with server.client() as client:
+        for state in (Pending(), *([Running()] if last.is_crashed() else []), last):
+            client.set_flow_run_state(run, state)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: server.pid("server") not in (0, pid))
+        wait_for(lambda: answers(server.api_url))
+        wait_for(lambda: run_state(run) == "AwaitingRetry", pause=1)
+        names = [state.name for state in client.read_flow_run_states(run)]
+    assert heard <= set(names), names
 
 
 def check_completed(server: LastingServer, run: UUID) -> None:

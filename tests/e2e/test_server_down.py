@@ -1,13 +1,24 @@
 """Lasting servers that do not start, and one on PostgreSQL."""
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from postgres import PASSWORD, cluster, programs
-from servers import LastingServer, free_port, long_conversion, manifest_of, wait_for_cursor
+from servers import (
+    LastingServer,
+    MigratedDatabase,
+    free_port,
+    long_conversion,
+    manifest_of,
+    wait_for,
+    wait_for_cursor,
+)
 
-from exl2flow.flows.server.services import DATABASE_VARIABLE
+from exl2flow.flows.server.services import DATABASE_VARIABLE, Home
 
 
 @pytest.fixture
@@ -37,6 +48,35 @@ def test_server_that_dies_is_reported_with_the_end_of_its_log(server: LastingSer
     assert "the Prefect server ended" in done.stderr
     assert "unable to open database file" in done.stderr
     assert server.processes() == []
+
+
+TESTS = """
+import sys, time
+from pathlib import Path
+from servers import LastingServer
+
+home = Path(sys.argv[1])
+LastingServer(home=home, folder=home.parent).up()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_server_of_killed_tests_ends(server: LastingServer, database: MigratedDatabase) -> None:
+    database.give(server.home / "prefect")
+    here = str(Path(__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-c", TESTS, server.home]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == "up\n"
+        begun = Home(server.home).processes()
+
+        tests.kill()
+
+    assert begun.keys() == {"supervisor", "server", "worker"}
+    wait_for(lambda: server.processes() == [])
 
 
 @pytest.mark.slow

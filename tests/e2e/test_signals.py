@@ -109,5 +109,5 @@ def test_ctrl_c_at_the_start_shows_no_traceback(
     run.send(signal.SIGINT)
     ended = run.wait()
 
-    assert ended.code == 130
+    assert ended.code == 130, ended.err
     assert "Traceback" not in ended.err

@@ -121,5 +121,20 @@ def test_form_of_a_deployment_describes_the_options(deployment: UUID, ui: Browse
     assert page.get_by_role("textbox").filter(visible=True).count() > 2
 
 
+def test_first_ui_opens_and_the_second_shows_the_run_as_well(run: UUID, ui: Browser) -> None:
+    page = ui.open("/", "Dashboard", "Switch to V2 UI")
+    assert page.url == f"{ui.url}/dashboard"
+
+    ui.open("/v2/runs", "seen@3,6bpw", "Switch to V1 UI")
+    ui.open(f"/v2/runs/flow-run/{run}", "seen@3,6bpw", "Completed")
+
+
+def test_pages_ask_no_host_but_the_server(ui: Browser) -> None:
+    """Those of the second UI try to, and the policy of the server's answers forbids it."""
+    ui.open("/v2/dashboard", "Dashboard").wait_for_load_state("networkidle")
+
+    assert ui.asked == []
+
+
 def test_none_of_these_pages_complained(ui: Browser) -> None:
     assert ui.problems == []

@@ -1,4 +1,7 @@
-"""Golden vectors of the format: packing of every bit width, and a whole small matrix."""
+"""Golden vectors of the format: packing of every bit width, and a whole small matrix.
+
+No sums are involved, so these bytes are the same on every processor and device.
+"""
 
 import hashlib
 import importlib.util

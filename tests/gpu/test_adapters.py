@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import make_adapter
-from conversions import small_config
 from decoding import GREEDY, Slots
-from stage_runs import run_until
-from tiny import make_tiny
 
+from exl2flow.core.config import ConversionConfig
 from exl2flow.inference import Adapter, Generator, LoadedModel, Request, load_model
 from exl2flow.kernels.recording import Recording
 
@@ -22,11 +20,8 @@ Used = tuple[Adapter, ...]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    config = small_config(make_tiny("qwen2", root / "source", head_dim=64), root / "out", bpw=6.0)
-    run_until(config, "compile")
-    return config.out
+def folder(qwen2: ConversionConfig) -> Path:
+    return qwen2.out
 
 
 @pytest.fixture(scope="module")

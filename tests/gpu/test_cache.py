@@ -1,15 +1,14 @@
 """The cache's contents, and attention to it, on the GPU against the torch twins."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from caches import GPU_FORMATS
+from caches import GPU_FORMATS, assert_near, ends_of_prompts
+from pairs import pairs_of
 
-from exl2flow.inference.cache.paged import PagedCache
-from exl2flow.inference.cache.views import PromptView, Segment
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,
@@ -23,7 +22,6 @@ from exl2flow.kernels import (
     slots_of,
     torch_cache,
 )
-from exl2flow.model import RopeTable
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +30,10 @@ LENGTHS = (0, 1, 17, 255, 256, 257, 700)
 CASES = (  # new tokens, window, softcap
     (1, None, None), (1, 100, None), (1, None, 5.0), (2, 1, None), (3, None, 5.0), (4, 100, None),
     (5, 3, None), (7, None, None), (8, 100, 5.0), (8, None, None), (8, None, None), (8, 2, None),
+)  # fmt: skip
+
+DIMS = (  # of a head, and half of those that are rotated
+    (48, 24), (64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (128, 16), (128, 0), (256, 128),
 )  # fmt: skip
 
 
@@ -155,43 +157,43 @@ class Steps:
             rows.data[self.slots], rows.scales[self.slots] = 255, torch.nan
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, *note: object) -> None:
-    """Compare (b, t, heads, d) token by token: weights and sums are rounded to fp16."""
-    assert found.shape == expected.shape
-    error = (found.float() - expected.float()).flatten(2).norm(dim=2)
-    assert (error <= 2e-3 * expected.float().flatten(2).norm(dim=2)).all(), note
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (28, 4), (32, 2), (3, 3), (6, 2)])
 @pytest.mark.parametrize(
-    ("head_dim", "half"),
-    [(48, 24), (64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (128, 16), (128, 0), (256, 128)],
+    ("name", "dims", "heads", "case"),
+    pairs_of(
+        GPU_FORMATS,
+        DIMS,
+        [(4, 4), (4, 2), (8, 1), (28, 4), (32, 2), (3, 3), (6, 2)],
+        [*enumerate(CASES)],
+    ),
 )
-@pytest.mark.parametrize("name", GPU_FORMATS)
 def test_new_tokens_are_stored_and_attend_to_what_is_stored(
-    name: str, head_dim: int, half: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    case: tuple[int, tuple[int, int | None, float | None]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (head_dim, half), (index, (new, window, softcap)) = dims, case
+    monkeypatch.setattr(cuda_cache, "WIDE_FROM", (1 << 14) * (index % 2))  # two sets, if it can
     steps = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=half)
     written = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=half)
     ops, (cos, sin) = get_ops(DEVICE), steps.angles
     k = ops.rotate(steps.k.transpose(1, 2), cos, sin).transpose(1, 2)
     ops.write_cache(written.store, written.slots.flatten(), k.flatten(0, 1), steps.v.flatten(0, 1))
-    for index, (new, window, softcap) in enumerate(CASES):
-        monkeypatch.setattr(cuda_cache, "WIDE_FROM", (1 << 14) * (index % 2))  # two sets, if it can
-        steps.forget()
-        options = {"window": window, "softcap": softcap}
+    options = {"window": window, "softcap": softcap}
 
-        found = steps.step(0, new, **options)
+    found = steps.step(0, new, **options)
 
-        assert_near(found, steps.expected(new, **options), new, window, softcap)
-        for mine, other in zip(steps.new_rows(new), written.new_rows(new), strict=True):
-            assert torch.equal(mine, other)
-        assert torch.equal(steps.step(0, new, **options), found)
+    assert_near(found, steps.expected(new, **options))
+    for mine, other in zip(steps.new_rows(new), written.new_rows(new), strict=True):
+        assert torch.equal(mine, other)
+    assert torch.equal(steps.step(0, new, **options), found)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2)])
-@pytest.mark.parametrize("head_dim", [96, 128, 256])
-@pytest.mark.parametrize("name", GPU_FORMATS)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads"),
+    pairs_of(GPU_FORMATS, [96, 128, 256], [(2, 2), (4, 2), (8, 2)]),
+)
 def test_new_tokens_attend_to_many_parts_in_many_steps(
     name: str, head_dim: int, heads: tuple[int, int]
 ) -> None:
@@ -204,9 +206,10 @@ def test_new_tokens_attend_to_many_parts_in_many_steps(
         assert torch.equal(steps.step(0, new, window=window), found)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 2)])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("name", GPU_FORMATS)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads"),
+    pairs_of(GPU_FORMATS, [64, 80, 128, 256], [(4, 4), (8, 2), (16, 2)]),
+)
 def test_a_step_is_the_twins_step(name: str, head_dim: int, heads: tuple[int, int]) -> None:
     for new in (1, 2, 5, 8):
         steps = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=head_dim // 2)
@@ -224,10 +227,10 @@ def test_a_step_is_the_twins_step(name: str, head_dim: int, heads: tuple[int, in
         assert float(error) <= 1e-2
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (28, 4)])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("name", GPU_FORMATS)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads", "window"),
+    pairs_of(GPU_FORMATS, [64, 80, 128, 256], [(4, 4), (8, 2), (28, 4)], [None, 4]),
+)
 def test_tokens_at_once_attend_as_one_by_one(
     name: str, head_dim: int, heads: tuple[int, int], window: int | None
 ) -> None:
@@ -242,10 +245,10 @@ def test_tokens_at_once_attend_as_one_by_one(
     assert all(map(torch.equal, steps.new_rows(steps.new), rows))
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("heads", [(4, 4), (28, 4), (32, 2), (6, 2)])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("name", GPU_FORMATS)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads", "softcap"),
+    pairs_of(GPU_FORMATS, [64, 80, 128], [(4, 4), (28, 4), (32, 2), (6, 2)], [None, 5.0]),
+)
 def test_sinks_take_their_share(
     name: str, head_dim: int, heads: tuple[int, int], softcap: float | None
 ) -> None:
@@ -344,45 +347,8 @@ def test_what_no_kernel_is_made_for_is_left_to_torch(dtype: torch.dtype, new: in
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("name", GPU_FORMATS)
-def test_ends_of_prompts_are_read_as_in_whole_prompts(name: str, window: int | None) -> None:
-    attention = SimpleNamespace(num_kv_heads=2, head_dim=64)
-    spec: Any = SimpleNamespace(attentions=[attention])
-    counts, ends = (30, 261, 300, 41, 259, 50), (3, 8, 3, 1, 8, 9)
-    cache = PagedCache(spec, pages=12, form=CACHE_FORMATS[name], device=DEVICE)
-    pages = torch.randperm(12).view(6, 2).tolist()
-    new = [torch.randn(1, heads, sum(counts), 64, device=DEVICE).half() for heads in (8, 2, 2)]
-    angles = torch.rand(300, 32, device=DEVICE)
-
-    def read(begins: Sequence[int], stops: Sequence[int]) -> list[torch.Tensor]:
-        segments = [
-            Segment(pages=p, begin=b, end=e) for p, b, e in zip(pages, begins, stops, strict=True)
-        ]
-        view = PromptView(cache, segments)
-        of_pass = [
-            torch.cat(
-                [
-                    whole[:, :, s.begin : s.end]
-                    for whole, s in zip(x.split(counts, dim=2), segments, strict=True)
-                ],
-                dim=2,
-            )
-            for x in new
-        ]
-        at = angles[view.positions]
-        table = RopeTable(cos=at.cos(), sin=at.sin())
-        found = view.layer(0).attend(
-            *of_pass, table=table, rule=AttentionRule(scale=0.125, window=window)
-        )
-        return list(found.split([s.count for s in segments], dim=2))
-
-    begins = [count - end for count, end in zip(counts, ends, strict=True)]
-    expected = [x[:, :, b:] for x, b in zip(read([0] * 6, counts), begins, strict=True)]
-    for rows in (cache.stores[0].keys, cache.stores[0].values):
-        rows.data.fill_(255)
-        rows.scales.fill_(torch.nan)
-    read([0] * 6, begins)
-
-    found = read(begins, counts)
-
-    for mine, whole in zip(found, expected, strict=True):
-        assert_near(mine.transpose(1, 2), whole.transpose(1, 2))
+def test_ends_of_prompts_are_read_as_in_whole_prompts(
+    name: str, window: int | None, tmp_path: Path
+) -> None:
+    for found, expected in ends_of_prompts(name, window, tmp_path, device=DEVICE):
+        assert_near(found, expected)

@@ -74,6 +74,37 @@ def test_a_stream_gives_our_text_and_keeps_to_its_bans(model, tokenizer) -> None
     assert torch.equal(generator.sequence_ids[:, : ids.shape[1]], ids)
 
 
+def test_bans_and_settings_that_change_apply_to_their_call(model, tokenizer) -> None:
+    generator = ExLlamaV2StreamingGenerator(
+        model, ExLlamaV2Cache(model, max_seq_len=4096), tokenizer
+    )
+    generator.set_stop_conditions([])
+    ids, settings = tokenizer.encode(PROMPTS[0]), GREEDY.clone()
+
+    def made(bans: dict[int, list[int]]) -> list[int]:
+        generator.begin_stream_ex(ids, settings)
+        for call in range(8):
+            generator.stream_ex(ban_tokens=bans.get(call))
+        return generator.sequence_ids[0, ids.shape[1] :].tolist()
+
+    only = {token: [i for i in range(299) if i != token] for token in (40, 41)}
+    free = made({})
+    once = made({3: [free[3]]})
+    several = made({0: only[40], 3: only[41], 4: only[40], 6: only[41]})
+    again = made({})
+    generator.stream_ex()
+    settings.allow_tokens(tokenizer, [42])
+    generator.stream_ex()
+
+    assert len(free) == 8
+    assert again == free
+    assert once[:3] == free[:3]
+    assert once[3] != free[3]
+    assert [several[call] for call in (0, 3, 4, 6)] == [40, 41, 40, 41]
+    assert not {40, 41} & {several[call] for call in (1, 2, 5, 7)}
+    assert generator.sequence_ids[0, -1] == 42
+
+
 def test_a_loop_of_ones_own_has_the_logits_of_a_whole_pass(model, tokenizer) -> None:
     cache, ids = ExLlamaV2Cache_Q6(model, max_seq_len=512), tokenizer.encode(PROMPTS[0] * 20)
     exact = ExLlamaV2Cache(model, max_seq_len=512)

@@ -1,14 +1,11 @@
 """Drafts on a GPU: recorded and launched steps agree, and texts are those without guesses."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from conversions import small_config
-from stage_runs import run_until
-from tiny import make_tiny
 
+from exl2flow.core.config import ConversionConfig
 from exl2flow.inference import (
     Draft,
     Event,
@@ -28,11 +25,8 @@ NEAR_TIE = 2**-6  # of the greatest logit, as in test_step
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder: Path = tmp_path_factory.mktemp("model")
-    config = small_config(make_tiny("llama", folder / "source", head_dim=64), folder / "out", bpw=4)
-    run_until(config, "compile")
-    return load_model(config.out, device="cuda", max_tokens=512)
+def model(llama: ConversionConfig) -> LoadedModel:
+    return load_model(llama.out, device="cuda", max_tokens=512)
 
 
 def run(

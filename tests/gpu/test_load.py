@@ -1,14 +1,15 @@
 """Models loaded by several threads directly to the GPU."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from conversions import small_config
 from safetensors.torch import save_file
-from stage_runs import run_until
 from tiny import make_tiny
 
+from exl2flow.core.config import ConversionConfig
 from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
 from exl2flow.model import PackedLinear, QuantizedMatrix, TensorFiles, weights
@@ -21,12 +22,9 @@ DEVICE = "cuda"
 IDS = torch.arange(40)[None]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    config = small_config(make_tiny("qwen2", root / "source"), root / "out", bpw=4.0)
-    run_until(config, "compile")
-    return config.out
+@pytest.fixture
+def folder(qwen2: ConversionConfig) -> Path:
+    return qwen2.out
 
 
 @pytest.mark.parametrize("piece", [32, 1 << 20])
@@ -97,15 +95,13 @@ def test_progress_is_told_in_order(folder: Path) -> None:
     assert told == [(done, 6) for done in range(1, 7)]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_loading_does_not_wait_for_the_device(folder: Path) -> None:
+def test_loading_does_not_wait_for_the_device(
+    folder: Path, without_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
     load_model(folder, device=DEVICE)  # tables are sent once
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         load_model(folder, device=DEVICE)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.inference_mode()

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conversions import small_config
-from stage_runs import run_until
-from tiny import make_tiny
+from pairs import pairs_of
 
+from exl2flow.core.config import ConversionConfig
 from exl2flow.inference import load_model
 from exl2flow.kernels import (
     ACTIVATIONS,
@@ -49,10 +47,10 @@ def packed(k: int, n: int, *kinds: tuple[int, int], zeros: bool = False) -> Pack
         bits, rows = kinds[min(len(groups), len(kinds) - 1)]
         groups.append(Group(bits=bits, start=start, rows=min(rows, k - start)))
     codes = torch.cat(
-        [torch.randint(0, 1 << g.bits, (g.rows, n), dtype=torch.uint8) for g in groups]
+        [torch.randint(1 << g.bits, (g.rows, n), dtype=torch.uint8, device=DEVICE) for g in groups]
     )
     count, wide = len(groups), -(-n // 32) * 32
-    codes = torch.nn.functional.pad(codes, (0, wide - n)).to(DEVICE)
+    codes = torch.nn.functional.pad(codes, (0, wide - n))
     scale_codes = torch.randint(0, 16, (count, wide), dtype=torch.uint8, device=DEVICE)
     maxima = (torch.rand(count, device=DEVICE) * 0.05 + 1e-5).half()
     found = torch.rand(count, wide, device=DEVICE).half()
@@ -118,9 +116,10 @@ def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None
         assert (y.double() - expected).norm() <= TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows", [1, 8, 16, 17])
-@pytest.mark.parametrize("shape", [(4096, 11008), (11008, 96), (96, 36)])
+@pytest.mark.parametrize(
+    ("activation", "rows", "shape"),
+    pairs_of([*ACTIVATIONS], [1, 8, 16, 17], [(4096, 11008), (11008, 96), (96, 36)]),
+)
 def test_a_product_gates_another_and_is_added(
     activation: str, rows: int, shape: tuple[int, int]
 ) -> None:
@@ -181,13 +180,10 @@ def test_decoded_values_are_exact(zeros: bool) -> None:
         assert torch.equal(get_ops(DEVICE).decode_packed(matrix), decode_packed(matrix))
 
 
-def test_a_loaded_model_stays_quantized_and_says_the_same(tmp_path: Path) -> None:
-    source = make_tiny("llama", tmp_path / "source")
-    config = small_config(source, tmp_path / "out", bpw=4.0)
-    run_until(config, "compile")
+def test_a_loaded_model_stays_quantized_and_says_the_same(llama: ConversionConfig) -> None:
     ids = torch.randint(0, 200, (1, 40))
 
-    on_card, on_cpu = load_model(config.out, device=DEVICE), load_model(config.out, device="cpu")
+    on_card, on_cpu = load_model(llama.out, device=DEVICE), load_model(llama.out, device="cpu")
 
     assert isinstance(on_card.decoder.head.linear, PackedLinear)
     for count in (1, 9, 40):
@@ -210,11 +206,10 @@ def norm_of(d: int, *, centered: bool) -> Norm:
     return Norm(weight=weight, bias=bias if centered else None, eps=1e-5, centered=centered)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 20, 40])
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("multiplier", [1.0, 0.22])
+@pytest.mark.parametrize(
+    ("rows", "centered", "before", "after", "multiplier"),
+    pairs_of([1, 3, 16, 20, 40], [False, True], [False, True], [True, False], [0.22, 1.0]),
+)
 def test_chains_of_every_kind_are_what_their_products_are(
     multiplier: float, after: bool, before: bool, centered: bool, rows: int
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairs import pairs_of
 from sampled import PLAIN, slots_of
 
 from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings, sample
@@ -48,7 +49,7 @@ KINDS = {
     "every": (EVERY,),
     "every full": (EVERY, replace(EVERY, top_k=0), FULL),
 }
-DRAWS = 10
+DRAWS = 5
 
 
 def entered(kind: str, batch: int, vocab: int, device: str) -> SamplerSlots:
@@ -65,9 +66,9 @@ def entered(kind: str, batch: int, vocab: int, device: str) -> SamplerSlots:
     return slots
 
 
-@pytest.mark.parametrize("vocab", [301, 32_000, 151_936])
-@pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "batch", "vocab"), pairs_of([*KINDS], [1, 3, 16], [301, 32_000, 151_936])
+)
 @torch.inference_mode()
 def test_equal_draws_give_equal_tokens(kind: str, batch: int, vocab: int) -> None:
     operations = Kind.of(KINDS[kind], masked=True, top=5, probabilities=True)

@@ -1,13 +1,12 @@
 """Recorded steps give the same logits and samples as launched ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from conversions import small_config
 from decoding import GREEDY, HOT, Slots
-from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
@@ -30,13 +29,8 @@ NEAR_TIE = 2**-6  # of the greatest logit: a hidden state is rounded by 2^-11, s
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])  # mistral has windows
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder: Path = tmp_path_factory.mktemp("model")
-    windows = {"sliding_window": 40} if request.param == "mistral" else {}
-    source = make_tiny(request.param, folder / "source", head_dim=64, **windows)
-    config = small_config(source, folder / "out", bpw=4.0)
-    run_until(config, "compile")
-    return load_model(config.out, device=DEVICE)
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    return load_model(request.getfixturevalue(request.param).out, device=DEVICE)
 
 
 def prompts_of(model: LoadedModel, count: int) -> list[list[int]]:
@@ -101,7 +95,7 @@ def test_recorded_samples_are_those_of_the_chain(model: LoadedModel, kind: str, 
         cpu.enter(slot, completed(launched.settings[slot], model.tokenizer), ids)
     chosen = Kind.of(launched.settings.values())
 
-    for draws in torch.rand(20, rows, dtype=torch.float64):
+    for draws in torch.rand(8, rows, dtype=torch.float64):
         found = recorded.run(draws=draws.tolist()).ids[:rows].tolist()
         assert found == launched.run(draws=draws.tolist()).ids[:rows].tolist()
         assert found == sample(at.logits[:rows].cpu(), cpu, draws, chosen).ids.tolist()
@@ -270,13 +264,14 @@ def test_a_model_is_used_on_one_stream(model: LoadedModel) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("settings", [GREEDY, HOT, SamplingSettings(mirostat=True)])
 def test_entering_a_slot_does_not_wait_for_the_device(
-    model: LoadedModel, settings: SamplingSettings
+    model: LoadedModel,
+    settings: SamplingSettings,
+    without_waiting: Callable[[], AbstractContextManager[None]],
 ) -> None:
     steps = entered(model, prompts_of(model, 2), (settings,)).steps
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+
+    with without_waiting():
         steps.enter(0, [0], [2] * 100, completed(settings, model.tokenizer), None)
         steps.leave(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
     assert steps.lengths.tolist() == [99, 0]

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conversions import small_config
 from stage_runs import run_until
-from tiny import VOCAB_SIZE, make_tiny
+from tiny import VOCAB_SIZE
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.files import read_json
@@ -19,12 +18,9 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
-    root = tmp_path_factory.mktemp("model")
-    config = small_config(make_tiny("qwen2", root / "source"), root / "out", bpw=3.0)
-    run_until(config, "compile")
-    return config
+@pytest.fixture
+def config(qwen2: ConversionConfig) -> ConversionConfig:
+    return qwen2
 
 
 def test_scores_are_those_of_the_cpu_but_for_fp16(config: ConversionConfig) -> None:

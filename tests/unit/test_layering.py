@@ -32,10 +32,12 @@ PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.held
 # library → files that may import it; the rest of the package needs torch, numpy and safetensors
 EVERYWHERE = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, tuple[str, ...]] = {
+    "docket": ("flows/server/",),
     "jinja2": ("model/template_program.py", "inference/report/page.py", "inference/report/card.py"),
     "llguidance": ("inference/filters/grammar.py",),
     "markdown_it": ("flows/cli/terminal/",),
     "matplotlib": ("inference/report/plots.py",),
+    "scipy": ("inference/intervals.py",),
     "pandas": ("inference/report/frames.py", "quant/tokenize/frame.py"),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runners.py",),
@@ -65,6 +67,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 # may import inside functions
 LAZY_IMPORTS = (
     *("flows/", "kernels/backend.py", "model/attention.py", "inference/filters/grammar.py"),
+    "inference/intervals.py",
 )
 RUNNING_FLOWS = {
     "flows/cli/measure.py",

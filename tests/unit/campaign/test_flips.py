@@ -28,6 +28,13 @@ def test_every_flip_is_found_by_a_digest_and_those_of_tensors_by_the_comparison(
             assert counts.share("compile") == "4/4", kind
 
 
+def test_without_time_no_bit_is_flipped(made: Converted) -> None:
+    found = campaign(made, count=4, gate=4, seed=1, seconds=-1.0)
+
+    assert tuple(found) == KINDS
+    assert all(counts.tried.total() == 0 for counts in found.values())
+
+
 def test_mutants_change_one_thing_each_and_no_words_for_people() -> None:
     source = '''
 def least(values: list[int], floor: int = 0) -> int:
