@@ -7,6 +7,8 @@ from itertools import takewhile
 from math import inf
 from weakref import WeakMethod
 
+import torch
+
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.request import Request, Sampled
 from exl2flow.inference.drafts import Wanted
@@ -26,10 +28,15 @@ CANDIDATES = 64  # that a hook sees
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the device works on: its jobs, and what arrives for each place of a draft."""
+    """A step that the device works on: its jobs, and what arrives for each place of a draft.
+
+    mu: Mirostat's bounds before it, fp64 (slots,), which a discarded sample must leave as they were;
+    None if no job has any.
+    """
 
     parts: list[Part]
     arrivals: list[Arrival]
+    mu: torch.Tensor | None
 
 
 class Decoding:
@@ -96,7 +103,9 @@ class Decoding:
         if not parts:
             return None
         kind, arrivals = self._kind(parts), list[Arrival]()
-        count = max(len(part.places) for part in parts)
+        count, mu = max(len(part.places) for part in parts), None
+        if any(part.job.request.settings.mirostat for part in parts):
+            mu = self._steps.sampler.mu.clone()
         with restored(self._steps.sampler.active) if count > 1 else nullcontext():
             self._prepare(parts, slots, count)
             for place in range(count):
@@ -107,7 +116,7 @@ class Decoding:
                 requests = ((part.slot, part.job.request) for part in there)
                 rows = [slot for slot, request in requests if request.logits or request.hooks]
                 arrivals.append(Arrival(sampled, self._steps.logits, rows))
-        return _Launched(parts, arrivals)
+        return _Launched(parts, arrivals, mu)
 
     def _prepare(self, parts: list[Part], slots: int, places: int) -> None:
         """Tell the device the draws of all places, and what was drafted."""
@@ -163,16 +172,19 @@ class Decoding:
         for part in launched.parts:
             if not part.job.is_done:
                 part.job.launched -= 1
-                self._read(part, launched.arrivals)
+                self._read(part, launched)
 
-    def _read(self, part: Part, arrivals: list[Arrival]) -> None:
+    def _read(self, part: Part, launched: _Launched) -> None:
         """Hand the tokens of a step to a job, up to the first one that was not drafted."""
         job, top = part.job, _top(part.job.request)
         if job.is_stale:
             job.is_stale = False
+            if launched.mu is not None:
+                self._steps.sampler.mu[part.slot].copy_(launched.mu[part.slot])
             self._schedule.accept(job)  # goes back to the last token that was read
             return
-        tokens = [arrival.token(part.slot, top) for arrival in arrivals[: len(part.places)]]
+        arrivals = launched.arrivals[: len(part.places)]
+        tokens = [arrival.token(part.slot, top) for arrival in arrivals]
         pairs = zip(tokens, part.draft, strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
         job.reach.note(len(part.draft), right)

@@ -9,6 +9,7 @@ from exl2flow.kernels import SAMPLER_COLUMNS, SamplerSteps
 
 FEW = 64  # settings that keep at most this many candidates share the same operations
 LONG = 32  # repetitions of at most this length share the same operations
+MOST_GUIDANCE = 1e6  # beyond it, products with logits may not be finite
 EVERYTHING = 2**31  # more than any vocabulary or history has
 
 
@@ -18,7 +19,7 @@ def numbers_of(settings: SamplingSettings) -> dict[str, float]:
     `repetition_range` is where penalties end, `repetition_decay` the steps to there; the late
     temperature goes from `min_temp` to `max_temp`; `skew` is an exponent; `dry_counts` a most.
     """
-    s, unit = settings, max(settings.repetition_decay, 1)
+    s, unit, scale = settings, max(settings.repetition_decay, 1), settings.cfg_scale
     is_late = s.temperature_last and not s.is_greedy
     low = high = s.temperature if is_late else 1.0
     if s.max_temp > s.min_temp:
@@ -36,7 +37,7 @@ def numbers_of(settings: SamplingSettings) -> dict[str, float]:
         "repetition_range": (EVERYTHING if s.repetition_range < 0 else s.repetition_range) + unit,
         "repetition_decay": unit,
         "mirostat_eta": s.mirostat_eta if s.mirostat else 0.0,
-        "cfg_scale": 1.0 if s.cfg_scale is None else s.cfg_scale,
+        "cfg_scale": 1.0 if scale is None else max(-MOST_GUIDANCE, min(scale, MOST_GUIDANCE)),
         "dry_range": s.dry_range or EVERYTHING,
         "dry_counts": EVERYTHING if s.dry_counts else 1,
     }

@@ -66,6 +66,17 @@ def test_a_change_to_the_same_values_changes_no_text(model: LoadedModel) -> None
     assert changed(model, there_and_back, behind=5, **given) == free
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_discarded_sample_teaches_mirostat_nothing(model: LoadedModel, seed: int) -> None:
+    settings = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0, mirostat=True)
+    given = {"settings": settings, "seed": seed, "max_new_tokens": 40}
+
+    free = changed(model, lambda *_: None, behind=0, **given)
+
+    assert changed(model, lambda _, job: job.exclude(frozenset()), behind=4, **given) == free
+    assert changed(model, lambda g, job: g.change(job, stops=()), behind=4, **given) == free
+
+
 def test_settings_apply_to_the_next_token(model: LoadedModel) -> None:
     free = changed(model, lambda *_: None, behind=0)
     bias = SamplingSettings.greedy(token_bias=((50, 1000.0),))

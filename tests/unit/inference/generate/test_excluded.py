@@ -100,6 +100,20 @@ def test_a_request_that_leaves_no_id_says_so_and_costs_nobody_their_pages(
     assert generator.free_pages == generator.pages
 
 
+@pytest.mark.parametrize("scale", [1e38, -1e39, 1e300])
+def test_guidance_of_any_strength_costs_nobody_their_pages(model: LoadedModel, scale) -> None:
+    generator = Generator(model, tokens=4096, slots=2)
+    prompt = (5, 6, *range(7, 290), *range(7, 290))
+    generator.generate([prompt], max_new_tokens=1)
+    settings = replace(HOT, cfg_scale=scale)
+
+    [*_, last] = run(generator, Request((prompt, (5, 6, 7)), max_new_tokens=2, settings=settings))
+    [*_, after] = run(generator, Request((*prompt, 9), max_new_tokens=1))
+
+    assert last.error is None
+    assert after.statistics.cached_tokens >= len(prompt) - 1
+
+
 def test_another_set_counts_from_the_next_sample_on(model: LoadedModel) -> None:
     generator, events = Generator(model, tokens=2048), list[Event]()
     job = generator.submit(request(0, max_new_tokens=30), deliver=events.append)
