@@ -5,16 +5,17 @@ the source model. Changing an option redoes the stages that depend on it and no 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from exl2flow.core import words
 from exl2flow.core.config import ConversionConfig, RunOptions
 from exl2flow.core.damage import OUTPUT, check_input, forget_damaged, trust
 from exl2flow.core.errors import Interrupted, SourceModelError, StoreError
-from exl2flow.core.files import digest_of
+from exl2flow.core.files import FileRecord, digest_of
 from exl2flow.core.interrupt import StopRequest, listening
 from exl2flow.core.manifest import RunRecord
 from exl2flow.core.progress import Progress, Tick
@@ -68,7 +69,8 @@ class StageRun:
 class Stage:
     """One node of the pipeline: a plain resumable function and what determines its result.
 
-    gpu_options: options that change the result on a GPU only.
+    gpu_options: options that change the result on a GPU only; files: what is read besides weights
+    and inputs, whose digests are among the options.
     """
 
     name: str
@@ -78,6 +80,11 @@ class Stage:
     run: Callable[[StageRun], None]
     enabled: Callable[[ConversionConfig], bool] = lambda config: True
     gpu_options: Callable[[ConversionConfig], Mapping[str, object]] = lambda config: {}
+    files: Callable[[ConversionConfig], Iterable[Path]] = lambda config: ()
+
+
+class _Touched(Exception):
+    """Files were written to while a stage read them, but hold what they held before."""
 
 
 class Pipeline:
@@ -166,7 +173,45 @@ class Pipeline:
         return ref
 
     def _work(self, stage: Stage, ref: StageRef, *, progress: Progress, stop: StopRequest) -> None:
-        """Run a stage in its folder and mark it complete."""
+        """Run a stage in its folder and mark it complete.
+
+        A stage whose files are touched goes on from its last result, as often as that moves it on.
+        """
+        done = -1
+        while True:
+            folder = self._opened(stage, ref)
+            work = StageRun(
+                config=self.config,
+                folder=folder,
+                inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
+                device=self.device,
+                progress=progress,
+                stop=stop,
+            )
+            try:
+                with turn(self.device):
+                    stage.run(work)
+                folder.complete()
+            except _Touched as touched:
+                if len(folder.manifest.files) <= done:
+                    raise SourceModelError(
+                        f"{touched} is written to again and again while stage `{stage.name}` reads "
+                        "it; repeat the command when nothing writes there any more"
+                    ) from None
+                done = len(folder.manifest.files)
+                log.warning("%s was written to; stage `%s` goes on", touched, stage.name)
+            else:
+                trust(folder.path)
+                return
+
+    def _opened(self, stage: Stage, ref: StageRef) -> StageFolder:
+        """Return the folder of a stage, which records only what came of the files as they are now.
+
+        Raises:
+            SourceModelError, StoreError: see `_check_unchanged`.
+        """
+        reads = self._reads(stage)
+        states = {path: _state(path) for path in reads}  # before contents are compared
         self._check_unchanged(stage)
         for name, fingerprint in self.input_fingerprints(stage).items():
             found = StageFolder.load(self.path(name), fingerprint)
@@ -182,61 +227,61 @@ class Pipeline:
         forget_damaged(folder)
         folder.manifest.source = dict(self.source.files)
         folder.manifest.run = RunRecord.of(self.stages, self.config)
-        work = StageRun(
-            config=self.config,
-            folder=folder,
-            inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
-            device=self.device,
-            progress=progress,
-            stop=stop,
-        )
-        try:
-            with turn(self.device):
-                stage.run(work)
-        finally:
-            self._check_unchanged(stage, folder)
-        folder.complete()
-        trust(folder.path)
 
-    def _check_unchanged(self, stage: Stage, folder: StageFolder | None = None) -> None:
+        def check() -> None:
+            if touched := [path for path, state in states.items() if _state(path) != state]:
+                self._check_unchanged(stage)
+                raise _Touched(", ".join(f"`{path}`" for path in touched))
+
+        folder.check = check
+        return folder
+
+    def _reads(self, stage: Stage) -> list[Path]:
+        """Return the files that a stage reads: of the source, of its options, of its inputs."""
+        paths = [self.config.source / name for name in self.source.files]
+        paths += stage.files(self.config)
+        for name, fingerprint in self.input_fingerprints(stage).items():
+            folder = StageFolder.load(self.path(name), fingerprint)
+            paths += [folder.path / file for file in folder.manifest.files] if folder else []
+        return paths
+
+    def _check_unchanged(self, stage: Stage) -> None:
         """Check that what a stage reads is what its fingerprint covers.
-
-        Args:
-            stage: the stage, before or after its work.
-            folder: its results, which are dropped if they were made from something else.
 
         Raises:
             SourceModelError: the source, or a file that an option names, has changed.
             StoreError: an input is not complete.
         """
-        changed = self._changed_files(stage)
-        inputs = [
-            n for n in self.input_fingerprints(stage) if not self.work.is_complete(self.refs[n])
-        ]
-        if folder is not None and (changed or inputs):
-            folder.forget()
-        if changed:
+        if changed := self._changed_files(stage):
             raise SourceModelError(
                 f"{', '.join(changed)} changed during this run; repeat the command when nothing "
                 "writes there any more"
             )
-        if inputs:
-            names = ", ".join(f"`{name}`" for name in inputs)
+        inputs = self.input_fingerprints(stage)
+        if names := [f"`{name}`" for name in inputs if not self.work.is_complete(self.refs[name])]:
             raise StoreError(
-                f"stage `{stage.name}` reads {names}, whose files are missing or were changed "
-                "during this run; repeat the command"
+                f"stage `{stage.name}` reads {', '.join(names)}, whose files are missing or were "
+                "changed during this run; repeat the command"
             )
 
     def _changed_files(self, stage: Stage) -> list[str]:
         """Name what differs from what this pipeline was made with; unchanged files are not read."""
         old, new = self.source.files, self._fingerprint().files
-        names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-        if names:
-            return [f"`{self.config.source / name}`" for name in names]
+        if names := sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
+            paths = {name: f"`{self.config.source / name}`" for name in names}
+            return [paths[n] if n in new else f"{paths[n]} (which is missing)" for n in names]
         try:
             now = stage.options(self.config)
-        except FileNotFoundError as error:
-            return [f"`{error.filename}`"]
+        except OSError as error:
+            return [f"`{error.filename}` ({words.cause(error)})"]
         wanted = self.options[stage.name]
         keys = [key for key, value in now.items() if wanted.get(key) != value]
         return [f"a file that stage `{stage.name}` reads (`{key}`)" for key in keys]
+
+
+def _state(path: Path) -> FileRecord | None:
+    """Return size and times of a file, None if it is not there or cannot be looked at."""
+    try:
+        return FileRecord.of(path, sha256=None)
+    except OSError:
+        return None

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
@@ -59,6 +59,7 @@ class StageFolder:
     def __init__(self, path: Path, manifest: StageManifest) -> None:
         self.path = path
         self.manifest = manifest
+        self.check: Callable[[], None] = lambda: None  # may refuse what is about to be recorded
         self._lock = threading.RLock()  # a background thread stores results
         self._states_time = time.monotonic()
         self._states_cost = 0.0
@@ -106,6 +107,7 @@ class StageFolder:
 
     def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
         """Record a file that has been written, and the progress of the stage."""
+        self.check()
         with self._lock:
             self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
             if cursor is not None:
@@ -124,12 +126,6 @@ class StageFolder:
                     sync(folder)  # else they could come back, and nobody would delete them
             if gone:
                 self.save()
-
-    def forget(self) -> None:
-        """Drop all results: what they were made from has changed."""
-        with self._lock:
-            self.manifest.files, self.manifest.states, self.manifest.cursor = {}, None, 0
-            self.save()
 
     def note(self, text: str) -> None:
         """Add a sentence to the report; it is stored with the next commit."""
@@ -163,6 +159,7 @@ class StageFolder:
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
         sha256 = write_tensors(self.path / name, {"states": states})
         record = FileRecord.of(self.path / name, sha256=sha256)
+        self.check()
         with self._lock:
             self.manifest.states = SavedStates(file=name, index=index, record=record)
             self.save()
@@ -194,6 +191,7 @@ class StageFolder:
 
     def complete(self) -> None:
         """Mark the stage complete and delete what only a resume needs."""
+        self.check()
         for path in self.path.glob("states-?.safetensors"):
             _delete(path)
         self.manifest.status = "complete"

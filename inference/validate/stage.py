@@ -250,5 +250,10 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 VALIDATE = Stage(
-    name="validate", schema=4, inputs=("tokenize", "compile"), options=_options, run=validate
+    name="validate",
+    schema=4,
+    inputs=("tokenize", "compile"),
+    options=_options,
+    run=validate,
+    files=lambda config: filter(None, [config.validate_options.text]),
 )

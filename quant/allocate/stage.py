@@ -233,4 +233,5 @@ ALLOCATE = Stage(
     inputs=("tokenize", "sensitivity", "measure", "supplement"),
     options=_options,
     run=allocate,
+    files=lambda config: filter(None, [config.measurement]),
 )

@@ -178,5 +178,10 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 RECOMPILE = Stage(
-    name="compile", schema=1, inputs=("refine", "judge"), options=_options, run=recompile
+    name="compile",
+    schema=1,
+    inputs=("refine", "judge"),
+    options=_options,
+    run=recompile,
+    files=lambda config: refinement(config).model.glob("*"),
 )

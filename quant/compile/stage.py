@@ -384,4 +384,5 @@ COMPILE = Stage(
     inputs=("tokenize", "allocate", "quantize", "tune"),
     options=_options,
     run=compile_model,
+    files=lambda config: carried_files(config.source),
 )

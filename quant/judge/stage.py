@@ -107,4 +107,11 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return {"held_out_rows": refinement(config).held_out_rows, "rope": config.rope.model_dump()}
 
 
-JUDGE = Stage(name="judge", schema=1, inputs=("tokenize", "refine"), options=_options, run=judge)
+JUDGE = Stage(
+    name="judge",
+    schema=1,
+    inputs=("tokenize", "refine"),
+    options=_options,
+    run=judge,
+    files=lambda config: refinement(config).model.glob("*"),
+)

@@ -260,5 +260,6 @@ REFINE = Stage(
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,
+    files=lambda config: refinement(config).model.glob("*"),
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

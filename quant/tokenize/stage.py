@@ -179,4 +179,11 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return options
 
 
-TOKENIZE = Stage(name="tokenize", schema=2, inputs=("compose",), options=_options, run=tokenize)
+TOKENIZE = Stage(
+    name="tokenize",
+    schema=2,
+    inputs=("compose",),
+    options=_options,
+    run=tokenize,
+    files=lambda config: filter(None, [config.calibration.file]),
+)

@@ -229,27 +229,58 @@ def test_source_that_changes_between_stages_is_named_and_the_next_stage_does_not
     assert RAN == ["measure"]
 
 
-@pytest.mark.parametrize("ending", ["done", "failed"])
-def test_result_of_a_source_that_changed_meanwhile_is_dropped(
-    ending: str, config: ConversionConfig
-) -> None:
-    def copy(run: StageRun) -> None:
-        write_text(run.folder.path / "note", model_text(run.config))
-        if not run.folder.valid("note"):
-            run.folder.commit("note", digest(run.folder.path / "note"), cursor=1)
+def copy_model(run: StageRun) -> None:
+    """Write two files that hold the model, unless they are there."""
+    for name in ("first", "second"):
+        if not run.folder.valid(name):
+            RAN.append(name)
+            write_text(run.folder.path / name, model_text(run.config))
+            run.folder.commit(name, digest(run.folder.path / name))
+
+
+@pytest.mark.parametrize("end", ["changed", "put back", "failed", "killed", "missing"])
+def test_what_comes_of_a_changed_source_is_not_recorded(end: str, config: ConversionConfig) -> None:
+    model = config.source / "config.json"
 
     def disturbed(run: StageRun) -> None:
-        (run.config.source / "config.json").write_text('{"other": 1}')
-        copy(run)
-        if ending == "failed":
-            raise ValueError("half way")
+        model.write_text('{"other": 1}')
+        made = model_text(run.config)
+        if end == "put back":
+            model.write_text("{}")
+        elif end == "missing":
+            model.rename(model.with_suffix(".away"))
+        write_text(run.folder.path / "first", made)
+        if end != "failed":
+            run.folder.commit("first", digest(run.folder.path / "first"))
+        raise ValueError("half way")
 
-    with pytest.raises(SourceModelError, match="changed during this run; repeat the command"):
+    with pytest.raises(ValueError if end == "failed" else SourceModelError):
         run_all(config, (stage("measure", run=disturbed),))
-    (config.source / "config.json").write_text("{}")
-    pipeline = run_all(config, (stage("measure", run=copy),))
+    model.write_text("{}")
+    RAN.clear()
+    pipeline = run_all(config, (stage("measure", run=copy_model),))
 
-    assert (pipeline.path("measure") / "note").read_text() == "{}"
+    assert RAN == ["first", "second"]
+    assert (pipeline.path("measure") / "first").read_text() == "{}"
+
+
+def test_a_source_that_is_away_for_a_while_costs_no_result(config: ConversionConfig) -> None:
+    away = config.source.with_name("away")
+
+    def unplugged(run: StageRun) -> None:
+        write_text(run.folder.path / "first", model_text(run.config))
+        run.folder.commit("first", digest(run.folder.path / "first"))
+        config.source.rename(away)
+        config.source.mkdir()  # an empty mount point
+        run.folder.commit("second", "")
+
+    with pytest.raises(SourceModelError, match=r"config\.json` \(which is missing\) changed"):
+        run_all(config, (stage("measure", run=unplugged),))
+    config.source.rmdir()
+    away.rename(config.source)
+    run_all(config, (stage("measure", run=copy_model),))
+
+    assert RAN == ["second"]
 
 
 def test_an_unchanged_source_is_read_once_however_many_stages_check_it(
@@ -267,17 +298,33 @@ def test_an_unchanged_source_is_read_once_however_many_stages_check_it(
     assert sorted(read) == ["config.json", "model.safetensors"]
 
 
-def test_touched_source_is_no_changed_source(config: ConversionConfig) -> None:
-    def touching(run: StageRun) -> None:
-        os.utime(run.config.source / "config.json", (0, 0))
-        write_note(run)
+def test_a_stage_goes_on_when_its_source_is_touched(
+    config: ConversionConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, times_touched = iter(range(1, 100)), list[int]()
 
-    pipeline = run_all(config, (stage("measure", run=touching),))
+    def touching(run: StageRun) -> None:
+        os.utime(run.config.source / "config.json", (0, next(times)))
+        copy_model(run)
+
+    def backed_up(run: StageRun) -> None:
+        copy_model(run)
+        if not times_touched:
+            times_touched.append(0)  # a backup adds a link to each file, say
+            os.utime(run.config.source / "config.json", (0, 0))
+
+    pipeline = run_all(config, (stage("measure", run=backed_up),))
 
     assert pipeline.is_complete("measure")
+    assert RAN == ["first", "second"]
+    assert "config.json` was written to; stage `measure` goes on" in caplog.text
+    RAN.clear()
+    with pytest.raises(SourceModelError, match="written to again and again while stage `tune`"):
+        run_all(config, (stage("tune", run=touching),))
+    assert RAN == ["first", "first"]
 
 
-@pytest.mark.parametrize("change", ["edited", "deleted"])
+@pytest.mark.parametrize("change", ["edited", "deleted", "a folder"])
 def test_file_of_an_option_that_changes_before_its_stage_is_told(
     change: str, config: ConversionConfig
 ) -> None:
@@ -289,8 +336,10 @@ def test_file_of_an_option_that_changes_before_its_stage_is_told(
     text.unlink()
     if change == "edited":
         text.write_text("after")
+    elif change == "a folder":
+        text.mkdir()
 
-    what = r"stage `validate` reads \(`text`\)" if change == "edited" else "`.*/text.txt`"
+    what = r"stage `validate` reads \(`text`\)" if change == "edited" else r"`.*/text.txt` \(.*\)"
     with pytest.raises(SourceModelError, match=f"{what} changed during this run"):
         pipeline.run("validate", progress=silent)
 
@@ -307,6 +356,34 @@ def test_stage_whose_input_was_changed_does_not_begin(config: ConversionConfig) 
         pipeline.run("compile", progress=silent)
 
     assert RAN == ["measure", "allocate"]
+
+
+@pytest.mark.parametrize("changed", ["input", "file of an option"])
+def test_a_result_of_what_was_changed_meanwhile_is_not_recorded(
+    changed: str, config: ConversionConfig
+) -> None:
+    text = config.source.parent / "text.txt"
+    text.write_text("before")
+
+    def disturbed(run: StageRun) -> None:
+        path = text if changed == "file of an option" else run.inputs["measure"] / "note"
+        path.write_text("of another run")
+        write_note(run)
+
+    second = Stage(
+        name="validate",
+        schema=1,
+        inputs=("measure",),
+        options=lambda config: {"text": digest(text)},
+        run=disturbed,
+        files=lambda config: [text],
+    )
+    with pytest.raises(StoreError if changed == "input" else SourceModelError, match="changed"):
+        run_all(config, (stage("measure"), second))
+
+    pipeline = Pipeline(config, (stage("measure"), second), device="cpu")
+    folder = StageFolder.found(pipeline.path("validate"))
+    assert folder is None or not folder.manifest.files
 
 
 def test_output_belongs_to_one_run_from_the_first_stage_to_the_last_whatever_its_work_root(
