@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.request import Request
@@ -38,8 +38,16 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, request: Request, events: "asyncio.Queue[Event]") -> Job:
+    def submit(
+        self,
+        request: Request,
+        events: "asyncio.Queue[Event]",
+        *,
+        note: Callable[[Event], object] | None = None,
+    ) -> Job:
         """Put a request in the queue; the running event loop finds its events in `events`.
+
+        Closing that loop ends the job. `note` sees each event first, in the generator's thread.
 
         Raises:
             Exl2FlowError: what `Generator.submit` refuses.
@@ -47,8 +55,12 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
         loop = asyncio.get_running_loop()
 
         def deliver(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed
+            if note is not None:
+                note(event)
+            try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the loop is closed
+                job.cancel()
 
         with self._wake:
             if not self._is_open:

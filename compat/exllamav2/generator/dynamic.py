@@ -132,9 +132,15 @@ class Jobs:
     def add(self, job: ExLlamaV2DynamicJob, submit: Callable[[Request], Job] | None = None) -> int:
         """Put a job in the queue, by `submit` if its events are to go elsewhere."""
         submit = submit or partial(self.native.submit, deliver=self._events.append)
-        job.native = submit(job.request(self.tokenizer.native, self.loras))
+        request = job.request(self.tokenizer.native, self.loras)
         job.is_started, job.full_completion = False, ""  # also if it has run before
-        self.jobs[job], job.serial_number = None, next(self._serials)
+        self.jobs[job] = None  # before another thread can end it
+        try:
+            job.native = submit(request)
+        except BaseException:
+            self.jobs.pop(job, None)
+            raise
+        job.serial_number = next(self._serials)
         return job.serial_number
 
     def enqueue(self, job: Any) -> Any:

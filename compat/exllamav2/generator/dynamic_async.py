@@ -1,7 +1,7 @@
 """The dynamic generator for asyncio: it works in a thread, and each job has a queue of events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ class ExLlamaV2DynamicGeneratorAsync:
         self.native = AsyncGenerator(self.generator.native)
 
     def enqueue(self, job: "ExLlamaV2DynamicJobAsync") -> int:
-        return self.generator.add(job.job, partial(self.native.submit, events=job.events))
+        submit = partial(self.native.submit, events=job.events, note=self.generator.note)
+        return self.generator.add(job.job, submit)
 
     async def cancel(self, job: "ExLlamaV2DynamicJobAsync") -> None:
         if job.job in self.generator.jobs and job.job.native is not None:
@@ -30,25 +31,13 @@ class ExLlamaV2DynamicGeneratorAsync:
         await self.native.close()
 
 
-class _Events(asyncio.Queue[Event]):
-    """The events of a job, which `note` sees as they come, whether anybody reads them or not."""
-
-    def __init__(self, note: Callable[[Event], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def put_nowait(self, item: Event) -> None:
-        self._note(item)
-        super().put_nowait(item)
-
-
 class ExLlamaV2DynamicJobAsync:
     """A job that is in the queue at once; `async for` yields its results until it ends."""
 
     def __init__(
         self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any
     ) -> None:
-        self.generator, self.events = generator, _Events(generator.generator.note)
+        self.generator, self.events = generator, asyncio.Queue[Event]()
         self.job, self.is_over = ExLlamaV2DynamicJob(*args, **kwargs), False
         generator.enqueue(self)
 

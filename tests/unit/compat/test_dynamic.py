@@ -314,6 +314,17 @@ def test_an_abort_ends_all_and_returns_nothing(generator) -> None:
     assert generator.native.free_pages == generator.max_pages
 
 
+def test_an_abort_frees_the_pages_of_running_jobs_at_once(generator) -> None:
+    class Later(threading.Event):
+        def is_set(self) -> bool:
+            if len(generator.active_jobs) == len(PROMPTS):
+                self.set()
+            return super().is_set()
+
+    assert generator.generate(PROMPTS, 100, abort_event=Later()) is None
+    assert not generator.jobs and all(page.ref_count == 0 for page in generator.all_pages)
+
+
 def test_bias_masks_and_shared_settings_are_kept_apart(generator, tokenizer) -> None:
     settings = Settings(mirostat=True, dry_multiplier=0.8)
     settings.allow_tokens(tokenizer, [40, 41, "f"])

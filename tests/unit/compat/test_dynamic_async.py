@@ -71,6 +71,29 @@ def test_a_job_that_nobody_reads_leaves_the_listing_when_it_ends(model, cache, t
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
+def test_jobs_of_a_closed_loop_end_and_leave_the_listing(model, cache, tokenizer) -> None:
+    def begin(generator) -> None:
+        async def main() -> None:
+            ids = tokenizer.encode(PROMPTS[0])
+            async for _ in ExLlamaV2DynamicJobAsync(generator, ids, 10_000 // len(PROMPTS[0])):
+                break
+
+        asyncio.run(main())
+
+    async def main() -> None:
+        generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        await asyncio.to_thread(begin, generator)
+        while not generator.generator.native.is_idle:
+            await asyncio.sleep(0.01)
+        generator.generator.set_loras(None)
+        await generator.close()
+
+        assert generator.generator.num_remaining_jobs() == 0
+        assert generator.generator.native.free_pages == generator.generator.max_pages
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_a_job_that_another_task_cancels_ends_its_iteration(model, cache, tokenizer) -> None:
     async def main() -> list[dict]:
         generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
