@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from exl2flow.flows.cli.options.sampling import SAMPLING
 if TYPE_CHECKING:  # these import torch
     from exl2flow.flows.cli.terminal.loop import Chat
     from exl2flow.inference import Generator
+    from exl2flow.inference.chat import Piece
 
 EXAMPLES = (
     "Examples:",
@@ -37,7 +39,6 @@ EXAMPLES = (
 )
 PROFILES, KEPT = "chat.toml", "chat.json"
 FILES = "Files"
-ALWAYS = ("adapters", "filters")  # no part of a conversation's file
 OF_SESSION = {"max_answer": "max_answer_tokens", "ban": "bans"}
 SETTINGS = {row.field for row in SAMPLING[1]}
 # variables of templates, for examples
@@ -126,10 +127,7 @@ def chat(
         OUT.print(printable(f"loading {model} …"), style="dim", markup=False, soft_wrap=True)
     message = "" if talks else _message(model)
     file = conversation or (_kept(model) if talks or resume else None)
-    before = file if resume and file is not None and file.is_file() else None
-    if resume and before is None:
-        say(f"no conversation in `{file}` yet; a new one begins", style="yellow")
-    at_work = _begin(model, config, given, file, before)
+    at_work = _begin(model, config, given, file, resume=resume)
     if talks:
         _talk(at_work, config)
     else:
@@ -181,11 +179,12 @@ def _message(model: Path) -> str:
 
 
 def _begin(
-    model: Path, config: ChatConfig, given: Values, file: Path | None, before: Path | None
+    model: Path, config: ChatConfig, given: Values, file: Path | None, *, resume: bool
 ) -> "Chat":
-    """Load the model, and begin a conversation or go on with that of the file `before`."""
+    """Load the model, and begin a conversation or go on with that of the file."""
     from exl2flow.flows.cli.terminal.commands import obey
     from exl2flow.flows.cli.terminal.loop import Chat
+    from exl2flow.flows.cli.terminal.place import Place
     from exl2flow.flows.cli.terminal.screen import Screen
     from exl2flow.inference import Generator
     from exl2flow.inference.chat import Session, choose_format
@@ -199,18 +198,12 @@ def _begin(
     def generator() -> "Generator":
         return Generator(loaded, cache=shared.cache, slots=1, draft=draft)
 
-    options: dict[str, Any] = {
-        "adapters": read_adapters(loaded, shared.lora), "filters": filters,
-        "max_answer": chat.max_answer, "ban": shared.ban, "reserve": chat.reserve,
-        "seed": chat.seed, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
-        "system": "" if chat.no_system else chat.system,
-    }  # fmt: skip
-    if before is not None:  # then what is not given is as it was
-        of_file = {"system"} if chat.no_system else set()
-        options = {k: v for k, v in options.items() if k in {*given, *of_file, *ALWAYS}}
-    options = {OF_SESSION.get(name, name): value for name, value in options.items()}
-    if before is None or given.keys() & {"user_name", "bot_name"}:
-        options["names"] = (chat.user_name, chat.bot_name)
+    place = None if file is None else Place.take(file)  # before the file is read
+    before = file if resume and file is not None and file.is_file() else None
+    if resume and before is None:
+        say(f"no conversation in `{file}` yet; a new one begins", style="yellow")
+    options = _options(config, given, is_new=before is None)
+    options |= {"adapters": read_adapters(loaded, shared.lora), "filters": filters}
     if before is None:
         session = Session(generator(), format, settings=config.sampling, **options)
     else:
@@ -221,10 +214,31 @@ def _begin(
     screen = Screen(OUT)
     screen.thinking, screen.stats = chat.thinking, chat.stats
     screen.plain = chat.plain or OUT.is_dumb_terminal
+    is_kept = before is not None
+    if place is not None and not place.is_wanted:
+        is_kept, note = False, f"another chat has `{place.wanted}`; this one is kept in"
+        session.notes.append(f"{note} `{place.file}`")
     return Chat(
-        session=session, screen=screen, model=model, file=file, restart=generator, why=why,
-        obey=obey, is_kept=before is not None,
+        session=session, screen=screen, model=model, file=place.file if place else None,
+        place=place, restart=generator, why=why, obey=obey, is_kept=is_kept,
     )  # fmt: skip
+
+
+def _options(config: ChatConfig, given: Values, *, is_new: bool) -> dict[str, Any]:
+    """Return the arguments of a session; a file's conversation changes only what is given."""
+    chat = config.chat
+    options: dict[str, Any] = {
+        "max_answer": chat.max_answer, "ban": config.generation.ban, "reserve": chat.reserve,
+        "seed": chat.seed, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
+        "system": "" if chat.no_system else chat.system,
+    }  # fmt: skip
+    if not is_new:
+        wanted = {*given, "system"} if chat.no_system else {*given}
+        options = {name: value for name, value in options.items() if name in wanted}
+    options = {OF_SESSION.get(name, name): value for name, value in options.items()}
+    if is_new or given.keys() & {"user_name", "bot_name"}:
+        options["names"] = (chat.user_name, chat.bot_name)
+    return options
 
 
 def _talk(at_work: "Chat", config: ChatConfig) -> None:
@@ -251,27 +265,11 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
         say(note, style="yellow")
     if session.turns and session.turns[-1].is_unanswered:
         say("the message before this one has no answer", style="yellow")
-    answer = thinking = ""
-    ending = list[str]()  # notes that come behind the answer's last line
     try:
-        for piece in at_work.reply(message):
-            if piece.kind == "note" and answer:
-                ending.append(piece.text)
-            elif piece.kind == "note":
-                say(piece.text, style="yellow")
-            elif piece.kind == "thinking":
-                thinking += piece.text
-            else:
-                answer += piece.text
-                if not as_json:
-                    sys.stdout.write(printable(piece.text))
-                    sys.stdout.flush()
+        answer, thinking, ending = _received(at_work.reply(message), shows=not as_json)
     finally:
         at_work.keep()
     counts, turn = session.statistics, session.turns[-1].current
-    if not as_json:
-        sys.stdout.write("\n" * (not answer.endswith("\n")))
-        sys.stdout.flush()
     for note in [*ending, *["`--max-answer` allows more"] * (not turn.ended)]:
         say(note, style="yellow")
     if as_json:
@@ -290,6 +288,33 @@ def _answer(at_work: "Chat", message: str, *, as_json: bool) -> None:
         return
     if at_work.screen.stats:
         say(summary(counts), style="dim")
+
+
+def _received(pieces: "Iterator[Piece]", *, shows: bool) -> tuple[str, str, list[str]]:
+    """Return an answer, its thoughts, and the notes that come behind its last line.
+
+    shows: write the answer to standard output; its last line ends even if the answer fails.
+    """
+    texts = {"answer": "", "thinking": ""}
+    ending, is_open = list[str](), False
+    try:
+        for piece in pieces:
+            if piece.kind == "note" and texts["answer"]:
+                ending.append(piece.text)
+            elif piece.kind == "note":
+                say(piece.text, style="yellow")
+            else:
+                texts[piece.kind] += piece.text
+            if shows and piece.kind == "answer":
+                sys.stdout.write(printable(piece.text))
+                sys.stdout.flush()
+                is_open = not texts["answer"].endswith("\n")
+        is_open |= not texts["answer"]  # an empty answer is an empty line
+    finally:
+        if shows and is_open:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    return texts["answer"], texts["thinking"], ending
 
 
 def _list_formats() -> None:

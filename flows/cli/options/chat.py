@@ -14,7 +14,7 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.chat import ChatOptions
-from exl2flow.core.errors import NO_JSON, ConfigError
+from exl2flow.core.errors import NO_JSON, ConfigError, CorruptCheckpoint, ReadFailed
 from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, validated
@@ -178,12 +178,24 @@ def remember(path: Path, model: Path, profile: str) -> None:
 def _all_remembered(path: Path) -> dict[str, Any]:
     """Return the names of profiles by the folders of models.
 
+    The first line of a chat waits for this, so it does without `core.files`, which imports torch.
+
     Raises:
         ConfigError: the file holds something else.
+        CorruptCheckpoint: it is not JSON.
+        ReadFailed: it cannot be read.
     """
-    from exl2flow.core.files import read_json
-
-    kept = read_json(path) if path.is_file() else {}
+    try:
+        kept = json.loads(path.read_bytes()) if path.is_file() else {}
+    except OSError as error:
+        raise ReadFailed(
+            f"cannot read `{path}`: {words.cause(error)}; check the disk, the network share and "
+            "the permissions, then repeat the command"
+        ) from error
+    except NO_JSON as error:
+        raise CorruptCheckpoint(
+            f"cannot read `{path}`: {words.cause(error)}; delete it and repeat"
+        ) from error
     if not isinstance(kept, dict):
         raise ConfigError(f"`{path}` holds no JSON object; delete it, and use `--remember` again")
     return kept

@@ -6,9 +6,10 @@ nothing. Its docstring is its help.
 
 import dataclasses
 import inspect
+import os
 import shlex
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -22,7 +23,8 @@ from exl2flow.flows.cli.options.chat import CHAT, nearest
 from exl2flow.flows.cli.options.sampling import SAMPLING
 from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
-from exl2flow.flows.cli.terminal.screen import counted, summary
+from exl2flow.flows.cli.terminal.place import unused
+from exl2flow.flows.cli.terminal.screen import columns, counted, summary
 
 OFF = "off"
 WORDS = {"True": "on", "False": OFF, "None": OFF}
@@ -207,7 +209,7 @@ def set_(chat: Chat, argument: str) -> Result:
     name, _, text = argument.replace("=", " ").partition(" ")
     name, text = name.replace("-", "_"), text.strip()
     if not name:
-        return "\n".join(_setting(chat, each) for each in SETTINGS)
+        return columns([_setting(chat, each) for each in SETTINGS], chat.screen.console.width)
     owner, _, attribute = _named(name, SETTINGS, "setting").rpartition(".")
     if text and name in SAMPLER:
         changed = {name: _parsed(name, text)}
@@ -306,9 +308,11 @@ def tokens(chat: Chat, argument: str) -> Result:
 
 @command("FILE", None)
 def save(chat: Chat, argument: str) -> Result:
-    """Write the conversation to a JSON file."""
+    """Write the conversation to a JSON file, unless another chat has it."""
     path = _path(argument)
-    chat.session.save(path)
+    is_own = Path(os.path.realpath(path)) == chat.file
+    with nullcontext() if is_own else unused(path):
+        chat.session.save(path)
     return f"saved to `{path}`"
 
 

@@ -1,20 +1,17 @@
 """A chat at work: reads what the user types, answers it or obeys it, and keeps the conversation."""
 
-import fcntl
 import gc
-import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-from exl2flow.core.conversation import Conversation, Turn
+from exl2flow.core.conversation import Turn
 from exl2flow.core.errors import ConfigError, Exl2FlowError, WriteFailed
-from exl2flow.core.files import lock
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
 from exl2flow.flows.cli.terminal.input import Leave, Typed
+from exl2flow.flows.cli.terminal.place import Place, put_aside
 from exl2flow.flows.cli.terminal.screen import (
     DIM,
     ERROR,
@@ -39,9 +36,9 @@ class Chat:
     """A conversation in the terminal.
 
     model: the model's folder; file: where the conversation is written, before and after each
-    answer; while another chat has it, one with a number; restart: makes a new generator after one
-    has failed; obey: runs a command; typed: None where no terminal is; why: a sentence about the
-    format; is_kept: whether the file holds this conversation.
+    answer; place: keeps other chats from the file while this one lives; restart: makes a new
+    generator after one has failed; obey: runs a command; typed: None where no terminal is; why: a
+    sentence about the format; is_kept: whether the file holds this conversation.
     """
 
     session: "Session"
@@ -50,24 +47,11 @@ class Chat:
     file: Path | None
     restart: "Callable[[], Generator]"
     obey: "Callable[[Chat, str], Result]"
+    place: Place | None = None
     typed: Typed | None = None
     why: str = ""
     is_kept: bool = False
     is_over: bool = False
-
-    def __post_init__(self) -> None:
-        """Take a file that no other chat has; its lock lasts as long as the chat."""
-        if self.file is None:
-            return
-        wanted = Path(os.path.realpath(self.file))
-        self.file, locked = _own(wanted)
-        if locked is not None:
-            weakref.finalize(self, locked.close)
-        if self.file != wanted:
-            self.is_kept = False
-            self.session.notes.append(
-                f"another chat has `{wanted}`; this one is kept in `{self.file}`"
-            )
 
     def run(self) -> None:
         """Talk until the user leaves."""
@@ -83,7 +67,7 @@ class Chat:
         is_command = text.startswith("/") and "\n" not in text
         try:
             try:
-                found = self.obey(self, text[1:]) if is_command else self.reply(text)
+                found = self._obeyed(text[1:]) if is_command else self.reply(text)
                 if isinstance(found, str):
                     self.screen.say(found, DIM)
                 elif found is not None:
@@ -106,8 +90,18 @@ class Chat:
             gc.collect()
             self.session.generator = self.restart()
 
+    def _obeyed(self, line: str) -> Result:
+        """Run a command; a value that it cannot use is the user's mistake."""
+        try:
+            return self.obey(self, line)
+        except ValueError as error:
+            raise ConfigError(f"`/{line:.40}`: {error}") from error
+
     def reply(self, text: str, number: int | None = None) -> "Iterator[Piece]":
-        """Return the answer to a message, which is in the file before the answer begins.
+        """Return the answer to a message.
+
+        The message is written to the file before the answer begins, unless it replaces answers: a
+        crash must not cost them, so the file keeps them until the new answer ends.
 
         Args:
             text: the message.
@@ -116,6 +110,9 @@ class Chat:
         session = self.session
         pieces = session.reply(text) if number is None else session.edit(number, text)
         turns = session.turns
+        replaced = [] if number is None else turns[number:]
+        if not all(turn.is_unanswered for turn in replaced):
+            return pieces
         session.turns = [*turns[:number], Turn(text)]
         try:
             with suppress(WriteFailed):  # which is said behind the answer
@@ -139,21 +136,9 @@ class Chat:
         if self.file is None or not (self.is_kept or self.session.turns):
             return
         if not self.is_kept:
-            self._put_aside(self.file)
+            put_aside(self.file)
         self.session.save(self.file)
         self.is_kept = True
-
-    def _put_aside(self, file: Path) -> None:
-        """Rename the file of another conversation, to the first name that is free."""
-        with suppress(ConfigError):  # whatever else it holds is put aside, too
-            if not Conversation.read(file).turns:
-                return
-        aside, number = file.with_suffix(".previous.json"), 1
-        while aside.exists():
-            number += 1
-            aside = file.with_suffix(f".previous-{number}.json")
-        with suppress(OSError):
-            file.replace(aside)
 
     def adopt(self, session: "Session") -> None:
         """Go on with another conversation."""
@@ -176,14 +161,3 @@ class Chat:
             else:
                 self.screen.say(f"{bot}:", NAME)
                 self.screen.say(turn.answer, DIM)
-
-
-def _own(wanted: Path, number: int = 1) -> tuple[Path, BinaryIO | None]:
-    """Return a conversation's file that no other chat has, and its lock if one can be made."""
-    file = wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}")
-    try:
-        return file, lock(file, fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _own(wanted, number + 1)
-    except OSError:  # a folder that cannot be written, which is said with the first turn
-        return file, None

@@ -4,7 +4,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event as Flag
 from types import FrameType
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # these import torch
 
 MARK_PASTES = "\x1b[?2004h"  # those during an answer, too; the prompt ends it
 DIM, NAME, NOTE, ERROR = "dim", "bold blue", "yellow", "red"
+GAP = "  "  # between columns
 
 
 class Screen:
@@ -102,6 +103,15 @@ class Screen:
 def counted(number: int, noun: str) -> str:
     """Return how many there are."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def columns(entries: Sequence[str], width: int) -> str:
+    """Return entries in as many columns as fit, to be read from top to bottom."""
+    cell = max(map(len, entries))
+    across = max(1, (width + len(GAP)) // (cell + len(GAP)))
+    down = -(-len(entries) // across)
+    rows = [entries[i::down] for i in range(down)]
+    return "\n".join(GAP.join(f"{each:<{cell}}" for each in row).rstrip() for row in rows)
 
 
 def summary(counts: "ChatStatistics") -> str:

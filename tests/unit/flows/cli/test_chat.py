@@ -1,20 +1,40 @@
 """`exl2flow chat` without a terminal: pipes, options, profiles, files, and what it refuses."""
 
+import fcntl
 import json
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.files import lock
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, read_profile
+from exl2flow.flows.cli.options.chat import build_chat, read_profile
 
 DOCS = Path(__file__).parents[4] / "docs"
+
+
+LOADING = """
+import sys
+from exl2flow.flows.cli import chat
+from exl2flow.flows.cli.main import app
+
+def loading(text, **_):
+    print(text, "torch:", "torch" in sys.modules)
+    sys.exit()
+
+sys.stdin.isatty = sys.stdout.isatty = lambda: True
+chat.OUT.print = loading
+app(["chat", sys.argv[1]])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +167,67 @@ def test_a_file_of_another_chat_is_left_alone(folder: Path, home: Path) -> None:
     assert "Second" in (home / "talk-2.json").read_text()
 
 
+def test_a_file_is_locked_before_it_is_read(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from exl2flow.inference.chat import Session
+
+    file, read = home / "talk.json", Session.load
+    run(folder, "--conversation", file, text="First")
+
+    def load(path: Path, *arguments: Any, **options: Any) -> Session:
+        with pytest.raises(BlockingIOError):
+            lock(file, fcntl.LOCK_NB)
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Session, "load", load)
+
+    assert run(folder, "--conversation", file, "--resume", text="Second").exit_code == 0
+
+
+def test_an_error_after_an_answer_begins_a_line(folder: Path) -> None:
+    done = run(folder, "--seed", 1, "--conversation", "/proc/none/x.json")
+
+    assert done.exit_code == 1
+    assert done.stdout.endswith("\n")
+    assert re.search("^error: cannot write", done.output, re.MULTILINE)
+
+
+def test_an_answer_that_fails_ends_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from exl2flow.flows.cli.terminal.loop import Chat
+    from exl2flow.inference.chat import Piece
+
+    def reply(*_: object) -> Iterator[Piece]:
+        yield Piece("half an ans")
+        raise InferenceError("the answer failed")
+
+    monkeypatch.setattr(Chat, "reply", reply)
+    done = run(folder)
+
+    assert (done.exit_code, done.stdout) == (1, "half an ans\n")
+
+
+def test_nothing_is_written_to_standard_output_before_an_answer_that_fails(
+    folder: Path, home: Path
+) -> None:
+    (home / "own.jinja").write_text("{{ raise_exception('no') }}")
+
+    assert run(folder, "--format", home / "own.jinja").stdout == ""
+
+
+def test_a_chat_in_the_terminal_says_that_it_loads_before_it_imports_torch(
+    folder: Path, home: Path
+) -> None:
+    kept = profiles(home, "[mine]\ntemperature = 1.0\n").with_name("chat.json")
+    kept.write_text(json.dumps({str(folder.resolve()): "mine"}))
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADING, str(folder)], capture_output=True, text=True
+    )
+
+    assert done.stdout.endswith("torch: False\n"), done.stderr
+
+
 def test_a_pipe_that_fails_leaves_no_message(folder: Path, home: Path) -> None:
     file, template = home / "talk.json", home / "own.jinja"
     template.write_text("{{ raise_exception('no') }}")
@@ -167,6 +248,18 @@ def test_a_list_of_remembered_profiles_is_refused(folder: Path, home: Path) -> N
 
     assert done.exit_code == 2
     assert f"error: `{path}` holds no JSON object; delete it" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "\xff", "[" * 100_000])
+def test_damaged_remembered_profiles_are_refused(folder: Path, home: Path, text: str) -> None:
+    path = profiles(home, "").with_name("chat.json")
+    path.write_bytes(text.encode("latin-1"))
+
+    done = run(folder)
+
+    assert done.exit_code == 1
+    assert f"error: cannot read `{path}`: " in done.stderr
+    assert "delete it and repeat" in done.stderr
 
 
 def test_resuming_nothing_begins_anew_and_says_so(folder: Path) -> None:
@@ -232,54 +325,6 @@ def test_a_profile_is_used_and_remembered(folder: Path, home: Path) -> None:
 def test_a_wrong_profile_is_named(home: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_profile(profiles(home, text), "pirate")
-
-
-def test_defaults_come_from_the_model_then_from_the_chat(tmp_path: Path) -> None:
-    config = {"temperature": 0.3, "typical_p": 0.9, "top_k": -5, "min_p": None, "do_sample": True}
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-
-    sampling = build_chat({"top_p": 0.7}, tmp_path).sampling
-
-    assert of_model(tmp_path) == {"temperature": 0.3, "typical": 0.9}
-    assert (sampling.temperature, sampling.top_p, sampling.typical) == (0.3, 0.7, 0.9)
-    assert (sampling.top_k, sampling.repetition_penalty) == (50, 1.01)
-    assert build_chat({"temperature": 1.0}, tmp_path).sampling.temperature == 1.0
-    assert build_chat({"greedy": True}, tmp_path).sampling.top_k == 1
-
-
-def test_a_model_that_does_not_sample_is_greedy_unless_a_temperature_is_given(
-    tmp_path: Path,
-) -> None:
-    config = {"temperature": 0.3, "top_k": 20, "do_sample": False}
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-
-    assert of_model(tmp_path) == {"temperature": 0.0, "top_k": 20}
-    assert build_chat({}, tmp_path).sampling.temperature == 0
-    assert build_chat({"temperature": 1.0}, tmp_path).sampling.temperature == 1.0
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"temperature": "hot"}'])
-def test_a_damaged_recommendation_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-
-    assert of_model(tmp_path) == {}
-
-
-def test_no_option_stands_twice() -> None:
-    flags = [row.flag for _, rows in CHAT for row in rows]
-
-    assert len(flags) == len(set(flags))
-
-
-def test_every_option_stands_in_the_reference() -> None:
-    page = (DOCS / "reference" / "cli.md").read_text()
-
-    assert [
-        row.flag
-        for _, rows in CHAT
-        for row in rows
-        if f"{row.flag[2:]} " not in page.replace("`", " ")
-    ] == []
 
 
 def test_the_profile_of_the_tutorial_is_one(home: Path, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from adapters import make_adapter
+from screens import Screen as Terminal
 from screens import Script
 
-from exl2flow.flows.cli.terminal.commands import COMMANDS
+from exl2flow.flows.cli.terminal.commands import COMMANDS, SETTINGS
 from exl2flow.flows.cli.terminal.loop import Chat
+from exl2flow.flows.cli.terminal.place import Place
 
 Say = Callable[[str], str]
 
@@ -167,6 +169,25 @@ def test_settings_are_listed(say: Say) -> None:
     assert "cfg_scale off" in shown
 
 
+def test_all_settings_fit_on_a_small_terminal(chat: Chat) -> None:
+    small = Terminal(80, 30)
+    chat.screen.console = small.console
+
+    chat.take("/set")
+
+    shown = "\n".join(small.screen.display)
+    assert [name for name in SETTINGS if f"{name} " not in shown] == []
+
+
+def test_settings_of_a_narrow_terminal_stand_below_one_another(chat: Chat) -> None:
+    narrow = Terminal(24, 60)
+    chat.screen.console = narrow.console
+
+    chat.take("/set")
+
+    assert len(narrow.rows()) == len(SETTINGS)
+
+
 def test_bans_and_schemas_hold_for_the_next_answers(chat: Chat, say: Say, tmp_path: Path) -> None:
     schema = tmp_path / "s.json"
     schema.write_text('{"enum": ["ab", "cd"]}')
@@ -220,6 +241,25 @@ def test_a_saved_conversation_is_loaded(chat: Chat, say: Say, tmp_path: Path) ->
     assert "Hello" in shown
 
 
+def test_save_refuses_the_file_of_another_running_chat(
+    chat: Chat, say: Say, tmp_path: Path
+) -> None:
+    other = Place.take(tmp_path / "other.json")
+    other.file.write_text("theirs")
+    say("Hello")
+
+    assert "error: another chat has" in say(f"/save {other.file}")
+    assert other.file.read_text() == "theirs"
+
+
+def test_save_writes_the_file_of_this_chat(chat: Chat, say: Say) -> None:
+    assert chat.file is not None
+    chat.place = Place.take(chat.file)
+    say("Hello")
+
+    assert say(f"/save {chat.file}").startswith("saved to")
+
+
 def test_quit_ends_the_chat(chat: Chat) -> None:
     chat.typed = Script("  ", "Hello", "/quit", "never")
 
@@ -264,6 +304,7 @@ def test_quit_ends_the_chat(chat: Chat) -> None:
         ("/json none.json", "cannot read `none.json`"),
         ("/save", "give a file"),
         ("/save /proc/none/x.json", "cannot write"),
+        ("/save /", "has an empty name"),
         ("/load", "give a file"),
         ("/load none.json", "none.json"),
         ("broken \udcff text", "broken UTF-8"),

@@ -106,6 +106,16 @@ def test_ctrl_c_leaves_an_edit(keys: PipeInput, pressed: str) -> None:
         typed(keys).read(default="some")
 
 
+def test_ctrl_d_leaves_an_edit_on_an_empty_line_only(keys: PipeInput) -> None:
+    to_begin, rubout = "\x01", "\x0b"
+    keys.send_text(f"{CTRL_D}{to_begin}{CTRL_D}{ENTER}{to_begin}{rubout}{CTRL_D}")
+    user = typed(keys)
+
+    assert user.read(default="some") == "ome"  # it deletes what is under the cursor
+    with pytest.raises(Leave):
+        user.read(default="some")
+
+
 def test_nobody_else_can_read_what_was_typed(keys: PipeInput, tmp_path: Path) -> None:
     file = tmp_path / "state" / "history"
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from screens import Screen as Terminal
+from screens import Script
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.flows.cli.terminal.loop import Chat
+from exl2flow.flows.cli.terminal.place import Place
 from exl2flow.inference import Generator
 from exl2flow.inference.chat import Piece, Session
 
@@ -26,7 +28,7 @@ def kept(folder: Path) -> dict[str, list[str]]:
 
 
 def beside(chat: Chat, **changes: object) -> Chat:
-    """Return a chat with the same file and a conversation of its own."""
+    """Return a chat with a conversation of its own, in the same file unless another is given."""
     own = Session(chat.session.generator, chat.session.format, seed=2, max_answer_tokens=6)
     return replace(chat, **{"session": own, "is_kept": False, **changes})
 
@@ -62,6 +64,53 @@ def test_a_message_is_in_the_file_before_its_answer(
     assert seen_while_answering(chat, monkeypatch, "Two") == ["One", "Two"]
     assert chat.file is not None
     assert users(chat.file) == ["One"]
+
+
+@pytest.mark.parametrize("line", ["/edit 1", "/edit 2", "/retry"])
+def test_answers_stay_in_the_file_until_what_replaces_them_ends(
+    chat: Chat, say: Say, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    say("One")
+    say("Two")
+    assert chat.file is not None
+    before, chat.typed = chat.file.read_bytes(), Script("New")
+
+    seen = seen_while_answering(chat, monkeypatch, line)
+
+    assert seen == ["One", "Two"]
+    assert json.loads(chat.file.read_bytes()) == json.loads(before)
+
+
+def test_an_edited_message_without_an_answer_is_in_the_file_before_its_answer(
+    chat: Chat, say: Say, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say("One")
+    assert list(chat.reply("Two")) != []  # and killed before it was written
+    again = resumed(chat, generator)
+    again.typed = Script("Zwei")
+
+    assert seen_while_answering(again, monkeypatch, "/edit") == ["One", "Zwei"]
+
+
+def test_a_value_error_of_a_command_is_one_line(chat: Chat, say: Say) -> None:
+    def obey(*_: object) -> None:
+        raise ValueError("not a value")
+
+    chat.obey = obey
+
+    assert say("/set x") == "error: `/set x`: not a value"
+
+
+def test_a_value_error_of_an_answer_is_a_defect(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(chat.screen, "show", answer)
+
+    with pytest.raises(ValueError, match="a defect"):
+        chat.take("Hello")
 
 
 @pytest.mark.parametrize("line", ["/retry", "/more"])
@@ -136,9 +185,7 @@ def test_conversations_put_aside_by_several_chats_never_replace_one_another(
     chat: Chat, tmp_path: Path
 ) -> None:
     for text in ("One", "Two", "Three", "Four"):
-        one = beside(chat, file=tmp_path / "own.json")
-        one.take(text)
-        del one  # which frees its file
+        beside(chat, file=tmp_path / "own.json").take(text)
 
     assert kept(tmp_path) == {
         "own.json": ["Four"],
@@ -146,25 +193,6 @@ def test_conversations_put_aside_by_several_chats_never_replace_one_another(
         "own.previous-2.json": ["Two"],
         "own.previous-3.json": ["Three"],
     }
-
-
-def test_two_chats_have_two_files(chat: Chat, tmp_path: Path) -> None:
-    other = beside(chat)
-
-    chat.take("A1")
-    other.take("B1")
-    chat.take("A2")
-
-    assert kept(tmp_path) == {"kept.json": ["A1", "A2"], "kept-2.json": ["B1"]}
-    assert "another chat has" in other.session.notes[0]
-    assert "kept-2.json" in other.session.notes[0]
-
-
-def test_a_file_is_free_again_when_its_chat_ends(chat: Chat, tmp_path: Path) -> None:
-    first, file = beside(chat, file=tmp_path / "free.json"), tmp_path / "free.json"
-    del first
-
-    assert beside(chat, file=file).file == file
 
 
 def test_conversations_are_private_unless_their_file_is_not(chat: Chat, say: Say) -> None:
@@ -183,7 +211,7 @@ def test_a_link_to_a_conversation_stays(chat: Chat, tmp_path: Path) -> None:
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "real.json")
 
-    beside(chat, file=link).take("Hello")
+    beside(chat, file=Place.take(link).file).take("Hello")
 
     assert link.is_symlink()
     assert users(tmp_path / "real.json") == ["Hello"]
