@@ -198,7 +198,7 @@ class _Root:
             found = SourceFingerprint.of(source, memory=self.path / "digests.json")
         except SourceModelError:
             return None
-        return WorkDir.name_of(found)
+        return WorkDir.of(self.path, found).root.name
 
 
 def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list[Item]:

@@ -261,10 +261,13 @@ class WorkDir:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    @staticmethod
-    def name_of(source: SourceFingerprint) -> str:
-        """Return the name of a source's folder in a work root."""
-        return f"{source.slug}-{source.fingerprint[:12]}"
+    @classmethod
+    def of(cls, work_root: Path, source: SourceFingerprint) -> Self:
+        """Return a source's folder in a work root; a source that was renamed keeps its folder."""
+        end = f"-{source.fingerprint[:12]}"
+        path = work_root / f"{source.slug}{end}"
+        earlier = [] if path.is_dir() else sorted(work_root.glob(f"*{end}"))
+        return cls(earlier[0] if earlier else path)
 
     def ref(self, stage: str, fingerprint: str) -> StageRef:
         """Return the reference of a stage result, whether it exists or not."""

@@ -19,7 +19,12 @@ from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.flows.conversion import open_pipeline
 from exl2flow.flows.release import release_of
 from exl2flow.inference.evaluate import Score
-from exl2flow.inference.report.comparison import check_bitrates, compared, known_score
+from exl2flow.inference.report.comparison import (
+    check_bitrates,
+    compared,
+    differences,
+    known_score,
+)
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.tasks.publish import Published
@@ -104,7 +109,8 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     made = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
     reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in made.items()}
     scores = [s for p in made.values() if (s := known_score(p.config.out)) is not None]
-    _, warnings = check_bitrates(compared(scores))
+    models = compared(scores)
+    _, warnings = check_bitrates(models)
     out = config.out.resolve()
     options = config.model_dump(mode="json", exclude={"work_root", "out", "clean_after"})
     if config.cluster is not None:
@@ -119,6 +125,9 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
                 name: _bitrate(pipeline, reports.get(name), failures.get(name))
                 for name, pipeline in pipelines.items()
             },
+            "differences": [
+                known.to_json(lambda model: model.label) for known in differences(models)
+            ],
             "warnings": warnings,
             "published": None,
         },

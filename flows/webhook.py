@@ -126,13 +126,13 @@ class Announcer:
             httpx.HTTPError: the server does not answer or refuses the event.
         """
         sending = self._sending.get(revision)
-        if sending is None and self._newest.get(revision.repo_id) == revision.revision:
-            return
-        self._newest.pop(revision.repo_id, None)
-        self._newest[revision.repo_id] = revision.revision
-        if len(self._newest) > MOST_REMEMBERED:
-            del self._newest[next(iter(self._newest))]
         if sending is None:
+            if self._newest.get(revision.repo_id) == revision.revision:
+                return
+            self._newest.pop(revision.repo_id, None)
+            self._newest[revision.repo_id] = revision.revision
+            if len(self._newest) > MOST_REMEMBERED:
+                del self._newest[next(iter(self._newest))]
             sending = self._sending[revision] = asyncio.create_task(self._send(revision))
         await asyncio.shield(sending)  # whoever gives up takes the event from nobody else
 

@@ -9,7 +9,7 @@ from exl2flow.model.family import Family, HeadNorms, NopeRule, WindowRule
 from exl2flow.model.fields import WIDEST, Fields, quoted
 from exl2flow.model.rope_spec import FULL, LAYER_TYPES, SLIDING, RopeSpec, read_ropes
 from exl2flow.model.spec import AttentionSpec
-from exl2flow.model.unsupported import LAYER_NEEDS
+from exl2flow.model.unsupported import LAYER_NEEDS, PAGES
 
 MOST_HEADS = 1 << 14  # also dimensions of a head
 NAMES = {"attention": FULL}  # layer types in the words of earlier configs
@@ -119,7 +119,7 @@ def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, 
         why = f", which needs {' and '.join(needs)}" if needs else ""
         raise UnsupportedArchitecture(
             f"`{config.prefix}layer_types` in `{config.path}` holds {quoted(unknown)}{why}; "
-            f"supported are {quoted(LAYER_TYPES)}"
+            f"supported are {quoted(LAYER_TYPES)}; {PAGES}"
         )
     return types
 

@@ -13,17 +13,13 @@ from exl2flow.model.fields import WIDEST, Fields, quoted
 from exl2flow.model.layers_config import bias_of, read_attentions
 from exl2flow.model.multipliers import MULTIPLIER_KEYS, read_multipliers
 from exl2flow.model.spec import MlpSpec, ModelSpec
-from exl2flow.model.unsupported import SUFFIX, need_of
+from exl2flow.model.unsupported import PAGES, SUFFIX, need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
 MOST_LAYERS = 2048
 MOST_TOKENS = 1 << 24  # of a vocabulary
 NEAR = 0.75  # how alike names of architectures must be for advice, of 1
 TEXT = "text_config"  # of a wrapper: the keys of its text model
-PAGES = (
-    "`docs/reference/models.md` lists what is, and `docs/concepts/families.md` explains how to add "
-    "one"
-)
 NEUTRAL = (None, 0, 1)  # values of a key that change nothing; `False` is 0
 UNSUPPORTED = (  # keys with which the graph would differ, where a family does not know them
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "use_qk_norm"),
@@ -130,7 +126,7 @@ def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tu
         supported = quoted(str(row) for row in rows)
         raise UnsupportedArchitecture(
             f"`{name}` around a text model of type `{kind}` in `{config.path}` is not supported"
-            f"{why}; supported around it: {supported}"
+            f"{why}; supported around it: {supported}; {PAGES}"
         )
     return rows[kind], inner
 

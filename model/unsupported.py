@@ -9,6 +9,11 @@ GRAPH = "norms, blocks or activations that the graph does not have yet"
 CHUNKS = "attention within chunks of the text"
 SPARSE = "attention to a selection of the keys"
 
+# ends each refusal
+PAGES = (
+    "`docs/reference/models.md` lists what is, and `docs/concepts/families.md` explains how to add "
+    "one"
+)
 SUFFIX = re.compile("For[A-Z].*$")  # of most architectures: `ForCausalLM` and the like
 
 # need → names of architectures without `SUFFIX`; one with several needs is listed by the first

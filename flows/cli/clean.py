@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from exl2flow.core.words import size
-from exl2flow.flows.cli.console import emit_json, say, show
+from exl2flow.flows.cli.console import emit_json, plain, say, show
 
 if TYPE_CHECKING:
     from exl2flow.core.cleaning import Item
@@ -85,5 +84,5 @@ def _table(items: "list[Item]") -> Table:
     table.add_column("why it is not needed")
     table.add_column("size", justify="right", no_wrap=True)
     for item in items:
-        table.add_row(escape(str(item.path)), item.why, size(item.size))
+        table.add_row(plain(str(item.path)), plain(item.why), size(item.size))
     return table

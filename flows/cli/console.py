@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 
 SPACES, SURROGATES = range(0x2000, 0x200B), range(0xD800, 0xE000)
 KEPT = "\n\t\u200c\u200d\xa0\u202f\u3000" + "".join(map(chr, (*SPACES, *SURROGATES)))
+C1_CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}  # json.dumps leaves them
 PIPED_WIDTH = 160  # columns of tables that do not go to a terminal
 # `emoji`: rich would replace `:on:` in paths and JSON, even without markup
 OUT = Console(highlight=False, emoji=False)
@@ -37,6 +39,16 @@ def say(text: str, *, style: str = "") -> None:
     ERR.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
+def tell(text: str) -> None:
+    """Print a line of the result on stdout, unwrapped, so that paths can be copied."""
+    OUT.print(printable(text), markup=False, soft_wrap=True)
+
+
+def plain(text: str) -> str:
+    """Return text for a cell or title of rich, which reads neither markup nor controls in it."""
+    return escape(printable(text))
+
+
 def printable(text: str) -> str:
     """Replace control characters; models and their files may hold anything.
 
@@ -50,8 +62,16 @@ def printable(text: str) -> str:
 
 def emit_json(value: object) -> None:
     """Print one JSON object as one line on stdout; NaN and infinity become null."""
-    text = json.dumps(_finite(value), ensure_ascii=False)
-    OUT.print(text, markup=False, soft_wrap=True)
+    OUT.print(json_line(value), markup=False, soft_wrap=True)
+
+
+def json_line(value: object) -> str:
+    """Return one JSON object as one line; NaN and infinity become null, controls are escaped.
+
+    `json.dumps` escapes U+0000 to U+001F only, but terminals also obey U+007F to U+009F: U+009B
+    means the same as `ESC [`.
+    """
+    return json.dumps(_finite(value), ensure_ascii=False).translate(C1_CONTROLS)
 
 
 def _finite(value: object) -> object:

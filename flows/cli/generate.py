@@ -17,7 +17,7 @@ from exl2flow.core.generation import GenerationOptions
 from exl2flow.core.images import refuse_images
 from exl2flow.core.request import Request
 from exl2flow.core.sampling import SamplingSettings
-from exl2flow.flows.cli.console import emit_json, printable, say
+from exl2flow.flows.cli.console import emit_json, json_line, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters, read_text
 from exl2flow.flows.cli.options import Values, with_settings
 from exl2flow.flows.cli.options.generation import GENERATION, build_generation
@@ -266,9 +266,7 @@ def _complete_all(
         def answer(index: int, **more: object) -> None:
             line = lines[index]
             head = {"index": index, "tag": line.get("tag"), "prompt": line["prompt"]}
-            out.write(
-                json.dumps({**head, "seed": made[index].seed, **more}, ensure_ascii=False) + "\n"
-            )
+            out.write(json_line({**head, "seed": made[index].seed, **more}) + "\n")
             out.flush()
 
         for index, request in enumerate(made):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.console import OUT, emit_json
+from exl2flow.flows.cli.console import emit_json, tell
 from exl2flow.flows.cli.options import (
     AsJson,
     Restart,
@@ -71,4 +71,4 @@ def measure(
     if as_json:
         emit_json({"measurement": str(target.resolve()), "folder": str(folder)})
     else:
-        OUT.print(f"measurement  {target.resolve()}", markup=False, soft_wrap=True)
+        tell(f"measurement  {target.resolve()}")

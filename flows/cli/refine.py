@@ -8,7 +8,7 @@ import typer
 
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.refine import RefinementConfig
-from exl2flow.flows.cli.console import OUT, emit_json, show
+from exl2flow.flows.cli.console import emit_json, show, tell
 from exl2flow.flows.cli.options import (
     AsJson,
     DryRun,
@@ -109,7 +109,7 @@ def _refine(
         emit_json({**outline, "seconds": round(seconds, 1), **report})
     else:
         print_report(report, seconds)
-        OUT.print(judgement_in_words(report["refinement"]), markup=False, soft_wrap=True)
+        tell(judgement_in_words(report["refinement"]))
     if failure is not None:
         raise failure
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from exl2flow.core.sweep import REPORT_PAGE
-from exl2flow.flows.cli.console import OUT
+from exl2flow.flows.cli.console import tell
 
 EXAMPLES = (
     "Examples:",
@@ -44,4 +44,4 @@ def report(
 
     page = out or folder / REPORT_PAGE
     write_text(page, write_up(folder))
-    OUT.print(f"report  {page.resolve()}", markup=False, soft_wrap=True)
+    tell(f"report  {page.resolve()}")

@@ -11,7 +11,7 @@ from exl2flow.core.errors import ConfigError, SweepFailed
 from exl2flow.core.pace import clock
 from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
 from exl2flow.core.words import size
-from exl2flow.flows.cli.console import OUT, emit_json, say, show
+from exl2flow.flows.cli.console import emit_json, say, show, tell
 from exl2flow.flows.cli.options import (
     AsJson,
     DryRun,
@@ -193,4 +193,4 @@ def _tell(
     print_sweep(out, content)
     if content["published"]:
         print_published(content["published"])
-    OUT.print(f"time    {clock(seconds)}", markup=False)
+    tell(f"time    {clock(seconds)}")

@@ -8,14 +8,13 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
 from exl2flow.core import words
 from exl2flow.core.pace import clock
 from exl2flow.core.sweep import REPORT_PAGE
-from exl2flow.flows.cli.console import OUT, printable, say, show
+from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 
 if TYPE_CHECKING:
     from exl2flow.inference.evaluate import Score
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
 MOST_COSTLY = 6  # matrices listed
 HEADER_WIDTH = 6  # columns of the terminal at which the words of a header wrap
-FOLDED = ("model", "parameters", "why")  # columns whose cells wrap rather than being cut
+FOLDED = ("", "model", "parameters", "why")  # columns whose cells wrap rather than being cut
 
 
 def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
     """Return rows of the same columns, at least one; neither names nor numbers are cut."""
     table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.title = escape(title) or None
+    table.title = plain(title) or None
     for index, column in enumerate(rows[0]):
         is_folded = column in FOLDED
         table.add_column(
@@ -42,7 +41,7 @@ def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
             min_width=None if is_folded else max(len(row[column]) for row in rows),
         )
     for row in rows:
-        table.add_row(*map(escape, row.values()))
+        table.add_row(*map(plain, row.values()))
     return table
 
 
@@ -52,22 +51,23 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for what, value in rows:
-        table.add_row(what, escape(value))
+        table.add_row(plain(what), plain(value))
     return table
 
 
 def score_table(report: Mapping[str, Any]) -> Table:
-    """Return source and result beside each other."""
-    from exl2flow.inference.report.tables import score_rows
+    """Return source and result beside each other, titled by how sure they are."""
+    from exl2flow.inference.report.tables import report_rows_in_words, score_rows
 
-    return table_of(score_rows(report), "Validation")
+    return table_of(score_rows(report), f"Validation: {report_rows_in_words(report)}")
 
 
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     """Return bits per weight of every sublayer, several per line."""
     table = Table(title="Bits per weight", title_justify="left", box=None, show_header=False)
     cells = [
-        f"[dim]{words.short(layer['name'])}[/dim] {words.bits(layer['bpw'])}" for layer in layers
+        f"[dim]{plain(words.short(layer['name']))}[/dim] {words.bits(layer['bpw'])}"
+        for layer in layers
     ]
     for begin in range(0, len(cells), CELLS_PER_LINE):
         table.add_row(*cells[begin : begin + CELLS_PER_LINE])
@@ -96,19 +96,17 @@ def print_report(report: Mapping[str, Any], seconds: float) -> None:
     if costly is not None:
         show(costly)
     if report["sample"]:
-        show(Panel(escape(printable(report["sample"])), title="sample of the result", expand=False))
+        show(Panel(plain(report["sample"]), title="sample of the result", expand=False))
     _print_warnings(report["warnings"])
-    OUT.print(f"model   {report['model']}", markup=False, soft_wrap=True)
-    OUT.print(f"report  {report['report_folder']}/report.md", markup=False, soft_wrap=True)
-    OUT.print(
-        f"page    exl2flow report {quote(str(report['model']))}", markup=False, soft_wrap=True
-    )
-    OUT.print(f"time    {clock(seconds)}", markup=False)
+    tell(f"model   {report['model']}")
+    tell(f"report  {report['report_folder']}/report.md")
+    tell(f"page    exl2flow report {quote(str(report['model']))}")
+    tell(f"time    {clock(seconds)}")
 
 
 def _print_warnings(texts: Iterable[str]) -> None:
     for text in texts:
-        OUT.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+        OUT.print(f"[yellow]warning:[/yellow] {plain(text)}", soft_wrap=True)
 
 
 def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence["Compared"]) -> Table:
@@ -143,15 +141,15 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
         models = compared(scores)
         show_comparison(scores, models)
         if sound := check_bitrates(models)[0]:
-            OUT.print(sound, markup=False, soft_wrap=True)
+            tell(sound)
     _print_warnings(content["warnings"])
-    OUT.print(f"models  {out}", markup=False, soft_wrap=True)
-    OUT.print(f"report  {out / REPORT_PAGE}", markup=False, soft_wrap=True)
+    tell(f"models  {out}")
+    tell(f"report  {out / REPORT_PAGE}")
 
 
 def print_draft(draft: Mapping[str, Any]) -> None:
     """Print the card on stdout; on stderr the files of each branch and what was not checked."""
-    OUT.print(draft["card"], markup=False, soft_wrap=True)
+    tell(draft["card"])
     for branch, files in draft["branches"].items():
         say(f"{branch:<10} {', '.join(files)}")
     for note in draft["notes"]:
@@ -163,8 +161,8 @@ def print_draft(draft: Mapping[str, Any]) -> None:
 def print_published(published: Mapping[str, Any]) -> None:
     """Print the branches on the Hub, with their commits and address."""
     for branch, commit in published["branches"].items():
-        OUT.print(f"{branch:<10} {commit}", markup=False, soft_wrap=True)
+        tell(f"{branch:<10} {commit}")
     visible = "private" if published["private"] else "public"
-    OUT.print(f"{visible:<10} {published['url']}", markup=False, soft_wrap=True)
+    tell(f"{visible:<10} {published['url']}")
     for note in published["notes"]:
         say(f"warning: published despite: {note}", style="yellow")

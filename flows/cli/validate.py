@@ -10,7 +10,7 @@ import typer
 from exl2flow.core.config import ValidateOptions, default_work_root
 from exl2flow.core.errors import ConfigError, ValidationFailed
 from exl2flow.core.progress import Progress, Tick
-from exl2flow.flows.cli.console import OUT, emit_json, say
+from exl2flow.flows.cli.console import emit_json, say, tell
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.options.table import EVALUATION
 from exl2flow.flows.cli.progress import shown
@@ -78,16 +78,23 @@ def validate(
         reference = fetched_with_progress(reference, root, block, plain=as_json)
     with shown(plain=as_json) as progress:
         scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
-    from exl2flow.inference.report.comparison import compared
+    from exl2flow.inference.report.comparison import compared, differences
 
     found = compared(scores)
     if as_json:
+        between = differences(found)
         for score, model in zip(scores, found, strict=True):
-            emit_json({**asdict(score), **model.to_json()})
+            steps = [known.to_json(_folder) for known in between if known.model is model]
+            emit_json({**asdict(score), **model.to_json(), "differences": steps})
     else:
         show_comparison(scores, found)
     _compare(found, plot, quiet=as_json)
     _judge(scores, options)
+
+
+def _folder(model: "Compared") -> str:
+    """Return the folder by which JSON names a scored model."""
+    return model.label if model.score is None else model.score.model
 
 
 def _check_plot(plot: Path | None, reference: Path | None) -> None:
@@ -114,7 +121,7 @@ def _compare(models: Sequence["Compared"], plot: Path | None, *, quiet: bool) ->
 
     sound, warnings = check_bitrates(models)
     if sound and not quiet:
-        OUT.print(sound, markup=False, soft_wrap=True)
+        tell(sound)
     for text in warnings:
         say(f"warning: {text}", style="yellow")
     if plot is not None:

@@ -30,8 +30,8 @@ CANDIDATES = 64  # that a hook sees
 class _Launched:
     """A step that the device works on: its jobs, and what arrives for each place of a draft.
 
-    mu: Mirostat's bounds before it, fp64 (slots,), which a discarded sample must not change; None if
-    no job has any.
+    mu: Mirostat's bounds before it, fp64 (slots,), which a discarded sample must not change; None
+    if no job has any.
     """
 
     parts: list[Part]

@@ -1,8 +1,8 @@
 """Compare models of one source: does the divergence fall as the bytes rise?"""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -122,6 +122,33 @@ def steps(models: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
         ordered = sorted(members, key=lambda model: model.bytes)
         pairs += list(pairwise(ordered))
     return pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far a model's figures are above those of the next smaller of its series, as intervals."""
+
+    model: Compared
+    minus: Compared
+    intervals: Intervals
+
+    def to_json(self, name: Callable[[Compared], str]) -> dict[str, object]:
+        """Return the difference of two models, which `name` names."""
+        return {
+            "model": name(self.model),
+            "minus": name(self.minus),
+            "intervals": asdict(self.intervals),
+        }
+
+
+def differences(models: Sequence[Compared]) -> list[Difference]:
+    """Return the differences between neighbours in size of each series, as far as known."""
+    found = [(larger, smaller, difference(larger, smaller)) for smaller, larger in steps(models)]
+    return [
+        Difference(model=larger, minus=smaller, intervals=known)
+        for larger, smaller, known in found
+        if known is not None
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

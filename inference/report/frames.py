@@ -14,7 +14,7 @@ import pandas as pd
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
 from exl2flow.core.files import read_json
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.inference.intervals import Intervals
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
@@ -111,8 +111,10 @@ def allocation_frame(model: Path | str | ModelContents) -> pd.DataFrame:
 def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
     """Return one row per converted model, with what validation found.
 
-    Figures of two models can be compared if `source` and `text` are equal; the latter is the digest
-    of the scored tokens. Columns in `_low` and `_high` are the ends of 95 % intervals.
+    Figures of two models can be compared if `source_fingerprint` and `text` are equal: the digests
+    of the source's files and of the scored tokens. Records of older versions have no fingerprint;
+    for them `source`, the folder, must be equal. Columns in `_low` and `_high` are the ends of 95 %
+    intervals.
 
     Raises:
         ConfigError: a model has no score.
@@ -136,10 +138,12 @@ def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
             "tokens": score.tokens,
             "rows": None if score.rows is None else len(score.rows.tokens),
             "text": score.text,
-            "source": read_object(Path(score.model) / RECORD_FILE).get("source"),
+            "source": record.get("source"),
+            SOURCE_FINGERPRINT: record.get(SOURCE_FINGERPRINT),
             **_bounds(score.intervals),
         }
         for score, model in zip(scores, compared(scores), strict=True)
+        for record in [read_object(Path(score.model) / RECORD_FILE)]
     ]
     numbers = dict.fromkeys(("rows", *BOUNDS), float)
     return pd.DataFrame(rows).astype(numbers if rows else {})

@@ -11,7 +11,13 @@ from exl2flow.inference.report.costs import (
     matrix_costs,
     total_nats,
 )
-from exl2flow.inference.report.tables import cost_rows, markdown_table, score_rows, sublayer_row
+from exl2flow.inference.report.tables import (
+    cost_rows,
+    markdown_table,
+    report_rows_in_words,
+    score_rows,
+    sublayer_row,
+)
 
 Report = Mapping[str, Any]  # the content of report.json
 
@@ -28,6 +34,8 @@ def render_markdown(report: Report) -> str:
         _verdict(report),
         "",
         markdown_table(score_rows(report)),
+        "",
+        f"Certainty: {report_rows_in_words(report)}.",
         "",
         f"The model is in `{report['model']}`.",
         *_preference(report),

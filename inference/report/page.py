@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.core.sweep import SWEEP_FILE
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.comparison import (
@@ -62,10 +62,13 @@ class Entry:
     def compared_by(self) -> tuple[object, ...]:
         """What models have in common whose figures can be compared: source and text.
 
-        Files of older versions do not name the text; its length and the source's figure stand in.
+        The source is recognized by its files, because its folder may be moved or hold another model
+        later. Records of older versions name only its folder. Their scores do not name the text;
+        its length and the source's figure stand in.
         """
         source = words.perplexity(self.score.reference_perplexity)
-        return self.source, self.score.text or (self.score.tokens, source)
+        files = self.record.get(SOURCE_FINGERPRINT)
+        return str(files or self.source), self.score.text or (self.score.tokens, source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +227,7 @@ def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
         calibration = record.get("calibration") or {}
         facts = {
             "source": record.get("source"),
+            "source fingerprint": record.get(SOURCE_FINGERPRINT),
             "quality": options.get("quality"),
             "preferred": mapping(options.get("allocate")).get("prefer"),
             "calibration text": calibration.get("dataset"),

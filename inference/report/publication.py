@@ -24,6 +24,7 @@ from exl2flow.model import ModelSpec, resolve
 CARD_FILE = "README.md"  # replaces that of the source
 # entries of records that may contain slashes but are not paths
 NOT_PATHS = ("repo", "revision", "license", "license_name", "license_link", "sample_prompt")
+BRANCH_DIGITS = 3  # of a bitrate that followed from another target
 OPTIONS = "options"  # the entry with the user's options, which may be relative paths
 FOLDERS_IN_TEXT = re.compile(r"(?<![\w:/~])~?/(?:[^\s/`'\"]+/)+(?=[^\s/`'\"])")
 
@@ -84,7 +85,7 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
         score = Score.of(str(folder), known.score)
     return Bitrate(
         folder=folder,
-        branch=branch_name(record.get("options", {}).get("bpw") or round(bpw, 2)),
+        branch=branch_name(record.get("options", {}).get("bpw") or round(bpw, BRANCH_DIGITS)),
         bpw=bpw,
         weight_bytes=weight_bytes,
         record=record,

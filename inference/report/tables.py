@@ -8,7 +8,7 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.inference.intervals import LEAST_ROWS, Intervals
-from exl2flow.inference.report.comparison import Compared, difference, steps
+from exl2flow.inference.report.comparison import Compared, differences
 from exl2flow.inference.report.costs import Priced, share, total_nats
 
 Row = dict[str, str]  # column → cell
@@ -89,10 +89,10 @@ def certainty_rows(models: Sequence[Compared]) -> list[Row]:
     Nothing is returned if none is known.
     """
     rows = [_certainty(model.label, model.intervals) for model in models if model.intervals]
-    for smaller, larger in steps(models):
-        if found := difference(larger, smaller):
-            rows.append(_certainty(f"{larger.label} minus {smaller.label}", found))
-    return rows
+    return rows + [
+        _certainty(f"{found.model.label} minus {found.minus.label}", found.intervals)
+        for found in differences(models)
+    ]
 
 
 def _certainty(name: str, found: Intervals) -> Row:
@@ -121,6 +121,15 @@ def rows_in_words(score: Mapping[str, Any]) -> str:
     if len(rows) < LEAST_ROWS:
         return f"no intervals, because {len(rows)} rows are fewer than {LEAST_ROWS}"
     return f"95 % intervals over {len(rows)} rows"
+
+
+def report_rows_in_words(report: Mapping[str, Any]) -> str:
+    """Say the same for a report of one conversion, whose two texts may have different rows."""
+    texts = {"held-out": report["score"], "calibration": report["calibration"]}
+    found = {text: rows_in_words(score) for text, score in texts.items() if score}
+    if len(set(found.values())) == 1:
+        return found["held-out"]
+    return "; ".join(f"{text} text: {said}" for text, said in found.items())
 
 
 def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:

@@ -40,12 +40,21 @@ from exl2flow.core.model_files import (
     TOKENIZER_FILE,
     carried_files,
     has_only_tekken,
+    is_carried,
     left_out,
     public_content,
     without_origin,
 )
 from exl2flow.core.source import DIGESTS_FILE, SourceFingerprint, provenance
-from exl2flow.core.stage import FILES, KINDS_FILE, RECORD_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.core.stage import (
+    FILES,
+    KINDS_FILE,
+    RECORD_FILE,
+    ROWS_FILE,
+    SOURCE_FINGERPRINT,
+    Stage,
+    StageRun,
+)
 from exl2flow.core.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
 from exl2flow.model.exl2 import QuantizedMatrix
@@ -72,7 +81,6 @@ log = logging.getLogger(__name__)
 NOT_RECORDED = {"work_root", "out", "token_block", "publish", "clean_after"}
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 INDEX_FILE = "model.safetensors.index.json"
-SOURCE_FINGERPRINT = "source_fingerprint"  # in the record
 
 
 def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
@@ -96,15 +104,15 @@ def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
     is_same = known is not None and known == SourceFingerprint.of(source, memory=memory).fingerprint
     if place == str(source.resolve()):
         if known is not None and not is_same:
-            log.warning(
-                "the output `%s` was made from other files in `%s`; this run replaces it",
-                *(out, source),
-            )
+            text = "the output `%s` was made from other files in `%s`; this run replaces it"
+            log.warning(text, out, source)
         return
     if not is_same:
         fact = "exists and was not made from this source by exl2flow"
         if place:
-            fact = f"was made from `{place}`, not from the model in `{source}`"
+            what = f"not from the model in `{source}`"
+            what = what if known else f"and its record does not tell whether `{source}` is the same"
+            fact = f"was made from `{place}`, {what}"
         raise StoreError(f"the output `{out}` {fact}; choose another `--out` or delete it")
 
 
@@ -223,9 +231,13 @@ def remove_others(out: Path, names: set[str]) -> None:
     before a new record is written.
     """
     found = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
-    recorded = _earlier_record(out).get(FILES)
-    own = set(recorded) if isinstance(recorded, list) else set()
-    found += [path for path in out.glob("*") if path.name in own and path.is_file()]
+    record = _earlier_record(out)
+    own = set(record[FILES]) if isinstance(record.get(FILES), list) else set()
+    others = [path for path in sorted(out.glob("*")) if path.name not in names]
+    for path in others:
+        if record and FILES not in record and is_carried(path.name):  # an older version wrote it
+            log.warning("`%s` is not in the source; delete it unless it is yours", path)
+    found += [path for path in others if path.name in own and path.is_file()]
     for path in found:
         if path.name not in names | {RECORD_FILE}:
             path.unlink(missing_ok=True)

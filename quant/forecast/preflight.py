@@ -79,10 +79,12 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
         if has_layers:
             attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))
-        attempt(lambda: check_measurement(config, spec))
+        is_measured = config.measurement is None or config.measurement.is_file()
+        if is_measured:  # else `check_files` says so
+            attempt(lambda: check_measurement(config, spec))
         begun = () if problems else stages
         plan = None
-        if has_layers:
+        if has_layers and is_measured:
             plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
         if plan is not None:
             attempt(lambda: check_disk([plan]))

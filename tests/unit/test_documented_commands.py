@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import typer
+from starlette.testclient import TestClient
 
+from exl2flow.flows import webhook
 from exl2flow.flows.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +145,21 @@ def test_every_option_of_a_command_is_in_the_reference(command: str) -> None:
 
     long = {option for option in commands()[command,] if option.startswith("--")}
     assert long - named - {"--help", "--help-all"} == set()
+
+
+def test_the_message_that_a_page_sends_to_the_webhook_is_taken() -> None:
+    page = (ROOT / "docs" / "how-to" / "run-a-server.md").read_text(encoding="utf-8")
+    call = re.search(r'curl -H "(.*): \$EXL2FLOW_WEBHOOK_SECRET" \S+ -d \'(.*?)\'', page, re.DOTALL)
+    assert call
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TestClient(webhook.receiver("agreed on")) as client,
+    ):
+        patch.setattr(webhook, "announce", lambda revisions: None)
+        answer = client.post("/", content=call[2], headers={call[1]: "agreed on"})
+
+    assert answer.json()["repo_id"] == "org/model"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from leftovers import VARIABLE, marked
 
 # A test process whose child is a service; the service has a service as well.
@@ -31,7 +32,8 @@ def wait_for_number(mark: str, expected: int) -> None:
         time.sleep(0.05)
 
 
-def test_services_of_killed_tests_end() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_services_of_ended_tests_end(number: signal.Signals) -> None:
     here = os.path.dirname(os.path.dirname(__file__))
     tests = subprocess.Popen(
         [sys.executable, "-c", TESTS],
@@ -45,7 +47,7 @@ def test_services_of_killed_tests_end() -> None:
     mark = f"{VARIABLE}={max(lines)}"
     wait_for_number(mark, 2)
 
-    os.killpg(tests.pid, signal.SIGKILL)
+    os.killpg(tests.pid, number)
 
     tests.wait()
     tests.stdout.close()

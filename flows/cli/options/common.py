@@ -22,7 +22,7 @@ Restart = Annotated[
     typer.Option(
         "--restart",
         metavar="",
-        help="Delete the checkpoints of this run and start over.",
+        help="Delete the checkpoints of this run, shared ones as well, and start over.",
         rich_help_panel=RUNNING,
     ),
 ]

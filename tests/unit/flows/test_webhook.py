@@ -110,6 +110,24 @@ def test_a_push_back_to_an_earlier_commit_is_news(server: Server, push: Callable
     assert server.taken == ["org/a@c", "org/b@c", "org/a@d", "org/a@c"]
 
 
+def test_a_late_repetition_of_an_older_commit_changes_nothing(
+    server: Server, push: Callable[..., int]
+) -> None:
+    server.gate.clear()
+
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(push, "a")]
+        assert server.begun.acquire(timeout=SECONDS)
+        answers.append(pool.submit(push, "b"))
+        assert server.begun.acquire(timeout=SECONDS)
+        answers.append(pool.submit(push, "a"))
+        assert not wait(answers, PAUSE, FIRST_COMPLETED).done
+        server.gate.set()
+
+    assert push("b") == 200
+    assert sorted(server.taken) == ["org/a@a", "org/a@b"]
+
+
 def test_memory_is_bounded_by_the_number_of_repositories(
     server: Server, push: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

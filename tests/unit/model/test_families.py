@@ -294,12 +294,24 @@ def test_an_architecture_that_is_known_is_refused_with_what_it_needs(
     assert "nearest" not in str(caught.value)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "LlamoForCausalLM", "Own"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen3NextForCausalLM"]},
+        {"architectures": ["LlamoForCausalLM"]},
+        {"architectures": ["Own"]},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "text_config": {"model_type": "own"},
+        },
+    ],
+)
 def test_a_refused_architecture_names_the_pages_that_help(
-    architecture: str, tmp_path: Path
+    changes: dict[str, object], tmp_path: Path
 ) -> None:
     make_tiny("llama", tmp_path)
-    change_config(tmp_path, architectures=[architecture])
+    change_config(tmp_path, **changes)
 
     with pytest.raises(UnsupportedArchitecture) as caught:
         resolve(tmp_path)

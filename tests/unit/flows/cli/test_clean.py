@@ -1,6 +1,7 @@
 """`exl2flow clean` on the work root of a tiny conversion."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from exl2flow.core.config import ConversionConfig
 from exl2flow.core.progress import Tick, reporting_to
+from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.local import run_locally
 
@@ -59,6 +61,18 @@ def test_table_shows_what_why_and_how_much_and_removes_nothing(config: Conversio
     assert "its tensors are in the output, which is complete" in text
     assert f"{size / 1e3:.2f} kB can go; `--yes` removes it" in text
     assert snapshot(config.work_dir_root) == before
+
+
+def test_table_of_a_folder_with_control_characters_commands_no_terminal(
+    config: ConversionConfig, tmp_path: Path
+) -> None:
+    place = tmp_path / "[b]\x1b[2J\x9b2J"
+    shutil.copytree(config.work_dir_root, place)
+
+    text = run(place)
+
+    assert "[b]\ufffd[2J\ufffd2J" in text.replace("\n", "").replace(" ", "")
+    assert printable(text) == text
 
 
 def test_json_has_paths_reasons_and_bytes(config: ConversionConfig) -> None:

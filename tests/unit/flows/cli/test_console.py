@@ -4,10 +4,23 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packed_models import make_packed
+from typer.testing import CliRunner
 
-from exl2flow.flows.cli.console import OUT, emit_json, logging_to_stderr, printable, say, show
+from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.flows.cli.console import (
+    OUT,
+    emit_json,
+    logging_to_stderr,
+    printable,
+    say,
+    show,
+    tell,
+)
+from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.tables import plan_table
 
 
@@ -92,14 +105,79 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
     assert printable("a\x1b[31m\r\u202eb\n\tc") == "a\ufffd[31m\ufffd\ufffdb\n\tc"
 
 
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b2J"
+SHOWN = "\ufffd]0;owned\ufffd\ufffd[2J\ufffd2J"
+
+
 def test_messages_and_warnings_that_quote_a_file_command_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\x9b2J"
+    hostile, shown = HOSTILE, SHOWN
 
     say(f"error: `{hostile}`\n\tis no model")
     with logging_to_stderr(logging.WARNING):
         logging.getLogger("exl2flow.model").warning("`%s`", hostile)
 
-    shown = "\ufffd]0;owned\ufffd\ufffd[2J\ufffd2J"
     assert capsys.readouterr().err == f"error: `{shown}`\n        is no model\nwarning: `{shown}`\n"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **changes}))
+
+
+@pytest.fixture
+def hostile_model(tmp_path: Path) -> Path:
+    """An EXL2 model whose files hold commands for a terminal wherever they may hold text."""
+    folder = make_packed("llama", tmp_path / HOSTILE).source_dir
+    edit(
+        folder / "config.json",
+        architectures=[f"[red]{HOSTILE}"],
+        quantization_config={"quant_method": "exl2", "bits": HOSTILE},
+    )
+    item = {"params": HOSTILE, "bpw": 4.0, "nats": 0.5, "rel_err": 0.1}
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    layers = [
+        {"name": f"model.layers.{index}.{kind}", "projections": dict.fromkeys(names, item)}
+        for index in range(8)
+        for kind in ("self_attn", "mlp")
+    ]
+    edit(folder / RECORD_FILE, fingerprint="x", layers=layers, predicted_kl=0.5)
+    score = {"kl_divergence": 0.5, "tokens": 100}
+    edit(folder / SCORE_FILE, fingerprint="x", score=score, calibration=score)
+    return folder
+
+
+@pytest.mark.parametrize("options", [(), ("--matrices",), ("--json",)])
+def test_inspecting_a_file_of_a_stranger_sends_no_commands_to_the_terminal(
+    hostile_model: Path, options: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(hostile_model), *options])
+
+    assert done.exit_code == 0, done.output
+    assert printable(done.stdout) == done.stdout
+    if "--json" in options:
+        assert json.loads(done.stdout)["architecture"] == f"[red]{HOSTILE}"
+    else:
+        assert f"[red]{SHOWN}" in done.stdout
+
+
+def test_json_escapes_all_controls_and_stays_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(map(chr, range(0x100)))
+
+    emit_json({text: text})
+
+    line = capsys.readouterr().out.removesuffix("\n")
+    assert all(character >= " " and not "\x7f" <= character <= "\x9f" for character in line)
+    assert json.loads(line) == {text: text}
+
+
+def test_results_and_tables_that_quote_a_file_command_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell(f"model [b]{HOSTILE}")
+    show(plan_table([(HOSTILE, f"[b]{HOSTILE}")]))
+
+    line, row = capsys.readouterr().out.splitlines()
+    assert line == f"model [b]{SHOWN}"
+    assert row.split() == [SHOWN, f"[b]{SHOWN}"]

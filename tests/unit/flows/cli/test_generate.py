@@ -217,6 +217,18 @@ def test_a_prompt_that_fails_stops_no_other(folder: Path, tmp_path: Path) -> Non
     assert "3 prompts, 3 tokens, 2 failed" in done.stderr
 
 
+def test_answers_command_no_terminal_and_stay_exact(folder: Path, tmp_path: Path) -> None:
+    hostile = "\x1b[2J\x7f\x9b2J"
+    source = written(tmp_path / "p.jsonl", {"prompt": hostile, "tag": hostile})
+
+    done = run(folder, "--prompts", source, "--max-new-tokens", 1)
+
+    (line,) = done.stdout.splitlines()
+    assert not re.search("[\x00-\x1f\x7f-\x9f]", line)
+    answer = json.loads(line)
+    assert (answer["prompt"], answer["tag"]) == (hostile, hostile)
+
+
 def test_answers_match_their_schema_expression_and_grammar(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"enum": ["yes", "no"]}')
     (tmp_path / "sum.lark").write_text('start: /[0-9]{1,3}/ "+" /[0-9]{1,3}/')

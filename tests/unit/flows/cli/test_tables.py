@@ -1,10 +1,19 @@
 import io
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
-from exl2flow.flows.cli.tables import certainty_table, comparison_table, cost_table, score_table
+from exl2flow.core import words
+from exl2flow.flows.cli.console import printable
+from exl2flow.flows.cli.tables import (
+    certainty_table,
+    comparison_table,
+    cost_table,
+    print_report,
+    score_table,
+)
 from exl2flow.inference.evaluate import Score
 from exl2flow.inference.intervals import RowSums, intervals
 from exl2flow.inference.report.comparison import Compared
@@ -111,6 +120,27 @@ def test_names_are_escaped() -> None:
     )
 
 
+def test_a_report_that_quotes_a_file_commands_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hostile = "[b]\x1b]0;owned\x07\x9b2J"
+    item = {"params": hostile, "bpw": 3.0, "nats": 0.5, "rel_err": 0.1}
+    report = {
+        "score": SCORE,
+        "calibration": None,
+        "source_bytes": 10**7,
+        "layers": [{"name": hostile, "bpw": 3.0, "projections": {hostile: item}}],
+        "warnings": [hostile],
+        **dict.fromkeys(("sample", "model", "report_folder"), hostile),
+    }
+
+    print_report(report, 1.0)
+
+    text = capsys.readouterr().out
+    assert printable(text) == text
+    assert text.count("[b]\ufffd]0;owned\ufffd\ufffd2J") >= 7
+
+
 def known(label: str, size: int, shift: float) -> Compared:
     """Return a model with 8 rows, whose divergences differ."""
     sums = RowSums(
@@ -160,12 +190,68 @@ def test_a_table_says_how_many_rows_its_intervals_rest_on(rows: int | None, word
     assert scored_on(score).endswith(f"; {words}")
 
 
-def test_a_report_shows_intervals_beside_its_figures() -> None:
+def report_of(score: Score, rows: int | None = None) -> dict[str, Any]:
+    """Return a report of one conversion; with `rows`, the calibration text has only these."""
+    other = asdict(score) | {"kl_divergence": 0.03}
+    if rows is not None:
+        other |= {"rows": {"tokens": [100] * rows}, "intervals": None}
+    return {
+        "score": asdict(score),
+        "calibration": other,
+        "source_bytes": 10**7,
+        "predicted_kl": 0.02,
+    }
+
+
+@pytest.mark.parametrize("perplexity", [12.5, 123.4567])
+def test_a_report_shows_intervals_beside_its_figures(perplexity: float) -> None:
     score = known("x", 1, 0.0).score
     assert score is not None
-    report = {"score": asdict(score), "calibration": None, "source_bytes": 10**7}
+    assert score.intervals is not None
+    assert score.intervals.kl_divergence is not None
+    bounds = replace(score.intervals, perplexity=(perplexity - 1, perplexity + 1))
+    large = replace(score, tokens=1_638_400, perplexity=perplexity, intervals=bounds)
+    figures = (
+        (words.perplexity(perplexity), words.interval(bounds.perplexity, words.perplexity)),
+        ("0.04321", words.interval(bounds.kl_divergence, words.divergence)),
+        ("0.03000", words.interval(bounds.kl_divergence, words.divergence)),
+        ("90.00 %", "90.00 % to 90.00 %"),
+    )
 
-    (row,) = [line for line in lines(score_table(report)) if "mean (nats)" in line]
+    shown = lines(score_table(report_of(large)))
 
-    assert row.startswith("KL divergence, mean (nats) 0.04321 0.04")
-    assert " to 0.04" in row
+    for cells in figures:
+        assert any(line.endswith(" ".join(cells)) for line in shown), (cells, shown)
+    names = " ".join(line.split(" 0.0")[0] for line in shown if line.startswith("KL"))
+    assert "KL divergence, estimated, sum over" in names
+    assert "KL divergence, mean on calibration" in names
+    assert not any("…" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "Validation: 95 % intervals over 8 rows"),
+        (
+            3,
+            "Validation: held-out text: 95 % intervals over 8 rows; calibration text: no "
+            "intervals, because 3 rows are fewer than 8",
+        ),
+    ],
+)
+def test_a_report_says_on_how_many_rows_its_intervals_rest(rows: int | None, said: str) -> None:
+    score = known("x", 1, 0.0).score
+    assert score is not None
+
+    shown = " ".join(lines(score_table(report_of(score, rows))))
+
+    assert said in shown
+
+
+def test_a_report_of_few_rows_says_why_it_has_no_intervals() -> None:
+    score = {**SCORE, "rows": {"tokens": [100] * 7}, "intervals": None}
+
+    shown = lines(score_table({"score": score, "calibration": None, "source_bytes": 10**7}))
+
+    assert "no intervals, because 7 rows are fewer than 8" in " ".join(shown)
+    assert not any("95 %" in line for line in shown)

@@ -1,5 +1,6 @@
-"""`exl2flow validate`: its progress; of `--plot` what is refused, said and drawn."""
+"""`exl2flow validate`: its progress and JSON; of `--plot` what is refused, said and drawn."""
 
+import json
 import re
 from pathlib import Path
 
@@ -52,3 +53,20 @@ def test_progress_counts_the_sublayers_of_all_models_from_the_first_line_on(sour
     total = str(2 * 2)  # attention and MLP, of the model and of its source
     assert (counts[0], counts[-1]) == (("0", total), (total, total))
     assert {of for _, of in counts} == {total}
+
+
+def test_json_has_what_a_model_differs_by_from_the_next_smaller_one(
+    source: Path, tmp_path: Path
+) -> None:
+    larger = make_tiny("llama", tmp_path / "larger", num_hidden_layers=2)
+    options = ("--rows", 8, "--row-tokens", 32, "--fail-ratio", 1000, "--json")
+
+    result = run(larger, source, "--reference", source, *options)
+
+    assert result.exit_code == 0, result.output
+    above, below = map(json.loads, result.stdout.splitlines())
+    (found,) = above["differences"]
+    assert (found["model"], found["minus"]) == (above["model"], below["model"])
+    low, high = found["intervals"]["kl_divergence"]
+    assert low < above["kl_divergence"] - below["kl_divergence"] < high
+    assert below["differences"] == []

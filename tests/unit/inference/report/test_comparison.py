@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from exl2flow.inference.report.comparison import (
     check_bitrates,
     compared,
     difference,
+    differences,
     steps,
 )
 from exl2flow.model import QuantizedMatrix, QuantParams
@@ -183,6 +184,21 @@ def test_differences_are_taken_between_neighbours_of_a_series() -> None:
     assert found is not None
     low, high = found.kl_divergence or (0, 0)
     assert low < 0.1 - 0.5 < high < 0
+
+
+def test_differences_as_json_name_both_models_and_have_their_intervals() -> None:
+    models = [
+        with_rows(model(name, size, kl)) for name, size, kl in (("b", 20, 0.3), ("a", 9, 0.5))
+    ]
+    unknown = model("c", 30, 0.1)  # of a version that did not record rows
+
+    (found,) = [d.to_json(lambda m: f"/{m.label}") for d in differences([*models, unknown])]
+
+    assert (found["model"], found["minus"]) == ("/b", "/a")
+    known = difference(*models)
+    assert known is not None
+    assert found["intervals"] == asdict(known)
+    assert json.loads(json.dumps(found))["intervals"]["kl_divergence"][1] < 0
 
 
 def test_series_are_not_compared_with_each_other() -> None:

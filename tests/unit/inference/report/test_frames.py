@@ -56,12 +56,13 @@ def test_scores_say_what_they_are_of_and_how_sure_they_are(
         rows=sums if rows else None, intervals=intervals(sums),
     )  # fmt: skip
     model = make_packed("llama", tmp_path / "exl2").source_dir
-    (model / RECORD_FILE).write_text(json.dumps({"source": "/models/a", "fingerprint": "x"}))
+    made = {"source": "/models/a", "source_fingerprint": "1f", "fingerprint": "x"}
+    (model / RECORD_FILE).write_text(json.dumps(made))
     (model / SCORE_FILE).write_text(json.dumps({"fingerprint": "x", "score": asdict(score)}))
 
     (row,) = score_frame([model]).to_dict("records")
 
-    assert row["source"] == "/models/a"
+    assert (row["source"], row["source_fingerprint"]) == ("/models/a", "1f")
     assert (row["text"], row["rows"]) == ("digest", rows) if rows else math.isnan(row["rows"])
     for name in ("perplexity", "kl_divergence_nats", "top1_agreement"):
         low, high = row[f"{name}_low"], row[f"{name}_high"]

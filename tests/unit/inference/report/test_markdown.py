@@ -89,6 +89,23 @@ def test_verdict_stands_first(
     assert text.splitlines()[2] == line
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "no intervals, because the scores of its rows were not recorded"),
+        (7, "no intervals, because 7 rows are fewer than 8"),
+        (8, "95 % intervals over 8 rows"),
+    ],
+)
+def test_it_says_on_how_many_rows_intervals_rest(
+    rows: int | None, said: str, report: dict[str, Any]
+) -> None:
+    known = {} if rows is None else {"rows": {"tokens": [100] * rows}}
+    scores = {text: report[text] | known for text in ("score", "calibration")}
+
+    assert f"Certainty: {said}." in render_markdown(report | scores).splitlines()
+
+
 def test_missing_parts_leave_no_traces(report: dict[str, Any]) -> None:
     text = render_markdown({**report, "calibration": None, "sample": ""})
 

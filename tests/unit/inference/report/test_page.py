@@ -48,15 +48,20 @@ def convert(folder: Path, source: str, *, layers: int = 1, bits: int = 4, **scor
         tensors |= matrix(width).to_tensors(key)
     write_tensors(folder / "model.safetensors", tensors)
     names = [key.removesuffix(".up_proj") for key in widths]
-    record = {
+    written = {
         "source": source,
         "fingerprint": folder.name,
         "options": {"quality": "standard", "bpw": 4.0},
         "layers": [{"name": name, "bpw": 4.0, "rel_err": 0.1} for name in names],
     }
-    (folder / RECORD_FILE).write_text(json.dumps(record))
+    (folder / RECORD_FILE).write_text(json.dumps(written))
     scored = {"fingerprint": folder.name, "score": {**SCORE, **score}}
     (folder / SCORE_FILE).write_text(json.dumps(scored))
+
+
+def edit_record(folder: Path, **changes: Any) -> None:
+    path = folder / RECORD_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def sections(page: str) -> list[str]:
@@ -129,6 +134,42 @@ def test_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
     assert "|a/model|" in first
     assert "|b/model|" in second
+
+
+def test_models_of_a_source_that_was_moved_share_a_section(tmp_path: Path) -> None:
+    for name, source in (("one", "/before/model"), ("two", "/after/model")):
+        convert(tmp_path / name, source)
+        edit_record(tmp_path / name, source_fingerprint="1f")
+
+    (text,) = sections(write_up(tmp_path))
+
+    assert "|one|" in text
+    assert "|two|" in text
+    assert "|source|/before/model, /after/model|" in re.sub(r"\|\s+\|", "|", text)
+
+
+def test_other_weights_in_the_same_folder_are_another_source(tmp_path: Path) -> None:
+    for name, fingerprint, perplexity in (("one", "1f", 2.5), ("two", "2f", 30.0)):
+        convert(tmp_path / name, "/models/demo", reference_perplexity=perplexity)
+        edit_record(tmp_path / name, source_fingerprint=fingerprint)
+
+    first, second = sections(write_up(tmp_path))
+
+    assert "source perplexity 2.5000" in first
+    assert "1f" in first
+    assert "|two|" not in first
+    assert "source perplexity 30.0000" in second
+    assert "2f" in second
+    assert "|one|" not in second
+
+
+def test_records_of_older_versions_are_told_apart_by_the_folder_of_the_source(
+    tmp_path: Path,
+) -> None:
+    for name, source in (("one", "/a/model"), ("two", "/b/model"), ("three", "/a/model")):
+        convert(tmp_path / name, source)
+
+    assert len(sections(write_up(tmp_path))) == 2
 
 
 def test_sublayers_of_different_depths_are_matched_by_name(tmp_path: Path) -> None:

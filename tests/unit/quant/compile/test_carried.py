@@ -13,6 +13,7 @@ from exl2flow.core.stage import RECORD_FILE
 from exl2flow.flows.local import run_locally
 from exl2flow.inference.report.publication import CARD_FILE, describe, public_files
 from exl2flow.quant.compile.refined import other_files
+from exl2flow.quant.compile.stage import remove_others
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.stages import STAGES
 
@@ -131,6 +132,19 @@ def test_file_that_leaves_the_source_leaves_the_output_and_nothing_else_does(
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         *(RECORD_FILE, CARD_FILE),
     }
+
+
+def test_files_that_an_older_version_may_have_left_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / RECORD_FILE).write_text('{"source": "/model"}')
+    for name in ("chat_template.jinja", "config.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+
+    remove_others(tmp_path, {"config.json"})
+
+    assert [r.args for r in caplog.records] == [(tmp_path / "chat_template.jinja",)]
+    assert len([*tmp_path.iterdir()]) == 4
 
 
 def test_refining_takes_over_the_files_of_the_model_only(source: Path, tmp_path: Path) -> None:

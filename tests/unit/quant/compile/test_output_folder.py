@@ -45,6 +45,13 @@ def test_folder_of_another_source_is_refused(record: str, tmp_path: Path) -> Non
         check_output_folder(tmp_path, tmp_path / "model", memory=tmp_path / "digests.json")
 
 
+def test_record_without_a_digest_is_not_called_another_model(tmp_path: Path) -> None:
+    (tmp_path / RECORD_FILE).write_text('{"source": "/elsewhere"}')
+
+    with pytest.raises(StoreError, match=r"`/elsewhere`, and its record does not tell"):
+        check_output_folder(tmp_path, tmp_path / "model", memory=tmp_path / "digests.json")
+
+
 @pytest.fixture
 def recorded(source: Path, tmp_path: Path) -> Path:
     """An output that says that it was made from `source`."""

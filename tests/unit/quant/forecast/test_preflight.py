@@ -145,6 +145,12 @@ def test_output_that_is_a_file_is_one_problem(place: str, source: Path) -> None:
     ]
 
 
+def test_missing_measurement_is_one_problem(source: Path) -> None:
+    problems = problems_of(small_config(source, source.parent / "out", measurement="/nope.json"))
+
+    assert problems == ["no such file: `/nope.json`"]
+
+
 def test_many_missing_tensors_are_counted(source: Path) -> None:
     change_tensors(source, lambda t: [t.pop(name) for name in list(t) if ".layers.1." in name])
 

@@ -75,6 +75,19 @@ def test_files_have_the_names_sizes_and_headers_of_the_old_ones(refined: Refined
         assert (refined.config.out / name).read_bytes() == (refined.model / name).read_bytes()
 
 
+def test_file_that_leaves_the_model_leaves_the_refined_one(tmp_path: Path) -> None:
+    source, model = rough_model(tmp_path)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    config = refinement(source, model, tmp_path / "out")
+    refine_until(config, "compile")
+    assert (config.out / "chat_template.jinja").exists()
+    (model / "chat_template.jinja").unlink()
+
+    refine_until(config, "compile")
+
+    assert not (config.out / "chat_template.jinja").exists()
+
+
 def test_refined_model_is_nearer_to_its_reference_on_rows_that_no_hessian_saw(
     refined: Refined,
 ) -> None:
