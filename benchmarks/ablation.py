@@ -25,13 +25,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.files import read_json
-from exl2flow.core.progress import report
-from exl2flow.core.stage import Pipeline, Stage
-from exl2flow.flows.conversion import open_pipeline
-from exl2flow.flows.local import run_locally
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import report
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.flows.runs.conversion import open_pipeline
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 Changes = Mapping[str, object]
@@ -47,11 +47,16 @@ TABLES: Mapping[str, Mapping[str, Changes]] = {
         "column search": {"rounding.scale_search": "column"},
         "refit and descent, one-sided": {"rounding.rounds": 3},
         "column search, refit and descent, damping 0.05": {
-            "rounding.scale_search": "column", "rounding.rounds": 3, "rounding.damping": 0.05,
+            "rounding.scale_search": "column",
+            "rounding.rounds": 3,
+            "rounding.damping": 0.05,
         },
         "Hessian half weighted by gradients": {"sensitivity.kind": "fisher", **BY_SUBLAYER},
         "two-sided start, one sweep after it": {
-            **FACTORS, **BY_SUBLAYER, "rounding.rounds": 1, "rounding.sweeps": 1,
+            **FACTORS,
+            **BY_SUBLAYER,
+            "rounding.rounds": 1,
+            "rounding.sweeps": 1,
         },
         "two-sided start, refit and descent": {**FACTORS, **BY_SUBLAYER, "rounding.rounds": 3},
         "allocation per matrix": FACTORS,
@@ -90,7 +95,7 @@ TABLES: Mapping[str, Mapping[str, Changes]] = {
         "no further round of allocation": {"allocate.rounds": 0},
         "no tuning": {"tune.steps": 0},
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +147,12 @@ def configure(arguments: argparse.Namespace, trial: Trial) -> ConversionConfig:
     if "measurement" in values:
         values["measurement"] = measurement_file(arguments, trial.seed)
     scored = {
-        "text": arguments.text, "rows": arguments.text_rows, "sample_tokens": 0,
-        "warn_perplexity_ratio": 1e6, "fail_perplexity_ratio": 1e6,
-    }  # fmt: skip
+        "text": arguments.text,
+        "rows": arguments.text_rows,
+        "sample_tokens": 0,
+        "warn_perplexity_ratio": 1e6,
+        "fail_perplexity_ratio": 1e6,
+    }
     return ConversionConfig(
         source=arguments.model,
         out=arguments.work / "models" / trial.name,

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.model import ModelSpec, ProjectionSpec, QuantParams, resolve
-from exl2flow.model.group_table import BIT_WIDTHS
+from exl2flow.model.files.group_table import BIT_WIDTHS
 
 TABLE = Path(__file__).with_name("allocations.json")
 DEFAULT = "wiki16m"
@@ -113,9 +113,11 @@ def parsed(text: str) -> QuantParams:
 def add_allocation(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which parameters random matrices have."""
     parser.add_argument(
-        "--choices", choices=tables(), default=DEFAULT,
+        "--choices",
+        choices=tables(),
+        default=DEFAULT,
         help="matrices as the allocator chose them for this model, at the nearest bitrate",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--uniform", action="store_true", help=f"one width in groups of {GROUP_ROWS} instead"
     )

@@ -30,9 +30,9 @@ from decode import add_model, model_of
 from generation_jobs import settle
 from rich.console import Console
 
-from exl2flow.core.conversation import Answer, Turn
-from exl2flow.core.request import Request
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.conversation import Answer, Turn
+from exl2flow.core.requests.request import Request
 from exl2flow.flows.cli.options.chat import DEFAULTS
 from exl2flow.flows.cli.terminal.commands import obey
 from exl2flow.flows.cli.terminal.loop import Chat
@@ -73,9 +73,15 @@ def terminal() -> Iterator[Console]:
     os.close(ours)
     with os.fdopen(theirs, "w") as file:
         yield Console(
-            file=file, force_terminal=True, width=COLUMNS, height=ROWS, highlight=False,
-            color_system="truecolor", emoji=False, legacy_windows=False,
-        )  # fmt: skip
+            file=file,
+            force_terminal=True,
+            width=COLUMNS,
+            height=ROWS,
+            highlight=False,
+            color_system="truecolor",
+            emoji=False,
+            legacy_windows=False,
+        )
     reader.wait()
 
 
@@ -84,9 +90,13 @@ def chat_with(generator: Generator, console: Console, folder: Path) -> Chat:
     fmt, _ = choose_format(generator.model.spec.source_dir, generator.model.tokenizer)
     fmt = replace(fmt, stop_tokens=(), stop_strings=())
     return Chat(
-        session=Session(generator, fmt, settings=SETTINGS, seed=1), screen=Screen(console),
-        model=folder, file=folder / "kept.json", restart=lambda: generator, obey=obey,
-    )  # fmt: skip
+        session=Session(generator, fmt, settings=SETTINGS, seed=1),
+        screen=Screen(console),
+        model=folder,
+        file=folder / "kept.json",
+        restart=lambda: generator,
+        obey=obey,
+    )
 
 
 def spoken(session: Session, pieces: Iterator[Piece], text: str) -> Iterator[Piece]:

@@ -22,8 +22,15 @@ import torch
 from shapes import SHAPES, make_model
 
 STAGES = (
-    "tokenize", "sensitivity", "measure", "allocate", "quantize", "tune", "compile", "validate",
-)  # fmt: skip
+    "tokenize",
+    "sensitivity",
+    "measure",
+    "allocate",
+    "quantize",
+    "tune",
+    "compile",
+    "validate",
+)
 
 
 def convert(model: Path, root: Path, bpw: float, options: list[str]) -> dict[str, float | None]:

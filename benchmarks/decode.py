@@ -18,11 +18,11 @@ import torch
 from allocations import Allocation, add_allocation, allocation_of
 from shapes import SHAPES, plain, write_config
 
-from exl2flow.core.files import write_tensors
+from exl2flow.core.store.files import write_tensors
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.bench import Rows, seconds
 from exl2flow.model import QuantizedMatrix, QuantParams
-from exl2flow.model.group_table import first_words
+from exl2flow.model.files.group_table import first_words
 
 
 def random_matrix(n: int, k: int, params: QuantParams) -> QuantizedMatrix:

@@ -29,16 +29,27 @@ from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingS
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.generate.steps import Steps
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
-from exl2flow.kernels.recording import Recording
-from exl2flow.model.footprint import Footprint
+from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.model.memory.footprint import Footprint
 
 MIXED = (GREEDY, DEFAULT, SamplingSettings(top_k=0, min_p=0.05), SamplingSettings(top_p=0.95))
 EVERYTHING: dict[str, Any] = {
-    "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_a": 0.01,
-    "min_p": 0.001, "tfs": 0.99, "typical": 0.99, "xtc_probability": 0.5, "dry_multiplier": 0.8,
-    "skew": 0.1, "mirostat": True, "min_temp": 0.5, "max_temp": 1.5, "smoothing_factor": 0.2,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1,
+    "presence_penalty": 0.1,
+    "top_a": 0.01,
+    "min_p": 0.001,
+    "tfs": 0.99,
+    "typical": 0.99,
+    "xtc_probability": 0.5,
+    "dry_multiplier": 0.8,
+    "skew": 0.1,
+    "mirostat": True,
+    "min_temp": 0.5,
+    "max_temp": 1.5,
+    "smoothing_factor": 0.2,
     "token_bias": ((5, 1.0),),
-}  # fmt: skip
+}
 
 
 @torch.inference_mode()
@@ -325,8 +336,21 @@ def batch(model: LoadedModel, form: str) -> None:
 MODES = {
     f.__name__: f
     for f in (
-        *(overhead, mixed, admit, gap, prefix, sampler, fit),
-        *(scattered, grammar, adapters, draft, ngram, ties, jobs, batch),
+        overhead,
+        mixed,
+        admit,
+        gap,
+        prefix,
+        sampler,
+        fit,
+        scattered,
+        grammar,
+        adapters,
+        draft,
+        ngram,
+        ties,
+        jobs,
+        batch,
     )
 }
 

@@ -59,10 +59,13 @@ def random_adapter(model: LoadedModel, rank: int, seed: int) -> Adapter:
         return (0.01 * torch.randn(rank, features, generator=source)).to(dtype)
 
     return Adapter(
-        digest=bytes([seed]), folder=Path("random"), model=model.spec.source_dir, rank=rank,
+        digest=bytes([seed]),
+        folder=Path("random"),
+        model=model.spec.source_dir,
+        rank=rank,
         matrices={
             p.key: (matrix(p.in_features), matrix(p.out_features))
             for sublayer in model.spec.sublayers
             for p in sublayer.projections
         },
-    )  # fmt: skip
+    )

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from shapes import SHAPES, make_model
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.progress import report
-from exl2flow.flows.conversion import choose_allocator, open_pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import report
+from exl2flow.flows.runs.conversion import choose_allocator, open_pipeline
 from exl2flow.quant.forecast.needs import Need
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.stages import STAGES
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="calibration rows, a sixth to measure; else all")
     arguments = parser.parse_args()
     choose_allocator()  # before the model is created
-    logging.getLogger("exl2flow.core.background").addHandler(logging.StreamHandler())
+    logging.getLogger("exl2flow.core.runtime.background").addHandler(logging.StreamHandler())
     rows = arguments.rows
     few = {"rows": rows, "measure_rows": max(1, rows // 6)} if rows else {}
     with tempfile.TemporaryDirectory() as name:
@@ -123,10 +123,15 @@ def main() -> None:
             make_model(source, arguments.shape, arguments.layers)
         for quality in arguments.quality:
             config = ConversionConfig(
-                source=source, out=root / quality, work_root=root / f"work-{quality}",
-                bpw=arguments.bpw, quality=quality, device=arguments.device, calibration=few,
+                source=source,
+                out=root / quality,
+                work_root=root / f"work-{quality}",
+                bpw=arguments.bpw,
+                quality=quality,
+                device=arguments.device,
+                calibration=few,
                 max_memory=arguments.max_memory,
-            )  # fmt: skip
+            )
             what = arguments.model or f"{arguments.shape}, {arguments.layers} layers"
             print(f"\n{what}, {quality}, torch {torch.__version__}\n")
             run(config, arguments.until, arguments.profile)

@@ -34,9 +34,17 @@ NO_LIMIT = ("--warn-ratio", 10**6, "--fail-ratio", 10**6)  # bad models are resu
 BITRATES = (2.5, 3.0, 4.0, 5.0, 6.0)
 ALL_ROWS = 10**6
 COLUMNS = (
-    "preset", "bpw", "bytes", "bytes ratio", "perplexity", "KL divergence", "KL ratio", "top-1",
-    "seconds", "peak MB",
-)  # fmt: skip
+    "preset",
+    "bpw",
+    "bytes",
+    "bytes ratio",
+    "perplexity",
+    "KL divergence",
+    "KL ratio",
+    "top-1",
+    "seconds",
+    "peak MB",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +111,28 @@ def convert(conversion: Conversion, *, arguments: argparse.Namespace, threads: i
     work: Path = arguments.work
     root = work / "checkpoints" / conversion.name
     printed, peak = run(
-        "convert", arguments.model, "--out", work / conversion.name, *conversion.target,
-        "--quality", conversion.quality, "--work-root", root, "--device", arguments.device,
-        "--no-prefect", "--json", "--validate-rows", 1, "--sample-tokens", 0, *NO_LIMIT,
-        *arguments.options, threads=threads, log=work / f"{conversion.name}.log",
-    )  # fmt: skip
+        "convert",
+        arguments.model,
+        "--out",
+        work / conversion.name,
+        *conversion.target,
+        "--quality",
+        conversion.quality,
+        "--work-root",
+        root,
+        "--device",
+        arguments.device,
+        "--no-prefect",
+        "--json",
+        "--validate-rows",
+        1,
+        "--sample-tokens",
+        0,
+        *NO_LIMIT,
+        *arguments.options,
+        threads=threads,
+        log=work / f"{conversion.name}.log",
+    )
     memory = work / f"{conversion.name}.peak.json"  # a repeated run finds all stages finished
     if memory.is_file():
         peak = max(peak, json.loads(memory.read_bytes()))
@@ -136,10 +161,21 @@ def convert_all(conversions: Sequence[Conversion], arguments: argparse.Namespace
 def score(models: Sequence[Path], *, arguments: argparse.Namespace, threads: int) -> list[Any]:
     """Score models on the text in one process, which needs one pass over the source."""
     printed, _ = run(
-        "validate", *models, "--reference", arguments.model, "--text", arguments.text,
-        "--rows", arguments.text_rows, "--json", "--device", arguments.device, *NO_LIMIT,
-        threads=threads, log=arguments.work / f"{models[0].name}.validate.log",
-    )  # fmt: skip
+        "validate",
+        *models,
+        "--reference",
+        arguments.model,
+        "--text",
+        arguments.text,
+        "--rows",
+        arguments.text_rows,
+        "--json",
+        "--device",
+        arguments.device,
+        *NO_LIMIT,
+        threads=threads,
+        log=arguments.work / f"{models[0].name}.validate.log",
+    )
     return [json.loads(line) for line in printed.splitlines()]
 
 

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.files import write_tensors
+from exl2flow.core.store.files import write_tensors
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors, resolve
 
 TOKENIZER = Path(__file__).parent.parent / "demo" / "model"
 SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "vocab_size"),
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
 )
 LLAMAS = {
     "tiny": (128, 352, 2, 4, 2, 32, 4096),

@@ -37,11 +37,29 @@ MONTHS = [
 ]
 PRONOUNS = {"girls": ("she", "her", "her"), "boys": ("he", "him", "his")}
 KINDS = {
-    "story": 26, "lost": 9, "trade": 6, "fable": 9, "animal": 8, "town": 7, "job": 6,
-    "howto": 7, "facts": 7, "letter": 7, "diary": 4, "news": 5, "riddle": 2, "season": 3,
-    "talk": 4, "recipe": 3, "sum": 3, "school": 5, "thing": 5, "journey": 6, "compare": 2,
+    "story": 26,
+    "lost": 9,
+    "trade": 6,
+    "fable": 9,
+    "animal": 8,
+    "town": 7,
+    "job": 6,
+    "howto": 7,
+    "facts": 7,
+    "letter": 7,
+    "diary": 4,
+    "news": 5,
+    "riddle": 2,
+    "season": 3,
+    "talk": 4,
+    "recipe": 3,
+    "sum": 3,
+    "school": 5,
+    "thing": 5,
+    "journey": 6,
+    "compare": 2,
     "person": 5,
-}  # fmt: skip
+}
 
 Record = dict[str, str]
 Value = str | Record
@@ -72,8 +90,10 @@ def load_tables() -> dict[str, list[Record]]:
     tables: dict[str, list[Record]] = {}
     for name, header, lines in _sections(HERE / "tables.txt"):
         fields = [field.strip() for field in header.split("|")]
-        names = [f"{f}{fields[: i + 1].count(f)}" if fields.count(f) > 1 else f
-                 for i, f in enumerate(fields)]  # fmt: skip
+        names = [
+            f"{f}{fields[: i + 1].count(f)}" if fields.count(f) > 1 else f
+            for i, f in enumerate(fields)
+        ]
         rows = [[cell.strip() for cell in line.split("|")] for line in lines]
         if len(names) == 1:
             rows = [[cell] for row in rows for cell in row]
@@ -124,17 +144,21 @@ class Corpus:
         )
         towns = [
             {
-                "name": name, "river": rng.choice(words["rivers"]),
-                "land": rng.choice(words["lands"]), "next": names[i - 1],
+                "name": name,
+                "river": rng.choice(words["rivers"]),
+                "land": rng.choice(words["lands"]),
+                "next": names[i - 1],
                 "known": rng.choice(tables["known"])["thing"],
                 "ruler": rng.choice(tables["rulers"])["text"],
                 "people": f"{number(rng.randint(2, 60))} thousand",
-                "tree": rng.choice(words["trees"]), "market": rng.choice(WEEKDAYS),
+                "tree": rng.choice(words["trees"]),
+                "market": rng.choice(WEEKDAYS),
                 "animal": rng.choice(tables["animals"])["name"],
-                "flower": rng.choice(words["flowers"]), "year": number(rng.randint(1100, 1890)),
+                "flower": rng.choice(words["flowers"]),
+                "year": number(rng.randint(1100, 1890)),
             }
             for i, name in enumerate(names)
-        ]  # fmt: skip
+        ]
         tables["towns"] = towns
         tables["persons"] = [self._resident(rng) for _ in range(400)]
 
@@ -147,13 +171,23 @@ class Corpus:
         pick = rng.choice
         hobby = f"{pick(['plays', 'enjoys', 'teaches'])} {pick(self.words['games'])}"
         return {
-            "first": first, "name": f"{first} {pick(self.words['surname'])}",
-            "he": he, "him": him, "his": his, "job": job["name"], "work": job["work"],
-            "town": pick(towns)["name"], "from": pick(towns)["name"], "month": pick(MONTHS),
-            "dish": pick(self.words["dishes"]), "hobby": hobby,
-            "adj": pick(self.words["person_adjs"]), "pet": pick(self.tables["animals"])["name"],
-            "colour": pick(self.words["colours"]), "thing": pick(self.words["things"]),
-        }  # fmt: skip
+            "first": first,
+            "name": f"{first} {pick(self.words['surname'])}",
+            "he": he,
+            "him": him,
+            "his": his,
+            "job": job["name"],
+            "work": job["work"],
+            "town": pick(towns)["name"],
+            "from": pick(towns)["name"],
+            "month": pick(MONTHS),
+            "dish": pick(self.words["dishes"]),
+            "hobby": hobby,
+            "adj": pick(self.words["person_adjs"]),
+            "pet": pick(self.tables["animals"])["name"],
+            "colour": pick(self.words["colours"]),
+            "thing": pick(self.words["things"]),
+        }
 
     def documents(self) -> Iterator[str]:
         """Yield documents without end."""

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from exl2flow.flows.convert import convert as convert
-    from exl2flow.flows.local import run_locally as run_locally
-    from exl2flow.flows.local import sweep_locally as sweep_locally
     from exl2flow.flows.measure import measure as measure
     from exl2flow.flows.publish import publish as publish
     from exl2flow.flows.refine import refine as refine
+    from exl2flow.flows.runs.local import run_locally as run_locally
+    from exl2flow.flows.runs.local import sweep_locally as sweep_locally
     from exl2flow.flows.sweep import sweep as sweep
     from exl2flow.flows.validate import validate as validate
     from exl2flow.flows.watch import watch as watch
 
 FLOWS = ("convert", "measure", "publish", "refine", "sweep", "validate", "watch")
-MODULES = {name: name for name in FLOWS} | {"run_locally": "local", "sweep_locally": "local"}
+MODULES = {name: name for name in FLOWS}
+MODULES |= {name: "runs.local" for name in ("run_locally", "sweep_locally")}
 
 
 class _Flows(ModuleType):

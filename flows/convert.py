@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from prefect import flow
 
-from exl2flow.core.cleaning import clean_after
-from exl2flow.core.config import ConversionConfig
-from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
-from exl2flow.flows.preparation import prepare
-from exl2flow.flows.release import release_of, target_of
-from exl2flow.flows.runs import cancelled_if_interrupted
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.cleaning import clean_after
+from exl2flow.flows.runs.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.runs.hooks import cancelled_if_interrupted
+from exl2flow.flows.runs.preparation import prepare
+from exl2flow.flows.runs.release import release_of, target_of
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publishing import check_publication, publish_models

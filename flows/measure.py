@@ -4,12 +4,12 @@ from pathlib import Path
 
 from prefect import flow
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.measure import MeasureConfig
-from exl2flow.flows.conversion import open_pipeline
-from exl2flow.flows.preparation import prepare
-from exl2flow.flows.runs import cancelled_if_interrupted
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.flows.runs.conversion import open_pipeline
+from exl2flow.flows.runs.hooks import cancelled_if_interrupted
+from exl2flow.flows.runs.preparation import prepare
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged

@@ -2,8 +2,8 @@
 
 from prefect import flow
 
-from exl2flow.core.publication import PublishConfig
-from exl2flow.flows.runs import cancelled_if_interrupted
+from exl2flow.core.options.publication import PublishConfig
+from exl2flow.flows.runs.hooks import cancelled_if_interrupted
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publish import Published
 from exl2flow.tasks.publishing import publish_models

@@ -2,10 +2,10 @@
 
 from prefect import flow
 
-from exl2flow.core.refine import RefinementConfig
-from exl2flow.flows.conversion import Conversion, conclude, open_pipeline
-from exl2flow.flows.preparation import prepare_refinement
-from exl2flow.flows.runs import cancelled_if_interrupted
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.flows.runs.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.runs.hooks import cancelled_if_interrupted
+from exl2flow.flows.runs.preparation import prepare_refinement
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages

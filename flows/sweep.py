@@ -2,10 +2,10 @@
 
 from prefect import flow
 
-from exl2flow.core.cleaning import clean_after
-from exl2flow.core.interrupt import listening
-from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.bitrates import (
+from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.runtime.interrupt import listening
+from exl2flow.core.store.cleaning import clean_after
+from exl2flow.flows.runs.bitrates import (
     Sweep,
     check_runner,
     conclude_sweep,
@@ -13,11 +13,11 @@ from exl2flow.flows.bitrates import (
     raise_failures,
     release_of_sweep,
 )
-from exl2flow.flows.conversion import open_pipeline
-from exl2flow.flows.preparation import prepare_sweep
-from exl2flow.flows.release import target_of
-from exl2flow.flows.runners import make_all
-from exl2flow.flows.runs import cancelled_if_interrupted
+from exl2flow.flows.runs.conversion import open_pipeline
+from exl2flow.flows.runs.hooks import cancelled_if_interrupted
+from exl2flow.flows.runs.preparation import prepare_sweep
+from exl2flow.flows.runs.release import target_of
+from exl2flow.flows.runs.runners import make_all
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.fetch import with_local_source
 from exl2flow.tasks.logs import logged

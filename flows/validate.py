@@ -6,9 +6,9 @@ from pathlib import Path
 from prefect import flow
 from pydantic import Field
 
-from exl2flow.core.config import Device, Options, ValidateOptions, default_work_root
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.inference.evaluate import Score
+from exl2flow.core.options.config import Device, Options, ValidateOptions, default_work_root
+from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts

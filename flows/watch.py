@@ -6,8 +6,8 @@ from typing import Annotated, Self
 from prefect import flow
 from pydantic import Field, model_validator
 
-from exl2flow.core.config import Options
-from exl2flow.core.files import read_json, write_json
+from exl2flow.core.options.config import Options
+from exl2flow.core.store.files import read_json, write_json
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 

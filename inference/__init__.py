@@ -3,7 +3,7 @@
 from exl2flow.inference.adapters import Adapter
 from exl2flow.inference.drafts import Draft, NgramDraft
 from exl2flow.inference.generate import AsyncGenerator, Event, Generator, Job, Request
-from exl2flow.inference.load import LoadedModel, load_model
+from exl2flow.inference.loading.load import LoadedModel, load_model
 from exl2flow.inference.sampling import SamplingSettings
 
 __all__ = [

@@ -1,9 +1,9 @@
 """Kernels behind one interface: a torch implementation that is the specification."""
 
-from exl2flow.kernels.activations import ACTIVATIONS
-from exl2flow.kernels.attention_rule import AttentionRule
 from exl2flow.kernels.backend import get_ops, resolve_device
-from exl2flow.kernels.cache_formats import (
+from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.attention_rule import AttentionRule
+from exl2flow.kernels.interface.cache_formats import (
     CACHE_FORMATS,
     LARGEST_HALF,
     PAGE_TOKENS,
@@ -13,10 +13,10 @@ from exl2flow.kernels.cache_formats import (
     slots_at,
     slots_of,
 )
-from exl2flow.kernels.cache_ops import STEP_TOKENS
-from exl2flow.kernels.groups import PANEL_ROWS, Group
-from exl2flow.kernels.norm import Norm
-from exl2flow.kernels.ops import (
+from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
+from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
+from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.interface.ops import (
     CHUNK_ELEMENTS,
     FEW_ROWS,
     MOST_BESIDE,
@@ -28,7 +28,7 @@ from exl2flow.kernels.ops import (
     half_ranges,
     tensor_cores,
 )
-from exl2flow.kernels.packed import (
+from exl2flow.kernels.interface.packed import (
     PackedMatrix,
     Product,
     pack_codes,
@@ -36,18 +36,18 @@ from exl2flow.kernels.packed import (
     pack_zeros,
     whole_tiles,
 )
-from exl2flow.kernels.product import MOST_MATRICES
-from exl2flow.kernels.sampler_ops import COLUMNS as SAMPLER_COLUMNS
-from exl2flow.kernels.sampler_ops import (
+from exl2flow.kernels.interface.sampler_ops import COLUMNS as SAMPLER_COLUMNS
+from exl2flow.kernels.interface.sampler_ops import (
     NOT_FINITE,
     STRONGEST,
     Sampled,
     SamplerState,
     SamplerSteps,
 )
+from exl2flow.kernels.plans.product import MOST_MATRICES
+from exl2flow.kernels.reference.refit import times_output
+from exl2flow.kernels.reference.steps import halved
 from exl2flow.kernels.streams import Threads, at_the_same_time, on_device, used_here
-from exl2flow.kernels.torch_refit import times_output
-from exl2flow.kernels.torch_steps import halved
 
 __all__ = [
     "ACTIVATIONS",

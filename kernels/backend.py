@@ -6,8 +6,8 @@ CuPy is imported only when a CUDA device is requested, so everything else runs w
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
-from exl2flow.kernels.ops import Ops
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.interface.ops import Ops
+from exl2flow.kernels.reference.ops import TORCH_OPS
 
 
 def resolve_device(name: str) -> torch.device:
@@ -41,7 +41,7 @@ def get_ops(device: torch.device | str) -> Ops:
     if torch.device(device).type == "cpu":
         return TORCH_OPS
     try:
-        from exl2flow.kernels.cuda_ops import CUDA_OPS
+        from exl2flow.kernels.cuda.ops import CUDA_OPS
     except ImportError as error:
         raise BackendUnavailable(
             f"the kernels for `{device}` need CuPy ({error}): install `exl2flow[cuda13]` or "

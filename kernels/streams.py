@@ -11,7 +11,7 @@ from typing import ParamSpec, Self, TypeVar
 
 import torch
 
-from exl2flow.core.background import own_stream
+from exl2flow.core.runtime.background import own_stream
 
 T = TypeVar("T")
 P = ParamSpec("P")

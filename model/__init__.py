@@ -1,16 +1,29 @@
 """What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
 
-from exl2flow.model.attention import (
+from exl2flow.model.config.families import FAMILIES
+from exl2flow.model.config.family import Family
+from exl2flow.model.config.resolution import resolve
+from exl2flow.model.config.rope_spec import RopeKind, RopeSpec
+from exl2flow.model.config.spec import AttentionSpec, MlpSpec, ModelSpec, expected_tensors
+from exl2flow.model.config.sublayer_spec import (
+    NormSpec,
+    ProjectionSpec,
+    Role,
+    SublayerPart,
+    SublayerSpec,
+)
+from exl2flow.model.files.canonical import CanonicalTensors, fused_rows
+from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams
+from exl2flow.model.files.headers import carried, check_dtypes, check_layers, unclaimed
+from exl2flow.model.files.weights import TensorFiles
+from exl2flow.model.layers.attention import (
     AttentionSublayer,
     KvCache,
     LayerCache,
     Projected,
     attend,
 )
-from exl2flow.model.canonical import CanonicalTensors, fused_rows
-from exl2flow.model.chat_template import ChatTemplate, Message
-from exl2flow.model.composition import Composition
-from exl2flow.model.decoder import (
+from exl2flow.model.layers.decoder import (
     Decoder,
     Embedding,
     Head,
@@ -20,11 +33,7 @@ from exl2flow.model.decoder import (
     check_ids,
     with_bos,
 )
-from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
-from exl2flow.model.families import FAMILIES
-from exl2flow.model.family import Family
-from exl2flow.model.headers import carried, check_dtypes, check_layers, unclaimed
-from exl2flow.model.linear import (
+from exl2flow.model.layers.linear import (
     DenseLinear,
     Linear,
     PackedLinear,
@@ -32,28 +41,14 @@ from exl2flow.model.linear import (
     load_linear,
     narrowed,
 )
-from exl2flow.model.mlp import MlpSublayer
-from exl2flow.model.placement import Placement
-from exl2flow.model.resolution import resolve
-from exl2flow.model.rope import RopeTable, RopeTables
-from exl2flow.model.rope_spec import RopeKind, RopeSpec
-from exl2flow.model.spec import (
-    AttentionSpec,
-    MlpSpec,
-    ModelSpec,
-    expected_tensors,
-)
-from exl2flow.model.sublayer_spec import (
-    NormSpec,
-    ProjectionSpec,
-    Role,
-    SublayerPart,
-    SublayerSpec,
-)
-from exl2flow.model.sublayers import Sublayer, build_sublayer
-from exl2flow.model.text_stream import TextStream
-from exl2flow.model.tokenizer import Tokenizer
-from exl2flow.model.weights import TensorFiles
+from exl2flow.model.layers.mlp import MlpSublayer
+from exl2flow.model.layers.placement import Placement
+from exl2flow.model.layers.rope import RopeTable, RopeTables
+from exl2flow.model.layers.sublayers import Sublayer, build_sublayer
+from exl2flow.model.memory.composition import Composition
+from exl2flow.model.text.chat_template import ChatTemplate, Message
+from exl2flow.model.text.text_stream import TextStream
+from exl2flow.model.text.tokenizer import Tokenizer
 
 __all__ = [
     "FAMILIES",

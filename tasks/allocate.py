@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import NATS, Pipeline
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import NATS, Pipeline
 from exl2flow.inference.report.tables import Row
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice

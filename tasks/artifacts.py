@@ -19,8 +19,8 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from exl2flow.core.pace import Pace
-from exl2flow.core.progress import Tick, report
+from exl2flow.core.runtime.pace import Pace
+from exl2flow.core.runtime.progress import Tick, report
 
 log = logging.getLogger(__name__)
 

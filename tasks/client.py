@@ -162,8 +162,10 @@ class Hub:
         if isinstance(error, OSError):
             if error.errno is None:  # the client found a file of the wrong size
                 return HubUnavailable(f"`{subject}`: {str(error).partition(chr(10))[0]}")
-            return HubError(f"`{error.filename or subject}`: {error.strerror}; free space or fix "
-                            "the permissions, then repeat the command")  # fmt: skip
+            return HubError(
+                f"`{error.filename or subject}`: {error.strerror}; free space or fix "
+                "the permissions, then repeat the command"
+            )
         return None
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from prefect import task
 
-from exl2flow.core.config import ValidateOptions
-from exl2flow.core.progress import Tick
-from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.core.options.config import ValidateOptions
+from exl2flow.core.runtime.progress import Tick
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
 from exl2flow.inference.report.tables import (
@@ -22,7 +21,8 @@ from exl2flow.inference.report.tables import (
     markdown_table,
     scored_on,
 )
-from exl2flow.inference.text import text_rows
+from exl2flow.inference.scoring.evaluate import Score, evaluate
+from exl2flow.inference.scoring.text import text_rows
 from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.model import Tokenizer, resolve
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, markdown_plot

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from prefect import task
 
-from exl2flow.core.config import RunOptions
-from exl2flow.core.source import HubModel
+from exl2flow.core.options.config import RunOptions
+from exl2flow.core.store.source import HubModel
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import fetch, local_or_fetched

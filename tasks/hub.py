@@ -18,10 +18,10 @@ from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils.tqdm import tqdm
 
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
-from exl2flow.core.files import exclusive, make_folder, sync_files, write_json
-from exl2flow.core.model_files import is_of_model
-from exl2flow.core.progress import Progress, Tick, current
-from exl2flow.core.source import HubModel, digests, hub_model, provenance, provenance_file
+from exl2flow.core.runtime.progress import Progress, Tick, current
+from exl2flow.core.store.files import exclusive, make_folder, sync_files, write_json
+from exl2flow.core.store.model_files import is_of_model
+from exl2flow.core.store.source import HubModel, digests, hub_model, provenance, provenance_file
 from exl2flow.inference.report.record import read_object
 from exl2flow.tasks.client import Hub
 
@@ -156,14 +156,22 @@ def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
         log.warning(
             "cannot check whether `%s` of `%s` has moved (%s); using commit %s, which this "
             "work root started with",
-            *(name, wanted.repo, error, commit),
+            name,
+            wanted.repo,
+            error,
+            commit,
         )
         return
     if now != commit:
         log.warning(
             "`%s` of `%s` has moved to commit %s; using %s, which this work root started "
             "with; to get the new one use `--restart`, or name it: `%s@%s`",
-            *(name, wanted.repo, now, commit, wanted.repo, now),
+            name,
+            wanted.repo,
+            now,
+            commit,
+            wanted.repo,
+            now,
         )
 
 

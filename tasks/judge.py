@@ -1,8 +1,8 @@
 """The judgement of a refinement on the run's page."""
 
 from exl2flow.core import words
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.report.tables import markdown_table
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE, judgement_in_words
 from exl2flow.tasks.artifacts import Artifacts

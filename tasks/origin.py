@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import ConfigError, HubError, HubUnavailable, PublicationRefused
-from exl2flow.core.publication import PublishOptions
-from exl2flow.core.source import hub_model, provenance
+from exl2flow.core.options.publication import PublishOptions
+from exl2flow.core.store.source import hub_model, provenance
 from exl2flow.inference.report.publication import (
     Bitrate,
     Origin,
@@ -57,7 +57,8 @@ def check_target(
     except HubUnavailable as error:
         log.warning(
             "%s; whether `%s` may receive the result is checked again before publishing",
-            *(error, options.repo),
+            error,
+            options.repo,
         )
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from exl2flow.core import words
-from exl2flow.core.config import default_work_root
-from exl2flow.core.damage import check_output
 from exl2flow.core.errors import NO_JSON, ConfigError, Exl2FlowError, PublicationDamaged
-from exl2flow.core.files import digest, exclusive, write_json
-from exl2flow.core.progress import Progress, Tick, report
-from exl2flow.core.publication import PublishConfig
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.options.config import default_work_root
+from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.runtime.progress import Progress, Tick, report
+from exl2flow.core.store.damage import check_output
+from exl2flow.core.store.files import digest, exclusive, write_json
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.publication import (
     CARD_FILE,
@@ -39,7 +39,7 @@ from exl2flow.inference.report.publication import (
     without_paths,
 )
 from exl2flow.inference.report.record import read_object
-from exl2flow.inference.sample import sample_text
+from exl2flow.inference.scoring.sample import sample_text
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import MAIN
 from exl2flow.tasks.origin import check_account, origin_of_models, refusal

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prefect import task
 
-from exl2flow.core.publication import PublishConfig, PublishOptions
+from exl2flow.core.options.publication import PublishConfig, PublishOptions
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token

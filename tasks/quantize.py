@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.report.costs import matrix_costs, total_nats
 from exl2flow.inference.report.plots import Measured, render_errors
 from exl2flow.inference.report.tables import Row, cost_rows, markdown_table, sublayer_row

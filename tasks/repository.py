@@ -9,7 +9,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
 
 from exl2flow.core.errors import HubError
-from exl2flow.core.source import digests
+from exl2flow.core.store.source import digests
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import MAIN, blob_id
 

@@ -11,9 +11,9 @@ from functools import partial
 from prefect import Task
 from prefect.states import Completed
 
-from exl2flow.core.changes import outlook
-from exl2flow.core.stage import Pipeline
-from exl2flow.core.store import StageRef
+from exl2flow.core.store.changes import outlook
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.core.store.store import StageRef
 from exl2flow.tasks import allocate, judge, quantize, validate
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.retries import RETRIED

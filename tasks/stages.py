@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection
 
-from exl2flow.core.progress import Tick, report
-from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.runtime.progress import Tick, report
+from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.inference.compose.stage import COMPOSE
 from exl2flow.inference.validate.stage import VALIDATE
 from exl2flow.quant.allocate.stage import ALLOCATE
@@ -23,7 +23,13 @@ __all__ = ["MEASURE_STAGES", "REFINE_STAGES", "STAGES", "run_in_order"]
 MEASURE_STAGES: tuple[Stage, ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE, SUPPLEMENT)
 STAGES: tuple[Stage, ...] = (*MEASURE_STAGES, ALLOCATE, QUANTIZE, TUNE, COMPILE, VALIDATE)
 REFINE_STAGES: tuple[Stage, ...] = (
-    *(COMPOSE, TOKENIZE, SENSITIVITY, REFINE, JUDGE, RECOMPILE, VALIDATE),
+    COMPOSE,
+    TOKENIZE,
+    SENSITIVITY,
+    REFINE,
+    JUDGE,
+    RECOMPILE,
+    VALIDATE,
 )
 
 

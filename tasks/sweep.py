@@ -17,12 +17,12 @@ from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, Interrupted
-from exl2flow.core.interrupt import StopRequest, listening
-from exl2flow.core.progress import labelled
-from exl2flow.core.slots import Slots, see_only, visible_gpus
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.device_locks import Slots, see_only, visible_gpus
+from exl2flow.core.runtime.interrupt import StopRequest, listening
+from exl2flow.core.runtime.progress import labelled
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.logs import logged

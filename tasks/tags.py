@@ -6,7 +6,7 @@ from pathlib import Path
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 
-from exl2flow.core.naming import model_name
+from exl2flow.core.options.naming import model_name
 
 log = logging.getLogger(__name__)
 

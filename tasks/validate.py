@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.validate.stage import MARKDOWN_FILE, PLOT_FILE, REPORT_FILE
 from exl2flow.tasks.artifacts import Artifacts, markdown_plot
 

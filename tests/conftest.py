@@ -1,14 +1,12 @@
-"""What all tests share: the package in a bare checkout, the builders in `tiny.py`, the seed."""
+"""What all tests share: the package in a bare checkout, modules of `support/`, the seed."""
 
 import atexit
-import importlib.util
 import math
 import os
 import random
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -30,34 +28,11 @@ SEED = 20240229
 
 # `python -m pytest` puts the checkout first: a library's `import kernels` would find our folder
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))  # so that every test can import `tiny`
+for folder in (TESTS / "support", TESTS.parent / "campaigns"):  # so that tests can import `tiny`
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("exl2flow.core") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _use_checkout() -> None:
-    """Let this process and its children import the package from here, as if it were installed."""
-    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
-    folder = Path(tempfile.mkdtemp(prefix="exl2flow-metadata-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    info = folder / f"exl2flow-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.4\nName: exl2flow\nVersion: {project['version']}\n"
-    )
-    paths = [str(TESTS.parent / ".links"), str(folder)]
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-
-
-if not _is_installed():
-    _use_checkout()
+import checkout  # noqa: E402, F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,7 +62,7 @@ def seed() -> int:
 @pytest.fixture(autouse=True, scope="session")
 def _dirty_caches() -> Iterator[None]:
     """Fill new caches with NaN, which uninitialized memory may hold."""
-    from exl2flow.kernels.cache_formats import CacheRows
+    from exl2flow.kernels.interface.cache_formats import CacheRows
 
     empty = CacheRows.empty
 

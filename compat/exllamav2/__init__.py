@@ -23,10 +23,21 @@ from exl2flow.core.errors import ConfigError
 
 __version__ = "0.3.2"
 __all__ = [
-    "ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Cache_8bit", "ExLlamaV2Cache_Q4", "ExLlamaV2Cache_Q6",
-    "ExLlamaV2Cache_Q8", "ExLlamaV2Cache_TP", "ExLlamaV2Config", "ExLlamaV2Lora",
-    "ExLlamaV2MMEmbedding", "ExLlamaV2Tokenizer", "ExLlamaV2VisionTower", "SeqTensor", "Timer",
-]  # fmt: skip
+    "ExLlamaV2",
+    "ExLlamaV2Cache",
+    "ExLlamaV2Cache_8bit",
+    "ExLlamaV2Cache_Q4",
+    "ExLlamaV2Cache_Q6",
+    "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Cache_TP",
+    "ExLlamaV2Config",
+    "ExLlamaV2Lora",
+    "ExLlamaV2MMEmbedding",
+    "ExLlamaV2Tokenizer",
+    "ExLlamaV2VisionTower",
+    "SeqTensor",
+    "Timer",
+]
 
 
 def install() -> None:

@@ -15,7 +15,7 @@ from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.inference import Generator
 from exl2flow.inference.cache.paged import pages_of
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.footprint import exact_format, store_bytes
+from exl2flow.model.memory.footprint import exact_format, store_bytes
 
 
 class ExLlamaV2Cache:
@@ -24,9 +24,15 @@ class ExLlamaV2Cache:
     format: ClassVar[str | None] = None
 
     def __init__(
-        self, model: Any, batch_size: int = 1, max_seq_len: int = -1, copy_from: Any = None,
-        lazy: bool = False, num_key_value_heads: int | None = None, fixed_device: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        batch_size: int = 1,
+        max_seq_len: int = -1,
+        copy_from: Any = None,
+        lazy: bool = False,
+        num_key_value_heads: int | None = None,
+        fixed_device: Any = None,
+    ) -> None:
         self.model, self.batch_size, self.current_seq_len = model, batch_size, 0
         self.max_seq_len = model.config.max_seq_len if max_seq_len == -1 else max_seq_len
         if self.max_seq_len < 1 or batch_size < 1:
@@ -41,9 +47,14 @@ class ExLlamaV2Cache:
         self.end_stream: Callable[[], None] = lambda: None
 
     def generator(
-        self, *, rows: int = 1, slots: int | None = None, chunk: int | None = None,
-        context: int | None = None, draft: Any = None,
-    ) -> Generator:  # fmt: skip
+        self,
+        *,
+        rows: int = 1,
+        slots: int | None = None,
+        chunk: int | None = None,
+        context: int | None = None,
+        draft: Any = None,
+    ) -> Generator:
         """Return the cache's generator with these options: exactly `slots`, or at least `rows`."""
         native, config, held = self.model.native, self.model.config, self._generator
         chunk, context = chunk or config.max_input_len, context or config.max_seq_len
@@ -55,10 +66,13 @@ class ExLlamaV2Cache:
         del held  # so that its memory is free
         self.drop()
         self._generator = Generator(
-            replace(native, max_tokens=min(context, native.max_tokens)), cache=self.format,
-            tokens=self.tokens, slots=slots or rows, draft=draft,
+            replace(native, max_tokens=min(context, native.max_tokens)),
+            cache=self.format,
+            tokens=self.tokens,
+            slots=slots or rows,
+            draft=draft,
             chunk=max(chunk // PAGE_TOKENS, 1) * PAGE_TOKENS,
-        )  # fmt: skip
+        )
         self._options = options
         return self._generator
 
@@ -75,9 +89,17 @@ class ExLlamaV2Cache:
         return type(self)(self.model, self.batch_size, self.max_seq_len, self)
 
     def copy_states(
-        self, target: "ExLlamaV2Cache", from_column: int, from_columns: int, to_column: int,
-        to_columns: int, from_row: int, from_rows: int, to_row: int, to_rows: int,
-    ) -> None:  # fmt: skip
+        self,
+        target: "ExLlamaV2Cache",
+        from_column: int,
+        from_columns: int,
+        to_column: int,
+        to_columns: int,
+        from_row: int,
+        from_rows: int,
+        to_row: int,
+        to_rows: int,
+    ) -> None:
         """Copy texts; the target reads what it lacks."""
         for row in range(to_rows):
             source, before = self.texts[from_row + row % from_rows], target.texts[to_row + row]
@@ -117,8 +139,10 @@ ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8 = (
 
 
 def ExLlamaV2Cache_TP(  # a class there
-    model: Any, base: type[ExLlamaV2Cache] = ExLlamaV2Cache, batch_size: int = 1,
+    model: Any,
+    base: type[ExLlamaV2Cache] = ExLlamaV2Cache,
+    batch_size: int = 1,
     max_seq_len: int = -1,
-) -> ExLlamaV2Cache:  # fmt: skip
+) -> ExLlamaV2Cache:
     """Return a cache of a model that `load_tp` loaded."""
     return base(model, batch_size, max_seq_len)

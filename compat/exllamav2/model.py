@@ -17,7 +17,7 @@ from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Adapter, LoadedModel, load_model
-from exl2flow.inference.placement import Split
+from exl2flow.inference.loading.layer_split import Split
 from exl2flow.model import resolve
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,22 @@ class ExLlamaV2Config(SimpleNamespace):
 
     def __init__(self, model_dir: str | None = None) -> None:
         super().__init__(
-            model_dir=model_dir, max_batch_size=1, max_input_len=2048, max_attention_size=2048**2,
-            max_output_len=None, scale_pos_emb=1.0, scale_alpha_value=1.0, alt_rope_method=None,
-            yarn_rope_factor=None, no_flash_attn=False, no_xformers=False, no_sdpa=False,
-            no_graphs=False, load_in_q4=False, fasttensors=False,
-        )  # fmt: skip
+            model_dir=model_dir,
+            max_batch_size=1,
+            max_input_len=2048,
+            max_attention_size=2048**2,
+            max_output_len=None,
+            scale_pos_emb=1.0,
+            scale_alpha_value=1.0,
+            alt_rope_method=None,
+            yarn_rope_factor=None,
+            no_flash_attn=False,
+            no_xformers=False,
+            no_sdpa=False,
+            no_graphs=False,
+            load_in_q4=False,
+            fasttensors=False,
+        )
         if model_dir is not None:
             self.prepare()
 
@@ -40,14 +51,20 @@ class ExLlamaV2Config(SimpleNamespace):
         spec = resolve(Path(str(self.model_dir)))
         attention, eos = spec.attentions[0], spec.eos_token_ids
         vars(self).update(
-            max_seq_len=spec.max_positions, vocab_size=spec.vocab_size, head_dim=attention.head_dim,
-            hidden_size=spec.hidden_size, num_hidden_layers=spec.num_layers,
-            intermediate_size=spec.mlp.intermediate_size, num_attention_heads=attention.num_heads,
-            num_key_value_heads=attention.num_kv_heads, bos_token_id=spec.bos_token_id,
-            eos_token_id=eos[0] if eos else None, scale_pos_emb=attention.rope.position_scale,
+            max_seq_len=spec.max_positions,
+            vocab_size=spec.vocab_size,
+            head_dim=attention.head_dim,
+            hidden_size=spec.hidden_size,
+            num_hidden_layers=spec.num_layers,
+            intermediate_size=spec.mlp.intermediate_size,
+            num_attention_heads=attention.num_heads,
+            num_key_value_heads=attention.num_kv_heads,
+            bos_token_id=spec.bos_token_id,
+            eos_token_id=eos[0] if eos else None,
+            scale_pos_emb=attention.rope.position_scale,
             original_max_seq_len=attention.rope.original_max_positions,
             _read=attention.rope.position_scale,
-        )  # fmt: skip
+        )
 
     def set_low_mem(self) -> None:
         self.max_input_len, self.max_attention_size = 1024, 1024**2
@@ -73,9 +90,13 @@ class ExLlamaV2:
     loaded = property(lambda self: self._native is not None)
 
     def load(
-        self, gpu_split: Sequence[float] | None = None, lazy: bool = False, stats: bool = False,
-        callback: Any = None, progress: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Any = None,
+        progress: bool = False,
+    ) -> None:
         """Load the model; `lazy`: read its layers from disk in every pass, on one device."""
         folder, split = Path(self.config.model_dir), None
         nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -91,30 +112,44 @@ class ExLlamaV2:
         scale, alpha = config.scale_pos_emb / config._read, config.scale_alpha_value
         self._native = None  # first, to have room
         self._native = load_model(
-            folder, streamed=lazy, placement=split, progress=callback,
-            max_tokens=config.max_seq_len, rope_scale=None if scale == 1 else scale,
+            folder,
+            streamed=lazy,
+            placement=split,
+            progress=callback,
+            max_tokens=config.max_seq_len,
+            rope_scale=None if scale == 1 else scale,
             rope_alpha=None if alpha == 1 else alpha,
             rope_yarn=config.yarn_rope_factor if config.alt_rope_method == "yarn" else None,
-        )  # fmt: skip
+        )
 
     def load_autosplit(
-        self, cache: Any, reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False, callback: Any = None, progress: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        cache: Any,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Any = None,
+        progress: bool = False,
+    ) -> None:
         """Split the model among GPUs if there are several, with room for the cache."""
         split = None
         if torch.cuda.device_count() > 1:
             kept = (reserve_vram,) if isinstance(reserve_vram, int) else reserve_vram
             split = Split(
-                reserve=None if kept is None else tuple(kept), tokens=cache.tokens,
-                cache=cache.format, slots=cache.batch_size,
-            )  # fmt: skip
+                reserve=None if kept is None else tuple(kept),
+                tokens=cache.tokens,
+                cache=cache.format,
+                slots=cache.batch_size,
+            )
         self._load(split, callback=_show if progress else callback)
 
     def load_tp(
-        self, gpu_split: Sequence[float] | None = None, callback: Any = None,
-        progress: bool = False, expect_cache_tokens: int = 0, expect_cache_base: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Any = None,
+        progress: bool = False,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: Any = None,
+    ) -> None:
         log.warning("tensor parallelism is not implemented; layers are on one device or split")
         self.load(gpu_split, callback=callback, progress=progress)
 
@@ -143,11 +178,18 @@ class ExLlamaV2:
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: torch.Tensor, cache: Any = None, input_mask: torch.Tensor | None = None,
-        preprocess_only: bool = False, last_id_only: bool = False, loras: Any = None,
-        return_last_state: bool = False, position_offsets: torch.Tensor | None = None,
-        abort_event: Any = None, cpu_logits: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        cache: Any = None,
+        input_mask: torch.Tensor | None = None,
+        preprocess_only: bool = False,
+        last_id_only: bool = False,
+        loras: Any = None,
+        return_last_state: bool = False,
+        position_offsets: torch.Tensor | None = None,
+        abort_event: Any = None,
+        cpu_logits: bool = False,
+    ) -> Any:
         """Return logits fp32 (b, t, v) of ids (b, t) behind what the cache holds."""
         decoder, (rows, count) = self.native.decoder, input_ids.shape
         if not count or (abort_event is not None and abort_event.is_set()):

@@ -18,11 +18,20 @@ VALUES = {  # name: its short form, its type and help
     "chunk_size": ("chunk", int, "tokens of a prompt that one pass reads"),
 }
 FLAGS = {
-    "tensor_parallel": "tp", "no_flash_attn": "nfa", "no_xformers": "nxf", "no_sdpa": "nsdpa",
-    "no_graphs": "ng", "low_mem": "lm", "load_q4": "lq4", "fast_safetensors": "fst",
-    "ignore_compatibility": "ic", "cache_8bit": "c8", "cache_q4": "cq4", "cache_q6": "cq6",
+    "tensor_parallel": "tp",
+    "no_flash_attn": "nfa",
+    "no_xformers": "nxf",
+    "no_sdpa": "nsdpa",
+    "no_graphs": "ng",
+    "low_mem": "lm",
+    "load_q4": "lq4",
+    "fast_safetensors": "fst",
+    "ignore_compatibility": "ic",
+    "cache_8bit": "c8",
+    "cache_q4": "cq4",
+    "cache_q6": "cq6",
     "cache_q8": "cq8",
-}  # fmt: skip
+}
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +56,26 @@ def print_options(args: argparse.Namespace) -> None:
 
 
 def init(
-    args: argparse.Namespace, quiet: bool = False, allow_auto_split: bool = False,
-    skip_load: bool = False, benchmark: bool = False, max_batch_size: int | None = None,
-    max_input_len: int | None = None, max_output_len: int | None = None, progress: bool = False,
-) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:  # fmt: skip
+    args: argparse.Namespace,
+    quiet: bool = False,
+    allow_auto_split: bool = False,
+    skip_load: bool = False,
+    benchmark: bool = False,
+    max_batch_size: int | None = None,
+    max_input_len: int | None = None,
+    max_output_len: int | None = None,
+    progress: bool = False,
+) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
     """Return model and tokenizer; the model is loaded unless that waits for its cache."""
     config = ExLlamaV2Config(args.model_dir)
     given: dict[str, Any] = {
-        "max_seq_len": args.length, "scale_pos_emb": args.rope_scale,
-        "scale_alpha_value": args.rope_alpha, "max_batch_size": max_batch_size,
-        "max_input_len": args.chunk_size or max_input_len, "max_output_len": max_output_len,
-    }  # fmt: skip
+        "max_seq_len": args.length,
+        "scale_pos_emb": args.rope_scale,
+        "scale_alpha_value": args.rope_alpha,
+        "max_batch_size": max_batch_size,
+        "max_input_len": args.chunk_size or max_input_len,
+        "max_output_len": max_output_len,
+    }
     vars(config).update({name: value for name, value in given.items() if value is not None})
     if args.rope_yarn:
         config.alt_rope_method, config.yarn_rope_factor = "yarn", args.rope_yarn
@@ -70,9 +88,11 @@ def init(
 
 
 def post_init_load(
-    model: ExLlamaV2, args: argparse.Namespace, allow_auto_split: bool = False,
+    model: ExLlamaV2,
+    args: argparse.Namespace,
+    allow_auto_split: bool = False,
     progress: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     split = args.gpu_split if args.gpu_split not in (None, "auto") else None
     sizes = None if split is None else [float(size) for size in split.split(",")]
     (model.load_tp if args.tensor_parallel else model.load)(sizes, progress=progress)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.compat.exllamav2.model import ExLlamaV2Config
-from exl2flow.core.request import FIRST_EMBEDDING
+from exl2flow.core.requests.request import FIRST_EMBEDDING
 from exl2flow.model import Tokenizer
 
 NOTHING = "(?!)"  # a pattern that is nowhere
@@ -49,9 +49,14 @@ class ExLlamaV2Tokenizer:
     space_token_id = property(lambda self: self.single_id(" "))
 
     def encode(
-        self, text: str | Sequence[str], add_bos: bool = False, add_eos: bool = False,
-        encode_special_tokens: bool = False, return_offsets: bool = False, embeddings: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        text: str | Sequence[str],
+        add_bos: bool = False,
+        add_eos: bool = False,
+        encode_special_tokens: bool = False,
+        return_offsets: bool = False,
+        embeddings: Any = None,
+    ) -> Any:
         """Return ids (b, n), padded on the left; with offsets (b, 1), each minus the padding."""
         known = {e.text_alias: range(e.first_index, e.last_index) for e in embeddings or ()}
         aliases, rows = "|".join(map(re.escape, known)) or NOTHING, list[torch.Tensor]()
@@ -121,9 +126,14 @@ class ExLlamaV2MMEmbedding:
     _first = count(FIRST_EMBEDDING, 1_000_000)  # of the next one
 
     def __init__(
-        self, model: Any, embeddings: torch.Tensor, text_alias: str | None = None,
-        thw_grid: Any = None, pre_tokens: int = 0, post_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        embeddings: torch.Tensor,
+        text_alias: str | None = None,
+        thw_grid: Any = None,
+        pre_tokens: int = 0,
+        post_tokens: int = 0,
+    ) -> None:
         self.model, self.embeddings, self.thw_grid = model, embeddings.flatten(0, -2), thw_grid
         self.first_index = next(self._first)
         self.pre_tokens, self.post_tokens = pre_tokens, post_tokens

@@ -19,11 +19,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from exl2flow.core.config import ConversionConfig, ScaleSearch
-from exl2flow.core.files import read_json, read_tensors
-from exl2flow.core.progress import silent
-from exl2flow.core.stage import Pipeline
-from exl2flow.flows.conversion import open_pipeline
+from exl2flow.core.options.config import ConversionConfig, ScaleSearch
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.files import read_json, read_tensors
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
@@ -236,8 +236,14 @@ def draw_columns(demo: Demo, axes: Axes) -> None:
         for search, marker in ((grid, "s"), (own, "o")):
             at = search[column]
             error = _error(x[:, column], at * fits[column], bits, weights) / least
-            axes.plot(at, error, marker, color=colour, markerfacecolor="none" if marker == "s" else
-                      colour, markersize=6)  # fmt: skip
+            axes.plot(
+                at,
+                error,
+                marker,
+                color=colour,
+                markerfacecolor="none" if marker == "s" else colour,
+                markersize=6,
+            )
     axes.plot([], [], "s", color="#555555", markerfacecolor="none", label="one multiplier")
     axes.plot([], [], "o", color="#555555", label="own scale code")
     axes.set_ylim(0.9, 3)
@@ -268,15 +274,28 @@ def draw_rows(demo: Demo, axes: Axes) -> None:
         ("nearest codes", nearest, "#b5482f", (-8, -26), "right"),
         ("after descent", better, "#2e8b57", (10, -8), "left"),
     ):
-        axes.contour(grid[..., 0], grid[..., 1], cost(grid), levels=[float(cost(at))],
-                     colors=[colour], linewidths=1)  # fmt: skip
+        axes.contour(
+            grid[..., 0],
+            grid[..., 1],
+            cost(grid),
+            levels=[float(cost(at))],
+            colors=[colour],
+            linewidths=1,
+        )
         axes.plot(*at, "o", color=colour, markersize=7)
-        axes.annotate(f"{name}\ncost {cost(at):.2f}", at, place, textcoords="offset points",
-                      color=colour, ha=side,
-                      bbox={"color": "white", "pad": 1})  # fmt: skip
+        axes.annotate(
+            f"{name}\ncost {cost(at):.2f}",
+            at,
+            place,
+            textcoords="offset points",
+            color=colour,
+            ha=side,
+            bbox={"color": "white", "pad": 1},
+        )
     gap = np.array([0.07, 0])
-    axes.annotate("", better - gap, nearest + gap,
-                  arrowprops={"arrowstyle": "->", "color": "#555555"})  # fmt: skip
+    axes.annotate(
+        "", better - gap, nearest + gap, arrowprops={"arrowstyle": "->", "color": "#555555"}
+    )
     axes.set_aspect("equal")
     axes.set_xticks(range(-1, 3))
     axes.set_yticks(range(-1, 2))
@@ -363,8 +382,14 @@ def draw_allocation(demo: Demo, axes: Axes) -> None:
         front = [p for i, p in enumerate(points) if all(p[1] < q[1] for q in points[:i])]
         axes.plot(*zip(*front, strict=True), color=colour, linewidth=0.8, alpha=0.7)
         entry = chosen[key]
-        axes.plot(entry["total_bits"] / numel, entry["nats"], "o", color=colour, markersize=5,
-                  label=None if name in labelled else name.removesuffix("_proj"))  # fmt: skip
+        axes.plot(
+            entry["total_bits"] / numel,
+            entry["nats"],
+            "o",
+            color=colour,
+            markersize=5,
+            label=None if name in labelled else name.removesuffix("_proj"),
+        )
         labelled.add(name)
     axes.set_yscale("log")
     axes.set_xlim(2, 7)

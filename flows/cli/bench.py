@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl2flow.core import words
-from exl2flow.core.config import CacheName, Device
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.config import CacheName, Device
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import one_of
 from exl2flow.flows.cli.tables import plan_table, table_of
@@ -97,9 +97,9 @@ def bench_command(
     copy reads and writes memory.
     """
     counts = _counts(rows)
-    from exl2flow.flows.conversion import choose_allocator
+    from exl2flow.flows.runs.conversion import choose_allocator
     from exl2flow.inference.bench import bench
-    from exl2flow.inference.placement import Split
+    from exl2flow.inference.loading.layer_split import Split
     from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()

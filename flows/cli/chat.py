@@ -151,7 +151,7 @@ def _of_profile(model: Path, name: str | None, *, keep: bool) -> tuple[dict[str,
 
 def _kept(model: Path) -> Path:
     """Return the file that keeps the last conversation with a model."""
-    from exl2flow.core.files import digest_of, make_private_folder
+    from exl2flow.core.store.files import digest_of, make_private_folder
 
     folder = _home("XDG_STATE_HOME", ".local/state")
     with suppress(OSError):  # a home that cannot be written, which is said with the first turn
@@ -219,19 +219,30 @@ def _begin(
         is_kept, note = False, f"another chat has `{place.wanted}`; this one is kept in"
         session.notes.append(f"{note} `{place.file}`")
     return Chat(
-        session=session, screen=screen, model=model, file=place.file if place else None,
-        place=place, restart=generator, why=why, obey=obey, is_kept=is_kept,
-    )  # fmt: skip
+        session=session,
+        screen=screen,
+        model=model,
+        file=place.file if place else None,
+        place=place,
+        restart=generator,
+        why=why,
+        obey=obey,
+        is_kept=is_kept,
+    )
 
 
 def _options(config: ChatConfig, given: Values, *, is_new: bool) -> dict[str, Any]:
     """Return the arguments of a session; a file's conversation changes only what is given."""
     chat = config.chat
     options: dict[str, Any] = {
-        "max_answer": chat.max_answer, "ban": config.generation.ban, "reserve": chat.reserve,
-        "seed": chat.seed, "amnesia": chat.amnesia, "keep_thinking": chat.keep_thinking,
+        "max_answer": chat.max_answer,
+        "ban": config.generation.ban,
+        "reserve": chat.reserve,
+        "seed": chat.seed,
+        "amnesia": chat.amnesia,
+        "keep_thinking": chat.keep_thinking,
         "system": "" if chat.no_system else chat.system,
-    }  # fmt: skip
+    }
     if not is_new:
         wanted = {*given, "system"} if chat.no_system else {*given}
         options = {name: value for name, value in options.items() if name in wanted}

@@ -11,7 +11,7 @@ from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, plain, say, show
 
 if TYPE_CHECKING:
-    from exl2flow.core.cleaning import Item
+    from exl2flow.core.store.cleaning import Item
 
 EXAMPLES = (
     "Examples:",
@@ -61,7 +61,7 @@ def clean_command(
     output, fetched models of such stages, and damaged folders that were set aside. Without the
     quantized tensors, another `--shard-size-mb` or a lost output means quantizing again.
     """
-    from exl2flow.core.cleaning import clean, unneeded  # these import torch
+    from exl2flow.core.store.cleaning import clean, unneeded  # these import torch
 
     work = clean if yes else unneeded
     found: list[Item] = []

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, ValidationFailed
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.options import (
     AsJson,
@@ -33,7 +33,7 @@ from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_published, print_report
 
 if TYPE_CHECKING:
-    from exl2flow.flows.preparation import Prepared
+    from exl2flow.flows.runs.preparation import Prepared
     from exl2flow.flows.server.temporary import Api
 
 EXAMPLES = (
@@ -83,8 +83,8 @@ def _convert(
     config: ConversionConfig, server: "Api | None", *, restart: bool, dry_run: bool, as_json: bool
 ) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.preparation import prepare  # these import torch
-    from exl2flow.flows.release import check_release
+    from exl2flow.flows.runs.preparation import prepare  # these import torch
+    from exl2flow.flows.runs.release import check_release
     from exl2flow.tasks.stages import STAGES
 
     check_release(config)
@@ -118,9 +118,9 @@ def _run(
     prepared: "Prepared[ConversionConfig]", server: "Api | None", *, restart: bool
 ) -> tuple[dict[str, Any], Exl2FlowError | None]:
     """Run the stages and publish; return the report, and the error that the model still caused."""
-    from exl2flow.core.files import read_json
-    from exl2flow.flows.conversion import open_pipeline
-    from exl2flow.flows.local import run_locally
+    from exl2flow.core.store.files import read_json
+    from exl2flow.flows.runs.conversion import open_pipeline
+    from exl2flow.flows.runs.local import run_locally
     from exl2flow.inference.validate.stage import REPORT_FILE
     from exl2flow.tasks.stages import STAGES
 

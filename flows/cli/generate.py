@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError
-from exl2flow.core.generation import GenerationOptions
-from exl2flow.core.images import refuse_images
-from exl2flow.core.request import Request
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.images import refuse_images
+from exl2flow.core.requests.request import Request
 from exl2flow.flows.cli.console import emit_json, json_line, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters, read_text
 from exl2flow.flows.cli.options import Values, with_settings
@@ -248,7 +248,7 @@ def _complete_all(
     Raises:
         Exception: what ended the generator, and with it all prompts without an answer.
     """
-    from exl2flow.core.files import naming  # imports torch
+    from exl2flow.core.store.files import naming  # imports torch
 
     requests = [
         _request({**common, "seed": seed + index, **line, "tag": index})

@@ -74,7 +74,7 @@ def _write_matrices(contents: "ModelContents", csv: Path | None, parquet: Path |
     """
     if csv is None and parquet is None:
         return
-    from exl2flow.core.files import replacing  # this and the frames import pandas and torch
+    from exl2flow.core.store.files import replacing  # this and the frames import pandas and torch
     from exl2flow.inference.report.frames import allocation_frame
 
     frame = allocation_frame(contents)

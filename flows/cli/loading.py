@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.generation import GenerationOptions
-from exl2flow.core.request import Filter
+from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.requests.request import Filter
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Adapter, LoadedModel
@@ -16,19 +16,28 @@ if TYPE_CHECKING:  # these import torch
 
 def load(model: Path, options: GenerationOptions, *, slots: int) -> "LoadedModel":
     """Load a model as the options say; a split leaves room for the logits of so many texts."""
-    from exl2flow.flows.conversion import choose_allocator
+    from exl2flow.flows.runs.conversion import choose_allocator
     from exl2flow.inference import load_model
-    from exl2flow.inference.placement import Split
+    from exl2flow.inference.loading.layer_split import Split
 
     choose_allocator()
     split = Split.parse(
-        options.gpu_split, reserve=options.reserve, devices=options.devices,
-        tokens=options.tokens, cache=options.cache, slots=slots,
-    )  # fmt: skip
+        options.gpu_split,
+        reserve=options.reserve,
+        devices=options.devices,
+        tokens=options.tokens,
+        cache=options.cache,
+        slots=slots,
+    )
     return load_model(
-        model, device=options.device, placement=split, max_tokens=options.max_tokens,
-        rope_scale=options.rope_scale, rope_alpha=options.rope_alpha, rope_yarn=options.rope_yarn,
-    )  # fmt: skip
+        model,
+        device=options.device,
+        placement=split,
+        max_tokens=options.max_tokens,
+        rope_scale=options.rope_scale,
+        rope_alpha=options.rope_alpha,
+        rope_yarn=options.rope_yarn,
+    )
 
 
 def read_adapters(model: "LoadedModel", folders: Iterable[Path]) -> "list[Adapter]":

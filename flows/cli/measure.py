@@ -57,9 +57,9 @@ def measure(
         raise ConfigError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
     config = build_measurement(source, target, values)
     conversion = with_local_source(config, plain=as_json, renew=restart).conversion()
-    from exl2flow.core.files import replacing  # these import torch
-    from exl2flow.flows.conversion import open_pipeline
-    from exl2flow.flows.local import run_locally
+    from exl2flow.core.store.files import replacing  # these import torch
+    from exl2flow.flows.runs.conversion import open_pipeline
+    from exl2flow.flows.runs.local import run_locally
     from exl2flow.tasks.stages import MEASURE_STAGES
 
     if restart:

@@ -16,8 +16,8 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from exl2flow.core.pace import Pace, clock
-from exl2flow.core.progress import Progress, Tick, reporting_to
+from exl2flow.core.runtime.pace import Pace, clock
+from exl2flow.core.runtime.progress import Progress, Tick, reporting_to
 from exl2flow.core.words import short
 from exl2flow.flows.cli.console import ERR, say
 

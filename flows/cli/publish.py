@@ -119,7 +119,7 @@ def publish(
     Refuse sets whose KL divergence does not fall as bytes rise, models without a score, and sources
     that are gated or whose licence is unknown or forbids it.
     """
-    from exl2flow.core.publication import PublishConfig
+    from exl2flow.core.options.publication import PublishConfig
 
     given = {
         "models": models,
@@ -135,7 +135,7 @@ def publish(
     }
     known = {key: value for key, value in given.items() if value is not None}
     config = validated(PublishConfig, known, FLAGS)
-    from exl2flow.flows.release import hub_of  # these import torch
+    from exl2flow.flows.runs.release import hub_of  # these import torch
     from exl2flow.tasks.publish import draft
     from exl2flow.tasks.publish import publish as run
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.refine import RefinementConfig
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.flows.cli.console import emit_json, show, tell
 from exl2flow.flows.cli.options import (
     AsJson,
@@ -26,7 +26,7 @@ from exl2flow.flows.cli.sources import with_local_source
 from exl2flow.flows.cli.tables import plan_table, print_report
 
 if TYPE_CHECKING:
-    from exl2flow.flows.preparation import Prepared
+    from exl2flow.flows.runs.preparation import Prepared
     from exl2flow.flows.server.temporary import Api
 
 EXAMPLES = (
@@ -88,7 +88,7 @@ def _refine(
     config: RefinementConfig, server: "Api | None", *, restart: bool, dry_run: bool, as_json: bool
 ) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.preparation import prepare_refinement  # these import torch
+    from exl2flow.flows.runs.preparation import prepare_refinement  # these import torch
     from exl2flow.quant.judge.stage import judgement_in_words
     from exl2flow.tasks.stages import REFINE_STAGES
 
@@ -116,7 +116,7 @@ def _refine(
 
 def _plan_rows(prepared: "Prepared[RefinementConfig]") -> list[tuple[str, str]]:
     """Return (what, value) of what will be done."""
-    from exl2flow.core.changes import stage_rows  # imports torch
+    from exl2flow.core.store.changes import stage_rows  # imports torch
 
     plan = prepared.plan
     return [
@@ -134,9 +134,9 @@ def _run(
     prepared: "Prepared[RefinementConfig]", server: "Api | None", *, restart: bool
 ) -> tuple[dict[str, Any], ValidationFailed | None]:
     """Run the stages; return the validation report with the judgement, and a failed verdict."""
-    from exl2flow.core.files import read_json
-    from exl2flow.flows.conversion import open_pipeline
-    from exl2flow.flows.local import refine_locally
+    from exl2flow.core.store.files import read_json
+    from exl2flow.flows.runs.conversion import open_pipeline
+    from exl2flow.flows.runs.local import refine_locally
     from exl2flow.inference.validate.stage import REPORT_FILE
     from exl2flow.quant.judge.stage import JUDGEMENT_FILE
     from exl2flow.tasks.stages import REFINE_STAGES

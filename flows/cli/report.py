@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from exl2flow.core.sweep import REPORT_PAGE
+from exl2flow.core.options.sweep import REPORT_PAGE
 from exl2flow.flows.cli.console import tell
 
 EXAMPLES = (
@@ -39,7 +39,7 @@ def report(
     models were made, with a section for each source and each text that models were scored on. It
     needs no network and no script.
     """
-    from exl2flow.core.files import write_text  # these import torch
+    from exl2flow.core.store.files import write_text  # these import torch
     from exl2flow.inference.report.page import write_up
 
     page = out or folder / REPORT_PAGE

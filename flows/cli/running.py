@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from exl2flow.core.config import RunOptions
 from exl2flow.core.errors import HubError, PublicationDamaged, PublicationRefused, ServerFailed
+from exl2flow.core.options.config import RunOptions
 from exl2flow.flows.cli.console import say
 
 if TYPE_CHECKING:
-    from exl2flow.core.stage import Pipeline
-    from exl2flow.flows.preparation import Prepared
+    from exl2flow.core.store.stage import Pipeline
+    from exl2flow.flows.runs.preparation import Prepared
     from exl2flow.flows.server.temporary import Api
 
 Config = TypeVar("Config", bound=RunOptions)
@@ -55,7 +55,7 @@ def run_flow(
     Raises:
         ServerFailed: the server does not answer, or ended meanwhile and did not come back.
     """
-    from exl2flow.flows.preparation import handed_on
+    from exl2flow.flows.runs.preparation import handed_on
 
     if server is None:
         with handed_on(prepared):

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from exl2flow.core.config import RunOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
 
 if TYPE_CHECKING:
-    from exl2flow.core.source import HubModel
+    from exl2flow.core.store.source import HubModel
 
 Config = TypeVar("Config", bound=RunOptions)
 
@@ -25,7 +25,7 @@ def fetched_with_progress(
         HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
     """
-    from exl2flow.flows.release import hub_of  # these import torch
+    from exl2flow.flows.runs.release import hub_of  # these import torch
     from exl2flow.tasks.hub import fetch, local_or_fetched
 
     def fetching(wanted: "HubModel") -> Path:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl2flow.core.errors import ConfigError, SweepFailed
-from exl2flow.core.pace import clock
-from exl2flow.core.sweep import SWEEP_FILE, Runner, SweepConfig
+from exl2flow.core.options.sweep import SWEEP_FILE, Runner, SweepConfig
+from exl2flow.core.runtime.pace import clock
 from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show, tell
 from exl2flow.flows.cli.options import (
@@ -119,9 +119,9 @@ def sweep(
 
 def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json: bool) -> None:
     begun = time.monotonic()
-    from exl2flow.flows.bitrates import check_runner  # these import torch
-    from exl2flow.flows.preparation import prepare_sweep
-    from exl2flow.flows.release import check_release
+    from exl2flow.flows.runs.bitrates import check_runner  # these import torch
+    from exl2flow.flows.runs.preparation import prepare_sweep
+    from exl2flow.flows.runs.release import check_release
 
     check_runner(config)
     check_release(config)
@@ -133,7 +133,7 @@ def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json:
         if as_json:
             emit_json({"plans": {name: plan.to_json() for name, plan in plans.items()}})
         return
-    from exl2flow.flows.local import sweep_locally
+    from exl2flow.flows.runs.local import sweep_locally
 
     failure = None
     with shown(plain=as_json):
@@ -166,7 +166,7 @@ def _bits(text: str) -> tuple[float, ...]:
 
 def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[str, str]]:
     """Return (what, value) for all bitrates, whose plans are mostly the same."""
-    from exl2flow.core.changes import stage_rows  # imports torch
+    from exl2flow.core.store.changes import stage_rows  # imports torch
 
     rows = dict(next(iter(plans.values())).rows())
     sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
@@ -182,7 +182,7 @@ def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[s
 def _tell(
     config: SweepConfig, plans: Mapping[str, "Plan"], seconds: float, *, as_json: bool
 ) -> None:
-    from exl2flow.core.files import read_json
+    from exl2flow.core.store.files import read_json
 
     out = config.out.resolve()
     content = read_json(out / SWEEP_FILE)

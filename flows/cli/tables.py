@@ -12,14 +12,14 @@ from rich.panel import Panel
 from rich.table import Table
 
 from exl2flow.core import words
-from exl2flow.core.pace import clock
-from exl2flow.core.sweep import REPORT_PAGE
+from exl2flow.core.options.sweep import REPORT_PAGE
+from exl2flow.core.runtime.pace import clock
 from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 
 if TYPE_CHECKING:
-    from exl2flow.inference.evaluate import Score
     from exl2flow.inference.report.comparison import Compared
     from exl2flow.inference.report.costs import Priced
+    from exl2flow.inference.scoring.evaluate import Score
 
 CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
 MOST_COSTLY = 6  # matrices listed

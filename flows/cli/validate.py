@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl2flow.core.config import ValidateOptions, default_work_root
 from exl2flow.core.errors import ConfigError, ValidationFailed
-from exl2flow.core.progress import Progress, Tick
+from exl2flow.core.options.config import ValidateOptions, default_work_root
+from exl2flow.core.runtime.progress import Progress, Tick
 from exl2flow.flows.cli.console import emit_json, say, tell
 from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.options.table import EVALUATION
@@ -18,8 +18,8 @@ from exl2flow.flows.cli.sources import fetched_with_progress
 from exl2flow.flows.cli.tables import show_comparison
 
 if TYPE_CHECKING:
-    from exl2flow.inference.evaluate import Score
     from exl2flow.inference.report.comparison import Compared
+    from exl2flow.inference.scoring.evaluate import Score
 
 EXAMPLES = (
     "Examples:",
@@ -115,7 +115,7 @@ def _check_plot(plot: Path | None, reference: Path | None) -> None:
 
 def _compare(models: Sequence["Compared"], plot: Path | None, *, quiet: bool) -> None:
     """Report whether divergence falls as size rises, and plot both."""
-    from exl2flow.core.files import write_text
+    from exl2flow.core.store.files import write_text
     from exl2flow.inference.report.comparison import check_bitrates
     from exl2flow.inference.report.plots import render_comparison
 
@@ -137,8 +137,8 @@ def _evaluate(
     progress: Progress,
 ) -> list["Score"]:
     """Score the models on rows that are short enough for all of them."""
-    from exl2flow.inference.evaluate import evaluate
-    from exl2flow.inference.text import text_rows
+    from exl2flow.inference.scoring.evaluate import evaluate
+    from exl2flow.inference.scoring.text import text_rows
     from exl2flow.kernels import resolve_device
     from exl2flow.model import Tokenizer, resolve
 

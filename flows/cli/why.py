@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl2flow.core.config import ConversionConfig, RunOptions, default_work_root
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.refine import RefinementConfig
+from exl2flow.core.options.config import ConversionConfig, RunOptions, default_work_root
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.flows.cli.console import emit_json, show
 from exl2flow.flows.cli.options import AsJson, flags, validated
 from exl2flow.flows.cli.tables import plan_table, table_of
 
 if TYPE_CHECKING:
-    from exl2flow.core.manifest import RunRecord
-    from exl2flow.core.stage import Pipeline
+    from exl2flow.core.store.manifest import RunRecord
+    from exl2flow.core.store.stage import Pipeline
 
 EXAMPLES = (
     "Examples:",
@@ -58,7 +58,7 @@ def why(
     An input is an option, a file that one names, a file of the source, or a stage's code. For a
     finished stage the changes are those since the result before it. Nothing is changed.
     """
-    from exl2flow.core.changes import outlook, stage_rows  # these import torch
+    from exl2flow.core.store.changes import outlook, stage_rows  # these import torch
 
     record, named = _found(run, work_root)
     pipeline = _pipeline(record)
@@ -81,7 +81,7 @@ def _found(run: Path, work_root: Path | None) -> tuple["RunRecord", str | None]:
     Raises:
         ConfigError: there is none.
     """
-    from exl2flow.core.store import MANIFEST, StageFolder
+    from exl2flow.core.store.store import MANIFEST, StageFolder
 
     run = run.resolve()
     if (run / MANIFEST).is_file():
@@ -115,7 +115,7 @@ def _placed(record: "RunRecord", root: Path) -> "RunRecord":
 
 def _records(root: Path) -> Iterator["RunRecord"]:
     """Yield the runs that worked on the stages in a work root, the last one last."""
-    from exl2flow.core.store import MANIFEST, StageFolder
+    from exl2flow.core.store.store import MANIFEST, StageFolder
 
     for path in sorted(root.glob(f"*/*/*/{MANIFEST}"), key=lambda path: path.stat().st_mtime):
         folder = StageFolder.found(path.parent)
@@ -125,7 +125,7 @@ def _records(root: Path) -> Iterator["RunRecord"]:
 
 def _pipeline(record: "RunRecord") -> "Pipeline":
     """Return the stages of a run as they would be resolved today."""
-    from exl2flow.flows.conversion import open_pipeline
+    from exl2flow.flows.runs.conversion import open_pipeline
     from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
     refines = "model" in record.config

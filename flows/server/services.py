@@ -30,8 +30,8 @@ from urllib.request import ProxyHandler, build_opener
 import psutil
 from pydantic import Field, ValidationError
 
-from exl2flow.core.config import Options
 from exl2flow.core.errors import ServerFailed
+from exl2flow.core.options.config import Options
 
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 DATABASE_PATTERN = r"^(postgresql\+asyncpg|sqlite\+aiosqlite)://"

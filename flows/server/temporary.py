@@ -30,8 +30,14 @@ FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0  # to store what was received
 # Services for deployments, pauses, cancellations and limits, which only a lasting server needs.
 IDLE_SERVICES = (
-    *("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "CANCELLATION_CLEANUP"),
-    *("PAUSE_EXPIRATIONS", "REPOSSESSOR", "CLEANUP_RECONCILER"),
+    "SCHEDULER",
+    "LATE_RUNS",
+    "FOREMAN",
+    "TRIGGERS",
+    "CANCELLATION_CLEANUP",
+    "PAUSE_EXPIRATIONS",
+    "REPOSSESSOR",
+    "CLEANUP_RECONCILER",
 )
 SERVER_SETTINGS = {
     **QUIET_ENVIRONMENT,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl2flow.core import words
 from exl2flow.core.errors import NO_JSON, ConfigError
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.model import ModelSpec, fused_rows
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -27,8 +27,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHANGED = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights` that change W
 UNUSABLE = (*NO_JSON, OverflowError, KeyError, TypeError, AttributeError)  # by a damaged file
 REFUSED = (  # options that change the arithmetic
-    *("fan_in_fan_out", "use_dora", "use_qalora", "layer_replication", "alora_invocation_tokens"),
-    *("rank_pattern", "alpha_pattern"),
+    "fan_in_fan_out",
+    "use_dora",
+    "use_qalora",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "rank_pattern",
+    "alpha_pattern",
 )
 
 

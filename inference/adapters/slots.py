@@ -12,7 +12,7 @@ import torch
 from exl2flow.inference.adapters.adapter import Adapter
 from exl2flow.kernels import on_device
 from exl2flow.model import Decoder
-from exl2flow.model.low_rank import LowRank, with_low_rank
+from exl2flow.model.layers.low_rank import LowRank, with_low_rank
 
 Used = tuple[Adapter, ...]
 ALIGNED = 8  # ranks, so that rows of fp16 begin at multiples of 16 bytes

@@ -2,15 +2,15 @@
 
 import torch
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
 from exl2flow.inference.cache.views import Segment, StepView
 from exl2flow.inference.generate.steps import Steps
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import RopeTables
-from exl2flow.model.footprint import PROMPT_TOKENS
+from exl2flow.model.memory.footprint import PROMPT_TOKENS
 
 
 class Rows:

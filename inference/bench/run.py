@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.bench.rows import Rows
 from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, device_name
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of
-from exl2flow.inference.load import LoadedModel, load_model
-from exl2flow.inference.placement import Split
+from exl2flow.inference.loading.layer_split import Split
+from exl2flow.inference.loading.load import LoadedModel, load_model
 from exl2flow.kernels import PAGE_TOKENS, resolve_device
 from exl2flow.model import CanonicalTensors, Decoder
-from exl2flow.model.footprint import exact_format
-from exl2flow.model.linear import DenseLinear
+from exl2flow.model.layers.linear import DenseLinear
+from exl2flow.model.memory.footprint import exact_format
 
 PROMPTS = (512, 2048)  # tokens
 PROBE = 32  # tokens of the first prompt, and the fewest of any other

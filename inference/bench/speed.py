@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.manifest import versions
+from exl2flow.core.store.manifest import versions
 
 DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from exl2flow.core.memory import free_memory
+from exl2flow.core.runtime.memory import free_memory
 
 COPIED = 1 << 28  # numbers of 32 bits, far more than the chip's cache holds
 

@@ -12,7 +12,7 @@ from copy import copy
 import torch
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
-from exl2flow.core.memory import available_memory, free_memory
+from exl2flow.core.runtime.memory import available_memory, free_memory
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,
@@ -21,7 +21,7 @@ from exl2flow.kernels import (
     on_device,
 )
 from exl2flow.model import ModelSpec, Placement
-from exl2flow.model.footprint import store_bytes
+from exl2flow.model.memory.footprint import store_bytes
 
 SHARE = 0.7  # of the free memory, for a cache whose size is not given
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exl2flow.inference.cache.listing import ID_BYTES, Listing, Page, Pages, packed
-from exl2flow.kernels.cache_formats import PAGE_TOKENS
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
 
 __all__ = ["Copy", "PageTable", "Pages"]
 

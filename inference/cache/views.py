@@ -65,9 +65,18 @@ class StepView:
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in new)
         found = get_ops(q.device).attend_step(
-            q, k, v, store, self.tables, self.lengths, self.slots, table.cos, table.sin,
-            rule=rule, interleaved=table.interleaved,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            store,
+            self.tables,
+            self.lengths,
+            self.slots,
+            table.cos,
+            table.sin,
+            rule=rule,
+            interleaved=table.interleaved,
+        )
         return found.transpose(1, 2)
 
 

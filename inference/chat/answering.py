@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from threading import Event as Flag
 from typing import Any, Literal
 
-from exl2flow.core.conversation import Answer
-from exl2flow.core.request import Filter, Request
+from exl2flow.core.requests.conversation import Answer
+from exl2flow.core.requests.request import Filter, Request
 from exl2flow.inference.chat.history import Reader
 from exl2flow.inference.generate import Event, Generator
-from exl2flow.model.thoughts import Splitter
+from exl2flow.model.text.thoughts import Splitter
 
 End = Literal["complete", "limit", "overflow", "closed"]
 
@@ -86,9 +86,15 @@ class Answering:
     """Adds what requests generate to an answer; `made`: the tokens so far."""
 
     def __init__(
-        self, generator: Generator, reader: Reader, answer: Answer, statistics: ChatStatistics, *,
-        most: int, abort_event: Flag,
-    ) -> None:  # fmt: skip
+        self,
+        generator: Generator,
+        reader: Reader,
+        answer: Answer,
+        statistics: ChatStatistics,
+        *,
+        most: int,
+        abort_event: Flag,
+    ) -> None:
         """Begin, or go on with an answer; it gets `most` tokens, fewer if the flag is set."""
         self.made, self._abort_event = 0, abort_event
         self._generator, self._reader, self._answer, self._most = generator, reader, answer, most

@@ -15,10 +15,10 @@ from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
 
-from exl2flow.core.conversation import Answer, PromptFormat, Turn
 from exl2flow.core.errors import ChatTemplateError, ContextOverflow
+from exl2flow.core.requests.conversation import Answer, PromptFormat, Turn
 from exl2flow.model import ChatTemplate, Message, Tokenizer
-from exl2flow.model.thoughts import first_of_answer
+from exl2flow.model.text.thoughts import first_of_answer
 
 SEGMENTS = 4096  # encoded texts between answers that are kept
 BOS = "bos"  # in place of a number in a marker

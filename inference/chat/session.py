@@ -10,24 +10,37 @@ from pathlib import Path
 from threading import Event as Flag
 from typing import Any, Self
 
-from exl2flow.core.conversation import Answer, Conversation, PromptFormat, Turn, messages_of
 from exl2flow.core.errors import ConfigError, Exl2FlowError, InferenceError
-from exl2flow.core.images import refuse_images
-from exl2flow.core.request import Adapter, Filter, Request
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.conversation import (
+    Answer,
+    Conversation,
+    PromptFormat,
+    Turn,
+    messages_of,
+)
+from exl2flow.core.requests.images import refuse_images
+from exl2flow.core.requests.request import Adapter, Filter, Request
 from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Reply, Resumed
 from exl2flow.inference.chat.formats import choose_format
 from exl2flow.inference.chat.history import Context, Reader
 from exl2flow.inference.generate import Generator
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.ranks import Ranks
+from exl2flow.model.tensor_parallel.ranks import Ranks
 
 MOST_DRAWN = 10**7  # by an answer: hours of work, whose draws are passed over in 0.2 s
 ROWS = 8  # of the embedding, in the fingerprint of a model
 # in a file, under the names of the attributes, which are arguments as well
 KEPT = (
-    *("settings", "seed", "max_answer_tokens", "reserve", "bans"),
-    *("amnesia", "keep_thinking", "names", "started"),
+    "settings",
+    "seed",
+    "max_answer_tokens",
+    "reserve",
+    "bans",
+    "amnesia",
+    "keep_thinking",
+    "names",
+    "started",
 )
 
 
@@ -40,13 +53,23 @@ class Session:
     """
 
     def __init__(
-        self, generator: Generator, fmt: PromptFormat, *, system: str | None = None,
-        settings: SamplingSettings | None = None, seed: int | None = None,
-        max_answer_tokens: int = 1000, reserve: int = 250, adapters: Sequence[Adapter] = (),
-        bans: Sequence[str] = (), filters: Sequence[Filter] = (), amnesia: bool = False,
-        keep_thinking: bool = False, names: tuple[str, str] = ("User", "Assistant"),
+        self,
+        generator: Generator,
+        fmt: PromptFormat,
+        *,
+        system: str | None = None,
+        settings: SamplingSettings | None = None,
+        seed: int | None = None,
+        max_answer_tokens: int = 1000,
+        reserve: int = 250,
+        adapters: Sequence[Adapter] = (),
+        bans: Sequence[str] = (),
+        filters: Sequence[Filter] = (),
+        amnesia: bool = False,
+        keep_thinking: bool = False,
+        names: tuple[str, str] = ("User", "Assistant"),
         started: datetime | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin a conversation.
 
         Args:
@@ -227,9 +250,13 @@ class Session:
                 self.asked += 1
             self.statistics = ChatStatistics()
             run = Answering(
-                self.generator, self._reader, turn.current, self.statistics,
-                most=self.max_answer_tokens, abort_event=abort_event,
-            )  # fmt: skip
+                self.generator,
+                self._reader,
+                turn.current,
+                self.statistics,
+                most=self.max_answer_tokens,
+                abort_event=abort_event,
+            )
             end: End | None = None
             while end is None or end == "overflow":
                 context, notes = self._fit(turn, keeps_all=goes_on and end is None)
@@ -269,12 +296,18 @@ class Session:
         for ban in self.bans:
             _checked(ban)
         return Request(
-            ids, settings=self.settings, seed=answer.seed, drawn=answer.drawn,
-            stops=self._reader.stops, banned_strings=self.bans, adapters=self.adapters,
-            filters=[Resumed(f, tuple(answer.ids)) for f in self.filters] if answer.ids
+            ids,
+            settings=self.settings,
+            seed=answer.seed,
+            drawn=answer.drawn,
+            stops=self._reader.stops,
+            banned_strings=self.bans,
+            adapters=self.adapters,
+            filters=[Resumed(f, tuple(answer.ids)) for f in self.filters]
+            if answer.ids
             else self.filters,
             decode_special=self._reader.hides_marks,
-        )  # fmt: skip
+        )
 
     def save(self, path: Path | str) -> None:
         """Write the conversation to a JSON file, whole or not at all.
@@ -284,19 +317,21 @@ class Session:
         """
         source = self.generator.model.spec.source_dir.resolve()
         conversation = Conversation(
-            model=source.name, fingerprint=self._fingerprint, format=self.format,
-            system=self._system, asked=self.asked,
+            model=source.name,
+            fingerprint=self._fingerprint,
+            format=self.format,
+            system=self._system,
+            asked=self.asked,
             left_out=tuple(name for name in ("adapters", "filters") if getattr(self, name)),
             messages=tuple(messages_of(self.system, self.turns)),
             **{name: getattr(self, name) for name in KEPT},
-        )  # fmt: skip
+        )
         conversation.write(Path(path))
 
     @classmethod
     def load(
-        cls, path: Path | str, generator: Generator, fmt: PromptFormat | None = None,
-        **options: Any,
-    ) -> Self:  # fmt: skip
+        cls, path: Path | str, generator: Generator, fmt: PromptFormat | None = None, **options: Any
+    ) -> Self:
         """Return a conversation that was saved; with the same model it goes on with the same ids.
 
         Args:

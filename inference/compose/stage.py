@@ -14,16 +14,16 @@ from functools import partial
 
 import torch
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.files import digest, read_tensors, write_json, write_tensors
-from exl2flow.core.memory import limit_memory
-from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.memory import limit_memory
+from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.inference.cache.views import StepView
-from exl2flow.inference.load import LoadedModel, load_model
+from exl2flow.inference.loading.load import LoadedModel, load_model
 from exl2flow.model import Composition, RopeTables, Tokenizer, resolve
-from exl2flow.model.footprint import exact_format
+from exl2flow.model.memory.footprint import exact_format
 
 log = logging.getLogger(__name__)
 

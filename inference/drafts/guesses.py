@@ -8,9 +8,9 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.cache.views import Segment
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
-from exl2flow.kernels.recording import Recordings
+from exl2flow.kernels.cuda.graphs import Recordings
 from exl2flow.model import Decoder
 
 MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies

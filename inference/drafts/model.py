@@ -16,9 +16,9 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import reserve
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Slots, Wanted, check
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.kernels import PAGE_TOKENS, on_device
-from exl2flow.kernels.recording import bucket
+from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import RopeTables, Tokenizer
 
 SPARE_IDS = 128  # that one vocabulary may have more than the other

@@ -1,12 +1,19 @@
 """Filters: what a generated text may contain, token by token."""
 
-from exl2flow.core.request import Filter
+from exl2flow.core.requests.request import Filter
 from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
 from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint
 from exl2flow.inference.filters.foreign import ForeignFilter
 from exl2flow.inference.filters.grammar import GrammarFilter, prepare
 
 __all__ = [
-    "Allowed", "Combined", "Constraint", "Filter", "ForeignFilter", "GrammarFilter", "PrefixFilter",
-    "SelectFilter", "prepare",
-]  # fmt: skip
+    "Allowed",
+    "Combined",
+    "Constraint",
+    "Filter",
+    "ForeignFilter",
+    "GrammarFilter",
+    "PrefixFilter",
+    "SelectFilter",
+    "prepare",
+]

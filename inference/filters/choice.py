@@ -10,7 +10,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.filters.constraint import Allowed
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.model import Tokenizer
-from exl2flow.model.spelling import folded, spelling_of
+from exl2flow.model.text.spelling import folded, spelling_of
 
 
 @dataclass(frozen=True)

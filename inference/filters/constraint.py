@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from exl2flow.core.errors import FilterDeadEnd
-from exl2flow.core.request import Filter
+from exl2flow.core.requests.request import Filter
 from exl2flow.inference.sampling.bits import all_but, words_of
 from exl2flow.model import Tokenizer
 
@@ -40,9 +40,14 @@ class Combined:
     """A text under several filters: all must allow a token, and any may end the text by it."""
 
     def __init__(
-        self, filters: Sequence[Filter], tokenizer: Tokenizer, width: int, *,
-        prefix: str = "", prefer_end: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        filters: Sequence[Filter],
+        tokenizer: Tokenizer,
+        width: int,
+        *,
+        prefix: str = "",
+        prefer_end: bool = False,
+    ) -> None:
         """Start the filters; `prefer_end`: end the text as soon as they do not forbid it."""
         self._filters, self._tokenizer, self._width = filters, tokenizer, width
         self.parts: list[Constraint] = [given.start(tokenizer, width, prefix) for given in filters]

@@ -1,6 +1,6 @@
 """Text generation: `Generator` and what it takes and gives."""
 
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.asynchronous import AsyncGenerator
 from exl2flow.inference.generate.event import Event, Statistics
 from exl2flow.inference.generate.generator import Generator

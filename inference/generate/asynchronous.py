@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job

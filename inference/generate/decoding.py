@@ -10,7 +10,7 @@ from weakref import WeakMethod
 import torch
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.request import Request, Sampled
+from exl2flow.core.requests.request import Request, Sampled
 from exl2flow.inference.drafts import Wanted
 from exl2flow.inference.filters import prepare
 from exl2flow.inference.generate.arrival import Arrival
@@ -234,10 +234,12 @@ class Decoding:
     def _hooked(self, job: Job, token: Token) -> Token:
         """Let the hooks see a token and replace it."""
         seen = Sampled(
-            sampled_token=token.id, sampled_prob=token.probability or 0.0,
-            candidate_tokens=token.top_ids, candidate_probs=token.top_probabilities,
+            sampled_token=token.id,
+            sampled_prob=token.probability or 0.0,
+            candidate_tokens=token.top_ids,
+            candidate_probs=token.top_probabilities,
             logits=token.logits,
-        )  # fmt: skip
+        )
         for hook in job.request.hooks:
             hook(seen)
         token = token._replace(fed=seen.feed_filters)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 
 Stage = Literal["started", "prompt", "text"]
 Reason = Literal[

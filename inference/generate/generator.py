@@ -18,8 +18,8 @@ from typing import Any, cast, overload
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.images import placeholders
-from exl2flow.core.request import Request, Text, check_integer
+from exl2flow.core.requests.images import placeholders
+from exl2flow.core.requests.request import Request, Text, check_integer
 from exl2flow.inference.adapters import adapters_of
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of, reserve
 from exl2flow.inference.cache.pages import PageTable
@@ -34,10 +34,10 @@ from exl2flow.inference.generate.reading import Reading
 from exl2flow.inference.generate.schedule import Schedule
 from exl2flow.inference.generate.states import States, salt_of
 from exl2flow.inference.generate.steps import Steps
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.footprint import PROMPT_TOKENS, exact_format
+from exl2flow.model.memory.footprint import PROMPT_TOKENS, exact_format
 
 Prompt = Text | tuple[Text, Text]
 
@@ -117,10 +117,16 @@ class Generator:
         adapters = adapters_of(request.adapters, self.model)
         salt = salt_of(adapters)
         job = Job(
-            request, prompt, tokenizer, max_new_tokens=most, adapters=adapters,
-            begin=partial(self._schedule.table.begin, salt), constraint=constraint or None,
-            deliver=deliver or self._events.append, on_cancel=self._cancelled.append,
-        )  # fmt: skip
+            request,
+            prompt,
+            tokenizer,
+            max_new_tokens=most,
+            adapters=adapters,
+            begin=partial(self._schedule.table.begin, salt),
+            constraint=constraint or None,
+            deliver=deliver or self._events.append,
+            on_cancel=self._cancelled.append,
+        )
         with self._submitting:
             self._steps.check_works()
             self._schedule.add(job)
@@ -129,9 +135,14 @@ class Generator:
     def _check(self, request: Request, prompt: EncodedPrompt) -> int:
         """Refuse what the model cannot do; return how many tokens may be generated."""
         most = check(
-            request, prompt, vocab_size=self.model.spec.vocab_size, context=self.context,
-            pages=self.pages, slots=self.slots, images=placeholders(self.model.spec.config),
-        )  # fmt: skip
+            request,
+            prompt,
+            vocab_size=self.model.spec.vocab_size,
+            context=self.context,
+            pages=self.pages,
+            slots=self.slots,
+            images=placeholders(self.model.spec.config),
+        )
         self._steps.sampler.check(request.settings)
         return most
 

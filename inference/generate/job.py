@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 from exl2flow.inference.adapters import Used
 from exl2flow.inference.cache.pages import Pages
 from exl2flow.inference.drafts import Reach
@@ -16,7 +16,7 @@ from exl2flow.inference.generate.event import Event, Statistics, Token
 from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.model import Tokenizer
-from exl2flow.model.ranks import Ranks
+from exl2flow.model.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (None: all), ids not

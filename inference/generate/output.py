@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.bans import firsts
 from exl2flow.inference.generate.event import Event, Piece, Reason, Token, columns
 from exl2flow.inference.generate.loops import is_loop
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.inference.generate.strings import Strings
 from exl2flow.model import TextStream, Tokenizer
-from exl2flow.model.text_stream import Place
+from exl2flow.model.text.text_stream import Place
 
 NONE: frozenset[int] = frozenset()
 

@@ -17,9 +17,9 @@ from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.generate.places import Places
 from exl2flow.inference.generate.tails import Tails
-from exl2flow.kernels.recording import Recordings
+from exl2flow.kernels.cuda.graphs import Recordings
 from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
-from exl2flow.model.span import Span
+from exl2flow.model.layers.span import Span
 
 T = TypeVar("T")
 Idle = Callable[[], AbstractContextManager[None]]  # see `Recordings`

@@ -9,8 +9,8 @@ from itertools import count, islice
 import torch
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
-from exl2flow.core.images import images_refused
-from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING, Request, Text
+from exl2flow.core.requests.images import images_refused
+from exl2flow.core.requests.request import EMBEDDING, FIRST_EMBEDDING, Request, Text
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Decoder, Tokenizer
 
@@ -111,9 +111,15 @@ def embedded(prompt: Prompt, tensors: Sequence[torch.Tensor], decoder: Decoder) 
 
 
 def check(
-    request: Request, prompt: Prompt, *, vocab_size: int, context: int, pages: int, slots: int,
+    request: Request,
+    prompt: Prompt,
+    *,
+    vocab_size: int,
+    context: int,
+    pages: int,
+    slots: int,
     images: Collection[int] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Return the most tokens that a request with an encoded prompt may generate.
 
     The model has `vocab_size` ids, of which `images` stand for images, and `context` positions per

@@ -13,7 +13,7 @@ from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import FREE, Job, Sequence
 from exl2flow.inference.generate.steps import Steps
-from exl2flow.kernels.recording import bucket
+from exl2flow.kernels.cuda.graphs import bucket
 
 LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
 

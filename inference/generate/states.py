@@ -6,12 +6,12 @@ from itertools import chain
 import torch
 
 from exl2flow.core.errors import CacheFull, ContextOverflow
-from exl2flow.core.request import Adapter
+from exl2flow.core.requests.request import Adapter
 from exl2flow.inference.adapters import Used, adapters_of
 from exl2flow.inference.cache.pages import Pages, PageTable
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.steps import Steps
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.model import check_ids
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.adapters import AdapterSlots, Used
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.pages import Copy
@@ -22,10 +22,10 @@ from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.drafts import Drafter, Slots
 from exl2flow.inference.generate.passes import Passes, SplitPasses, State, WholePasses
 from exl2flow.inference.generate.places import Places
-from exl2flow.inference.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
-from exl2flow.kernels.recording import Recordings, bucket
+from exl2flow.kernels.cuda.graphs import Recordings, bucket
 from exl2flow.model import Decoder, check_ids
 
 COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
@@ -73,10 +73,17 @@ class Steps:
         self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
         kind = SplitPasses if model.decoder.placement.is_split else WholePasses
         state = State(
-            decoder=model.decoder, cache=cache, tables=self.tables, lengths=self.lengths,
-            ids=self.ids, places=self.places, adapters=self._adapters, recordings=self.recordings,
-            idle=idle, most=max_tokens + max(drafts, STEP_TOKENS),
-        )  # fmt: skip
+            decoder=model.decoder,
+            cache=cache,
+            tables=self.tables,
+            lengths=self.lengths,
+            ids=self.ids,
+            places=self.places,
+            adapters=self._adapters,
+            recordings=self.recordings,
+            idle=idle,
+            most=max_tokens + max(drafts, STEP_TOKENS),
+        )
         self._passes: Passes = kind(state)
         shared = Slots(cache, self.tables, self.lengths, self.recordings)
         self.guesses = None if draft is None else draft.start(model, shared)

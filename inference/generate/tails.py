@@ -9,7 +9,7 @@ import torch
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.views import MOST_STEPS, Segment, StepView
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
-from exl2flow.kernels.recording import Recordings, bucket
+from exl2flow.kernels.cuda.graphs import Recordings, bucket
 from exl2flow.model import Decoder, RopeTables
 
 MOST = FEW_ROWS // STEP_TOKENS  # sequences of a pass

@@ -17,7 +17,7 @@ from exl2flow.inference.report.tables import (
     markdown_table,
     scored_on,
 )
-from exl2flow.model.footprint import cache_bytes
+from exl2flow.model.memory.footprint import cache_bytes
 
 TEMPLATE = "card.md.j2"
 TAGS = ("exl2", "exllamav2", "exl2flow", "quantized")

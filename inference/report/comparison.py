@@ -8,10 +8,10 @@ from pathlib import Path
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
-from exl2flow.inference.evaluate import Score
-from exl2flow.inference.intervals import Interval, Intervals, intervals
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_record
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import Interval, Intervals, intervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

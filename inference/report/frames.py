@@ -13,18 +13,21 @@ import pandas as pd
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import RECORD_FILE, SOURCE_FINGERPRINT
-from exl2flow.inference.intervals import Intervals
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_object
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.inference.scoring.intervals import Intervals
+from exl2flow.model.files.exl2 import QuantParams
 
 BOUNDS = (  # of the intervals, in the order of their fields
-    *("perplexity_low", "perplexity_high"),
-    *("kl_divergence_nats_low", "kl_divergence_nats_high"),
-    *("top1_agreement_low", "top1_agreement_high"),
+    "perplexity_low",
+    "perplexity_high",
+    "kl_divergence_nats_low",
+    "kl_divergence_nats_high",
+    "top1_agreement_low",
+    "top1_agreement_high",
 )
 MEASURED = ("slot", "candidate", "parameters", "stored_bits", "relative_error", "cost_nats")
 

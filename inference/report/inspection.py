@@ -15,7 +15,7 @@ from exl2flow.core.errors import SourceModelError
 from exl2flow.inference.report.costs import total_nats
 from exl2flow.inference.report.record import Record, mapping, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
-from exl2flow.model.exl2 import is_quantized, tensor_names
+from exl2flow.model.files.exl2 import is_quantized, tensor_names
 
 _META = torch.device("meta")
 

@@ -14,9 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
-from exl2flow.core.stage import RECORD_FILE, SOURCE_FINGERPRINT
-from exl2flow.core.sweep import SWEEP_FILE
-from exl2flow.inference.evaluate import Score
+from exl2flow.core.options.sweep import SWEEP_FILE
+from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.inference.report.comparison import (
     Compared,
     check_bitrates,
@@ -28,6 +27,7 @@ from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot
 from exl2flow.inference.report.record import mapping, read_object
 from exl2flow.inference.report.tables import Row, bitrate_row, certainty_rows, scored_on
+from exl2flow.inference.scoring.evaluate import Score
 
 TEMPLATE = "page.html.j2"
 VALIDATION = f"validate/{'?' * 16}/report.json"  # of a work directory; none that was set aside

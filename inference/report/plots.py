@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from exl2flow.core import words
-from exl2flow.inference.intervals import Interval
 from exl2flow.inference.report.comparison import Compared, by_series
 from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
+from exl2flow.inference.scoring.intervals import Interval
 
 MARKED_COLOR = "#222222"
 MOST_NAMES = 64  # sublayers named on an axis; if there are more, every second, third …

@@ -12,13 +12,13 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.model_files import check_links, is_of_model, public_content
-from exl2flow.core.naming import BITRATE, bitrate_name
-from exl2flow.core.stage import FILES, RECORD_FILE, SCORE_FILE
-from exl2flow.inference.evaluate import Score
+from exl2flow.core.options.naming import BITRATE, bitrate_name
+from exl2flow.core.store.model_files import check_links, is_of_model, public_content
+from exl2flow.core.store.stage import FILES, RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.comparison import Rise, compared, rises
 from exl2flow.inference.report.licences import licence_problem
 from exl2flow.inference.report.record import read_object, read_record
+from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.model import ModelSpec, resolve
 
 CARD_FILE = "README.md"  # replaces that of the source

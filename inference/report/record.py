@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exl2flow.core.config import DEFAULT_HEAD_BITS
-from exl2flow.core.stage import NATS, RECORD_FILE, SCORE_FILE
-from exl2flow.model.fields import json_object
+from exl2flow.core.options.config import DEFAULT_HEAD_BITS
+from exl2flow.core.store.stage import NATS, RECORD_FILE, SCORE_FILE
+from exl2flow.model.config.fields import json_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.inference.intervals import LEAST_ROWS, Intervals
 from exl2flow.inference.report.comparison import Compared, differences
 from exl2flow.inference.report.costs import Priced, share, total_nats
+from exl2flow.inference.scoring.intervals import LEAST_ROWS, Intervals
 
 Row = dict[str, str]  # column → cell
 CERTAINTY = "95 % interval"

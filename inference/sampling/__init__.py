@@ -1,6 +1,6 @@
 """Choose the next tokens on the device: frozen settings, state per slot, `Ops.sample`."""
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import breakers, completed, newline_ids
 from exl2flow.inference.sampling.chain import choose, sample
 from exl2flow.inference.sampling.kind import Kind

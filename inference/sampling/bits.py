@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.model import Tokenizer
 
 WORD = 32

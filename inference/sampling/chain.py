@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import completed
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
@@ -24,10 +24,16 @@ def sample(logits: torch.Tensor, slots: SamplerSlots, draws: torch.Tensor, kind:
 
 @torch.inference_mode()
 def choose(
-    logits: torch.Tensor, settings: SamplingSettings, texts: Sequence[Sequence[int]],
-    draws: Sequence[float], tokenizer: Tokenizer, *, allowed: torch.Tensor | None = None,
-    mu: float | None = None, top: int = 0,
-) -> tuple[Sampled, float]:  # fmt: skip
+    logits: torch.Tensor,
+    settings: SamplingSettings,
+    texts: Sequence[Sequence[int]],
+    draws: Sequence[float],
+    tokenizer: Tokenizer,
+    *,
+    allowed: torch.Tensor | None = None,
+    mu: float | None = None,
+    top: int = 0,
+) -> tuple[Sampled, float]:
     """Choose a token for each of several texts, as a generator does; return Mirostat's bound, too.
 
     Args:
@@ -41,9 +47,12 @@ def choose(
         top: likeliest tokens wanted.
     """
     slots = SamplerSlots(
-        slots=len(logits), max_tokens=max(map(len, texts)), width=logits.shape[1],
-        vocab_size=min(tokenizer.vocab_size, logits.shape[1]), device=logits.device,
-    )  # fmt: skip
+        slots=len(logits),
+        max_tokens=max(map(len, texts)),
+        width=logits.shape[1],
+        vocab_size=min(tokenizer.vocab_size, logits.shape[1]),
+        device=logits.device,
+    )
     for slot, ids in enumerate(texts):
         slots.enter(slot, completed(settings, tokenizer), ids, mu=mu)
         slots.allow(slot, allowed)

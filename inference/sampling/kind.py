@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Self
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.kernels import SAMPLER_COLUMNS, SamplerSteps
 
 FEW = 64  # settings that keep at most this many candidates share the same operations

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.inference.sampling.kind import Kind, numbers_of
 from exl2flow.kernels import STRONGEST, SamplerState, on_device

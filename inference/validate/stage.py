@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from exl2flow import calibration_data
-from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.files import (
+from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.store.files import (
     digest,
     read_json,
     read_tensors,
@@ -24,13 +24,20 @@ from exl2flow.core.files import (
     write_tensors,
     write_text,
 )
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE, ROWS_FILE, SCORE_FILE, Stage, StageRun
-from exl2flow.core.store import StageFolder
-from exl2flow.inference.evaluate import RowKey, RowScores, Score, evaluate_texts
+from exl2flow.core.store.stage import (
+    KINDS_FILE,
+    RECORD_FILE,
+    ROWS_FILE,
+    SCORE_FILE,
+    Stage,
+    StageRun,
+)
+from exl2flow.core.store.store import StageFolder
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
-from exl2flow.inference.sample import sample_text
-from exl2flow.inference.text import text_rows
+from exl2flow.inference.scoring.evaluate import RowKey, RowScores, Score, evaluate_texts
+from exl2flow.inference.scoring.sample import sample_text
+from exl2flow.inference.scoring.text import text_rows
 from exl2flow.kernels import get_ops
 from exl2flow.model import Tokenizer, resolve
 

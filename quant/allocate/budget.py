@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import NATS
+from exl2flow.core.options.config import AllocateOptions, ConversionConfig
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
-from exl2flow.model.exl2 import QuantParams, padded_columns
+from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
 from exl2flow.quant.allocate.layout import Choice, carried_bytes, output_bytes
 from exl2flow.quant.measure.candidates import HEAD_PARAMS

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.core.files import Layout, safetensors_header
+from exl2flow.core.store.files import Layout, safetensors_header
 from exl2flow.model import CanonicalTensors, ModelSpec, carried, expected_tensors
-from exl2flow.model.exl2 import QuantParams, padded_columns, quantized_layout
+from exl2flow.model.files.exl2 import QuantParams, padded_columns, quantized_layout
 
 FORMAT_METADATA = {"format": "pt"}
 Choice = Mapping[str, QuantParams]  # by key of every projection, including the head

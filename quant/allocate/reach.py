@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors

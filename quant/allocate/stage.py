@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 
 import torch
 
-from exl2flow.core.config import TARGETS, ConversionConfig
-from exl2flow.core.files import digest, read_json, write_json
-from exl2flow.core.stage import NATS, Stage, StageRun
+from exl2flow.core.options.config import TARGETS, ConversionConfig
+from exl2flow.core.store.files import digest, read_json, write_json
+from exl2flow.core.store.stage import NATS, Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, SublayerSpec, resolve
 from exl2flow.quant.allocate.budget import (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import RoundingOptions
+from exl2flow.core.options.config import RoundingOptions
 from exl2flow.model import DenseLinear, Linear, Sublayer, SublayerSpec
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.measure.estimate import Projection
 from exl2flow.quant.rounding.hessian import collect_hessians, head_hessian

@@ -12,19 +12,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import (
-    Layout,
-    digest,
-    read_json,
-    write_json,
-    write_layout,
-)
-from exl2flow.core.interrupt import look
-from exl2flow.core.model_files import CONFIG_FILE, carried_files, check_links, left_out
-from exl2flow.core.source import DIGESTS_FILE
-from exl2flow.core.stage import RECORD_FILE, Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.store.files import Layout, digest, read_json, write_json, write_layout
+from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links, left_out
+from exl2flow.core.store.source import DIGESTS_FILE
+from exl2flow.core.store.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.model import TensorFiles
 from exl2flow.quant.compile.stage import (
     carry,
@@ -40,11 +34,23 @@ from exl2flow.quant.refine.stored_model import StoredModel, refinement
 log = logging.getLogger(__name__)
 
 ALLOTTING = (
-    *("bpw", "bpw_total", "target_bytes", "fit", "head_bits"),
-    *("measurement", "allocate", "tune"),
+    "bpw",
+    "bpw_total",
+    "target_bytes",
+    "fit",
+    "head_bits",
+    "measurement",
+    "allocate",
+    "tune",
 )
 NOT_RECORDED = {
-    *("work_root", "out", "token_block", "publish", "clean_after", "quality", "shard_size_mb"),
+    "work_root",
+    "out",
+    "token_block",
+    "publish",
+    "clean_after",
+    "quality",
+    "shard_size_mb",
     *ALLOTTING,
 }
 

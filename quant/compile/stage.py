@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.background import helpers, one_ahead, to_host
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import (
     CorruptCheckpoint,
     NonFiniteState,
@@ -24,7 +22,10 @@ from exl2flow.core.errors import (
     SourceModelError,
     StoreError,
 )
-from exl2flow.core.files import (
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.background import helpers, one_ahead, to_host
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.store.files import (
     TEMPORARY_SUFFIX,
     digest,
     digest_of,
@@ -34,8 +35,7 @@ from exl2flow.core.files import (
     write_layout,
     write_text,
 )
-from exl2flow.core.interrupt import look
-from exl2flow.core.model_files import (
+from exl2flow.core.store.model_files import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     carried_files,
@@ -45,8 +45,8 @@ from exl2flow.core.model_files import (
     public_content,
     without_origin,
 )
-from exl2flow.core.source import DIGESTS_FILE, SourceFingerprint, provenance
-from exl2flow.core.stage import (
+from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance
+from exl2flow.core.store.stage import (
     FILES,
     KINDS_FILE,
     RECORD_FILE,
@@ -55,10 +55,10 @@ from exl2flow.core.stage import (
     Stage,
     StageRun,
 )
-from exl2flow.core.store import versions
+from exl2flow.core.store.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
-from exl2flow.model.exl2 import QuantizedMatrix
-from exl2flow.model.source_tensors import source_form
+from exl2flow.model.files.exl2 import QuantizedMatrix
+from exl2flow.model.files.source_tensors import source_form
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import (
     FORMAT_METADATA,

@@ -2,12 +2,12 @@
 
 from dataclasses import asdict, dataclass
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.core.source import WANTED
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.source import WANTED
 from exl2flow.core.words import size
 from exl2flow.model import resolve
-from exl2flow.model.footprint import Footprint
+from exl2flow.model.memory.footprint import Footprint
 from exl2flow.quant.allocate.reach import Reach
 
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together

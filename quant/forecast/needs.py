@@ -11,12 +11,12 @@ from typing import Self
 
 import torch
 
-from exl2flow.core.background import HELPERS
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.memory import free_memory, limit_memory
-from exl2flow.core.refine import RefinementConfig
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.runtime.background import HELPERS
+from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.model import Composition, ModelSpec
-from exl2flow.model.exl2 import QuantParams, padded_columns
+from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.allocate.stage import HELD_OUT_ROWS, HESSIAN_ROWS

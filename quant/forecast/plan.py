@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from exl2flow.core import words
-from exl2flow.core.changes import Outlook, outlook, stage_rows
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import StoreError
-from exl2flow.core.files import read_json
-from exl2flow.core.refine import RefinementConfig
-from exl2flow.core.stage import Pipeline, Stage
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.store.changes import Outlook, outlook, stage_rows
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
 from exl2flow.quant.forecast.needs import Card, Need

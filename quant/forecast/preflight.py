@@ -8,16 +8,16 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
-from exl2flow.core.memory import available_memory
-from exl2flow.core.model_files import CONFIG_FILE, carried_files, left_out
-from exl2flow.core.source import DIGESTS_FILE, WANTED
-from exl2flow.core.stage import Stage
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.memory import available_memory
+from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, left_out
+from exl2flow.core.store.source import DIGESTS_FILE, WANTED
+from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.kernels import resolve_device
 from exl2flow.model import ModelSpec, expected_tensors, resolve
-from exl2flow.model.source_tensors import (
+from exl2flow.model.files.source_tensors import (
     check_claimed,
     check_storable,
     check_tensors,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.files import digest, write_json
-from exl2flow.core.stage import Stage, StageRun
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.files import digest, write_json
+from exl2flow.core.store.stage import Stage, StageRun
+from exl2flow.core.store.store import StageFolder
 from exl2flow.quant.refine.stored_model import StoredModel, refinement
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import mean_divergence

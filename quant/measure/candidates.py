@@ -8,9 +8,9 @@ options of single projections and of the head are this project's (`docs/concepts
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 
-from exl2flow.core.config import HEAD_BITS
+from exl2flow.core.options.config import HEAD_BITS
 from exl2flow.model import Role, SublayerPart
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.measurement import Candidate
 
 ATTENTION_ROLES: tuple[Role, ...] = ("q", "k", "v", "o")

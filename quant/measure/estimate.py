@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.files import read_json, write_json
-from exl2flow.core.stage import StageRun
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import RoundingOptions, ScaleSearch
+from exl2flow.core.store.files import read_json, write_json
+from exl2flow.core.store.stage import StageRun
+from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import at_the_same_time
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.measure.measurement import CandidateResult, projection_bits, read_entries
 from exl2flow.quant.rounding.error_feedback import (

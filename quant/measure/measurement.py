@@ -14,9 +14,9 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.files import read_json
+from exl2flow.core.store.files import read_json
 from exl2flow.model import ModelSpec, ProjectionSpec
-from exl2flow.model.exl2 import QuantParams, padded_columns
+from exl2flow.model.files.exl2 import QuantParams, padded_columns
 
 MEASUREMENT_FILE = "measurement.json"
 Candidate = dict[str, QuantParams]  # projection name → its parameters

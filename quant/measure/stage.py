@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import ConversionConfig, RoundingOptions, ScaleSearch
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.files import read_json, write_json
-from exl2flow.core.interrupt import look
-from exl2flow.core.stage import Stage, StageRun
-from exl2flow.core.store import StageFolder, versions
+from exl2flow.core.options.config import ConversionConfig, RoundingOptions, ScaleSearch
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.store.files import read_json, write_json
+from exl2flow.core.store.stage import Stage, StageRun
+from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import DenseLinear, ModelSpec, Sublayer, SublayerPart, SublayerSpec
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.estimate import estimate_options, estimate_slots
 from exl2flow.quant.measure.measurement import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.core.interrupt import look
-from exl2flow.core.memory import limit_of
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.memory import limit_of
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
 from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN

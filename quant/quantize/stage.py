@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.files import read_metadata, read_tensors
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.files import read_metadata, read_tensors
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import at_the_same_time, tensor_cores, used_here
 from exl2flow.model import (
     Linear,
@@ -27,7 +27,7 @@ from exl2flow.model import (
     Sublayer,
     SublayerSpec,
 )
-from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate.budget import read_choice
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.quantize.correction import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.background import to_host
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import tensor_bytes, write_tensors
+from exl2flow.core.runtime.background import to_host
+from exl2flow.core.store.files import tensor_bytes, write_tensors
 from exl2flow.model import Linear, ProjectionSpec
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, padded
 from exl2flow.quant.rounding.hessian import relative_error

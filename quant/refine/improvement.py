@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exl2flow.core.config import RoundingOptions
 from exl2flow.core.errors import SingularHessian
+from exl2flow.core.options.config import RoundingOptions
 from exl2flow.kernels import CHUNK_ELEMENTS, Group, get_ops, times_output
-from exl2flow.model.exl2 import QuantizedMatrix, QuantParams
+from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.quant.rounding.descent import Metric, refine
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, RoundingJob, round_matrices
 from exl2flow.quant.rounding.hessian import (

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import torch
 
-from exl2flow.core.background import to_host
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.files import read_tensors, write_tensors
-from exl2flow.core.source import SourceFingerprint
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.background import to_host
+from exl2flow.core.store.files import read_tensors, write_tensors
+from exl2flow.core.store.source import SourceFingerprint
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
-from exl2flow.model.exl2 import QuantizedMatrix, padded_columns
+from exl2flow.model.files.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.quantize.stage import (
     ERROR_ROWS,
     HEAD_FILE,

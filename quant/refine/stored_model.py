@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
-from exl2flow.core.refine import RefinementConfig
-from exl2flow.core.source import WANTED
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.store.source import WANTED
 from exl2flow.model import (
     CanonicalTensors,
     ModelSpec,
@@ -20,7 +20,7 @@ from exl2flow.model import (
     TensorFiles,
     resolve,
 )
-from exl2flow.model.exl2 import is_quantized, padded_columns, tensor_names
+from exl2flow.model.files.exl2 import is_quantized, padded_columns, tensor_names
 from exl2flow.quant.walk.source_model import SourceModel
 
 NAMED = 4  # most problems of one kind that a message lists

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exl2flow.core.interrupt import look
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.kernels import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,

@@ -14,14 +14,14 @@ from itertools import groupby
 
 import torch
 
-from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.core.interrupt import look
-from exl2flow.core.memory import free_memory
+from exl2flow.core.options.config import ScaleSearch
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.memory import free_memory
 from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
 from exl2flow.model import Linear
-from exl2flow.model.exl2 import QuantizedMatrix, QuantParams, column_parts, padded_columns
-from exl2flow.model.group_table import ROW_MULTIPLE
+from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams, column_parts, padded_columns
+from exl2flow.model.files.group_table import ROW_MULTIPLE
 from exl2flow.quant.rounding.hessian import HessianFactor
 from exl2flow.quant.walk.pinned import Tall
 

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import SingularHessian
-from exl2flow.core.interrupt import look
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches

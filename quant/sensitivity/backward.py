@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.core.interrupt import look
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
 from exl2flow.quant.sensitivity.fisher import FactorSum
 from exl2flow.quant.walk.source_model import device_of, non_finite_share

@@ -14,12 +14,12 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from exl2flow.core.background import to_host
-from exl2flow.core.config import RoundingOptions
-from exl2flow.core.files import read_metadata, read_tensors, write_tensors
+from exl2flow.core.options.config import RoundingOptions
+from exl2flow.core.runtime.background import to_host
+from exl2flow.core.store.files import read_metadata, read_tensors, write_tensors
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import ProjectionSpec
-from exl2flow.model.exl2 import COLUMN_MULTIPLE, padded_columns
+from exl2flow.model.files.exl2 import COLUMN_MULTIPLE, padded_columns
 from exl2flow.quant.rounding.hessian import HessianFactor, column_chunks, factor, mixed
 
 LEAST_TRACE = 1e-30  # of an output factor, against division by zero

@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core.background import Background, HostTensors, helpers, to_host
-from exl2flow.core.config import ConversionConfig, SensitivityOptions
 from exl2flow.core.errors import CalibrationError
-from exl2flow.core.files import read_tensors, write_tensors
-from exl2flow.core.memory import available_memory
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig, SensitivityOptions
+from exl2flow.core.runtime.background import Background, HostTensors, helpers, to_host
+from exl2flow.core.runtime.memory import available_memory
+from exl2flow.core.store.files import read_tensors, write_tensors
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer
 from exl2flow.quant.sensitivity.backward import (

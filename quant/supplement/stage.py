@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec
 from exl2flow.quant.measure.candidates import FAST_GROUP, SUPPLEMENT_OPTIONS

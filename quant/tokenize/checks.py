@@ -2,8 +2,8 @@
 
 import logging
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NotEnoughRows, StoreError
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import ModelSpec, Tokenizer
 from exl2flow.quant.tokenize.dialogues import check_template, load_template
 from exl2flow.quant.tokenize.mix import TEXT_KINDS, RowRequest, row_counts

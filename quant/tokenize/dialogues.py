@@ -12,7 +12,7 @@ from pathlib import Path
 
 from exl2flow.calibration_data import chat, standard
 from exl2flow.core.errors import CalibrationError, ChatTemplateError, NotEnoughRows
-from exl2flow.core.interrupt import look
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.quant.tokenize.cutting import Stream, cut, row_offsets
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, short_notes

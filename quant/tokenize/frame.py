@@ -7,9 +7,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exl2flow.core.config import CalibrationOptions
 from exl2flow.core.errors import CalibrationError
-from exl2flow.core.files import replacing
+from exl2flow.core.options.config import CalibrationOptions
+from exl2flow.core.store.files import replacing
 from exl2flow.quant.tokenize.parquet import holds_strings
 
 FOLDER = Path(".exl2flow")  # where checkpoints are by default, too

@@ -15,7 +15,7 @@ import torch
 
 from exl2flow.calibration_data import standard
 from exl2flow.core.errors import ConfigError, NotEnoughRows
-from exl2flow.core.interrupt import look
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.quant.tokenize.cutting import Stream, cut, overlaps, row_offsets, shuffled
 from exl2flow.quant.tokenize.parquet import records
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from exl2flow import calibration_data
-from exl2flow.core.config import CalibrationOptions, ConversionConfig
 from exl2flow.core.errors import NotEnoughRows
-from exl2flow.core.files import (
+from exl2flow.core.options.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.store.files import (
     digest,
     digest_of,
     read_json,
@@ -20,7 +20,7 @@ from exl2flow.core.files import (
     write_json,
     write_tensors,
 )
-from exl2flow.core.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
+from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.model import Tokenizer, check_ids, resolve, with_bos
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_template
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined

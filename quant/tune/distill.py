@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.core.interrupt import look
+from exl2flow.core.options.config import TuneOptions
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Linear, Sublayer, TensorFiles, build_embedding
-from exl2flow.model.gptq import is_gptq
+from exl2flow.model.files.gptq import is_gptq
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import digest, write_json, write_tensors
-from exl2flow.core.stage import Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig, TuneOptions
+from exl2flow.core.store.files import digest, write_json, write_tensors
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
 from exl2flow.quant.quantize.stage import (

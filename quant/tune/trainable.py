@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.options.config import TuneOptions
 from exl2flow.kernels import get_ops
-from exl2flow.model.exl2 import QuantizedMatrix
-from exl2flow.model.norms import Norm, in_memory, read_norm
-from exl2flow.model.sublayer_spec import NormSpec
-from exl2flow.model.weights import TensorFiles
+from exl2flow.model.config.sublayer_spec import NormSpec
+from exl2flow.model.files.exl2 import QuantizedMatrix
+from exl2flow.model.files.weights import TensorFiles
+from exl2flow.model.layers.norms import Norm, in_memory, read_norm
 
 
 class _Rounded(torch.autograd.Function):

@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from exl2flow.core.config import TuneOptions
-from exl2flow.core.files import read_tensors
-from exl2flow.core.interrupt import look
+from exl2flow.core.options.config import TuneOptions
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.store.files import read_tensors
 from exl2flow.model import ProjectionSpec, SublayerSpec
-from exl2flow.model.decoder import Head, build_embedding, capped, placed
-from exl2flow.model.exl2 import QuantizedMatrix
+from exl2flow.model.files.exl2 import QuantizedMatrix
+from exl2flow.model.layers.decoder import Head, build_embedding, capped, placed
 from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
 from exl2flow.quant.tune.trainable import (
     Parameter,

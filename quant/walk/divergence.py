@@ -2,7 +2,7 @@
 
 import torch
 
-from exl2flow.core.interrupt import look
+from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Head
 
 LOGIT_POSITIONS = 256  # whose logits are held at a time
@@ -22,11 +22,13 @@ def mean_divergence(
     device = reference.linear.weight.device
     parts = [
         divergence(
-            reference, reference.normed(x[None].to(device))[0],
-            head, head.normed(y[None].to(device))[0],
+            reference,
+            reference.normed(x[None].to(device))[0],
+            head,
+            head.normed(y[None].to(device))[0],
         )
         for x, y in zip(expected, found, strict=True)
-    ]  # fmt: skip
+    ]
     return sum(parts) / len(parts)
 
 

@@ -7,10 +7,10 @@ on fingerprints.
 
 from collections import Counter
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.memory import usable
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.memory import usable
 from exl2flow.model import ProjectionSpec, resolve
-from exl2flow.model.exl2 import padded_columns
+from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import ROWS_TOGETHER, rows_together, widest
 

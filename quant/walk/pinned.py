@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from exl2flow.core.memory import limit_of
+from exl2flow.core.runtime.memory import limit_of
 from exl2flow.kernels import PANEL_ROWS
 
 T = TypeVar("T")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.core.background import pinned
-from exl2flow.core.config import RunOptions
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.core.interrupt import look
-from exl2flow.core.memory import free_memory, limit_memory, limit_of
+from exl2flow.core.options.config import RunOptions
+from exl2flow.core.runtime.background import pinned
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
     CanonicalTensors,
     Head,

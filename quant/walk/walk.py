@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from exl2flow.core.background import Background, to_host
-from exl2flow.core.interrupt import look
-from exl2flow.core.stage import StageRun
-from exl2flow.core.store import StageFolder
+from exl2flow.core.runtime.background import Background, to_host
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.store.stage import StageRun
+from exl2flow.core.store.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
 from exl2flow.quant.walk.source_model import SourceModel, StatesCheck, device_of, row_batches
 

@@ -4,7 +4,7 @@ States stay on the GPU if they fit beside this, else they go to main memory.
 """
 
 from exl2flow.model import ModelSpec, ProjectionSpec
-from exl2flow.model.exl2 import padded_columns
+from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.walk.pinned import is_tall
 
 NARROW = 2  # bytes of a weight in the forward pass, fp16

@@ -1,15 +1,15 @@
-"""A small part of each campaign of `tests/campaign`, as a program of its own."""
+"""A small part of each campaign of `campaigns/`, as a program of its own."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from campaign.leaks import Search
-from campaign.scenarios import repeated
-from campaign.tally import bound
+from leaks import Search
+from scenarios import repeated
+from tally import bound
 
-CAMPAIGN = Path(__file__).parents[1] / "campaign"
+CAMPAIGNS = Path(__file__).parents[2] / "campaigns"
 TOKEN = "hf_kept"
 
 
@@ -27,7 +27,7 @@ PREFECT = ("--targets", "flow", "worker", "server")
 )
 def test_a_short_campaign_finds_nothing(words: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, str(CAMPAIGN / words[0]), *words[1:]], capture_output=True, text=True
+        [sys.executable, str(CAMPAIGNS / words[0]), *words[1:]], capture_output=True, text=True
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

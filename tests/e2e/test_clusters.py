@@ -19,8 +19,8 @@ from servers import free_port, wait_for
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.slots import Slots
-from exl2flow.core.sweep import SweepConfig
+from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.runtime.device_locks import Slots
 from exl2flow.flows import sweep, sweep_locally
 
 Environment = Mapping[str, str]

@@ -1,14 +1,14 @@
 """Whole commands after power cuts, and with faults of files, memory and the Hub.
 
-`tests/campaign/` tries many more.
+`campaigns/` tries many more.
 """
 
 import time
 from pathlib import Path
 
 import pytest
-from campaign.crashes import campaign
-from campaign.faults import Campaign
+from crashes import campaign
+from faults import Campaign
 
 STAGES = ("sensitivity", "quantize", "compile")  # disturbed in every test run
 SLOW_STATES, SLOW_FAULTS = 60, 12

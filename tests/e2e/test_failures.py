@@ -134,8 +134,11 @@ def test_a_dry_run_names_everything_that_does_not_fit_a_family(tmp_path: Path) -
 
     assert_refused(
         ended,
-        *("multiple of 32", "`model.layers.1.mlp.c_proj` (100)", str(source)),
-        *(f"`{norm}.bias` (64,) is missing", f"`{norm}.weight` has shape (63,)"),
+        "multiple of 32",
+        "`model.layers.1.mlp.c_proj` (100)",
+        str(source),
+        f"`{norm}.bias` (64,) is missing",
+        f"`{norm}.weight` has shape (63,)",
         "`Starcoder2ForCausalLM` does not have: `model.layers.1.self_attn.q_norm.weight`",
     )
 

@@ -11,11 +11,11 @@ from crash import LONG_STAGES, Conditions, Conversion
 from safetensors.torch import load_file
 from stage_runs import prepared, run_until, text_parquet
 
-from exl2flow.core.files import read_json
-from exl2flow.core.refine import RefinementConfig
-from exl2flow.core.stage import RECORD_FILE
-from exl2flow.flows.local import run_locally
-from exl2flow.inference.load import load_model
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import RECORD_FILE
+from exl2flow.flows.runs.local import run_locally
+from exl2flow.inference.loading.load import load_model
 from exl2flow.kernels import FEW_ROWS
 from exl2flow.model import (
     CanonicalTensors,

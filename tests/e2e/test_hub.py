@@ -18,8 +18,8 @@ from prefect.client.orchestration import get_client
 from prefect_runs import artifacts, log_lines, run_name, task_states
 
 from exl2flow.core.errors import HubError
-from exl2flow.core.publication import PublishConfig
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.flows import convert, publish, validate
 from exl2flow.flows.validate import Comparison
 
@@ -28,9 +28,25 @@ __all__ = ["converted", "hub", "models", "tiny_source"]
 REPO = "org/tiny-exl2"
 BLOCK = "hub-token"
 QUICK = (
-    *("--rows", "2", "--measure-rows", "1", "--row-tokens", "64", "--measure-row-tokens", "64"),
-    *("--quality", "fast", "--no-prefect", "--device", "cpu"),
-    *("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4"),
+    "--rows",
+    "2",
+    "--measure-rows",
+    "1",
+    "--row-tokens",
+    "64",
+    "--measure-row-tokens",
+    "64",
+    "--quality",
+    "fast",
+    "--no-prefect",
+    "--device",
+    "cpu",
+    "--validate-rows",
+    "1",
+    "--validate-row-tokens",
+    "64",
+    "--sample-tokens",
+    "4",
 )
 
 
@@ -126,9 +142,12 @@ def test_flows_read_the_token_from_a_block_and_leave_it_nowhere(
     target = PublishConfig(models=(*models,), repo=REPO, device="cpu", token_block=block)
     sent = publish(target, return_state=True)
     compared = Comparison(
-        models=(models[0],), reference=Path("org/tiny"), device="cpu", token_block=block,
+        models=(models[0],),
+        reference=Path("org/tiny"),
+        device="cpu",
+        token_block=block,
         options=config.validate_options,
-    )  # fmt: skip
+    )
     scored = validate(compared, return_state=True)
     hub.fail("POST .*/commit/", "status", times=None, status=401)
     add_file(models[0], "NOTICE.txt", b"new")

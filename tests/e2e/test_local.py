@@ -10,7 +10,7 @@ from tiny import make_tiny
 
 CODE = """
 import sys
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.flows import run_locally
 made = run_locally(ConversionConfig.model_validate_json(sys.stdin.read()))
 first, last = ["tokenize", "sensitivity", "measure"], ["quantize", "compile", "validate"]

@@ -19,7 +19,7 @@ from prefect_runs import artifacts, log_lines, run_name, task_states
 from servers import API_PAUSE_SECONDS, LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.core.sweep import SWEEP_FILE
+from exl2flow.core.options.sweep import SWEEP_FILE
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 BLOCK = "hub-token"

@@ -16,12 +16,13 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect_runs import artifacts, log_lines, run_name, run_state, task_states
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, ValidationFailed
-from exl2flow.core.measure import MeasureConfig
-from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.flows import convert, measure, preparation
-from exl2flow.flows.preparation import handed_on, prepare
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.runtime.progress import Tick, reporting_to
+from exl2flow.flows import convert, measure
+from exl2flow.flows.runs import preparation
+from exl2flow.flows.runs.preparation import handed_on, prepare
 from exl2flow.tasks import stages
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates

@@ -10,7 +10,7 @@ from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.local import run_locally
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.report.inspection import inspect_model
 
 ROWS = ("--rows", "4", "--row-tokens", "96", "--measure-rows", "2", "--measure-row-tokens", "96")

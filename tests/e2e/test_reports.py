@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.files import read_json
+from exl2flow.core.store.files import read_json
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.tables import comparison_table, score_table
-from exl2flow.flows.local import run_locally
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.frames import allocation_frame, measurement_frame, score_frame
@@ -89,8 +89,12 @@ def card(model: Path, validation: Path) -> str:
 
 
 REPORTS = (
-    *(terminal_report, run_page_report, terminal_comparison, run_page_comparison),
-    *(html, card),
+    terminal_report,
+    run_page_report,
+    terminal_comparison,
+    run_page_comparison,
+    html,
+    card,
 )
 
 

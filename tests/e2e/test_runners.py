@@ -20,14 +20,14 @@ from prefect_runs import log_lines, run_state
 from servers import wait_for
 from tiny import make_tiny
 
-from exl2flow.core.sweep import SweepConfig
+from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows import sweep_locally
 
 pytestmark = pytest.mark.slow
 
 FLOW = """
 import sys
-from exl2flow.core.sweep import SweepConfig
+from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows import sweep
 
 if __name__ == "__main__":

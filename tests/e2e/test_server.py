@@ -30,8 +30,8 @@ from servers import (
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.flows.local import run_locally
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.flows.server.lasting import core
 
 CREATE = "/deployments/filter"

@@ -65,7 +65,7 @@ time.sleep(600)
 @pytest.mark.slow
 def test_server_of_killed_tests_ends(server: LastingServer, database: MigratedDatabase) -> None:
     database.give(server.home / "prefect")
-    here = str(Path(__file__).parents[1])
+    here = str(Path(__file__).parents[1] / "support")
     env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
     words = [sys.executable, "-c", TESTS, server.home]
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as tests:

@@ -10,8 +10,8 @@ from prefect_runs import run_state
 from servers import LastingServer, wait_for
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.sweep import SweepConfig
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.sweep import SweepConfig
 
 WORKERS = {"worker-gpu4": "4", "worker-gpu6": "6"}  # no such devices: the runs are on the CPU
 

@@ -24,8 +24,8 @@ from servers import wait_for
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, Interrupted, SweepFailed
-from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
+from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
+from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.flows import sweep, sweep_locally
 from exl2flow.inference.report.page import write_up
 

@@ -11,7 +11,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect_runs import artifacts, task_states
 from tiny import make_tiny
 
-from exl2flow.core.sweep import SweepConfig
+from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows import sweep
 
 BITRATES = (3.0, 6.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign.floods import FLOODS, SECRET, Receiver, flood, hub_shas, receiving
+from floods import FLOODS, SECRET, Receiver, flood, hub_shas, receiving
 from hub_fixtures import hub
 from hub_server import Hub
 from prefect.client.orchestration import get_client

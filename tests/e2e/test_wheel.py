@@ -90,8 +90,16 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     venv.EnvBuilder(with_pip=False, symlinks=True).create(home)
     python = str(home / "bin" / "python")
     run_here(
-        *("pip", "--python", python, "--disable-pip-version-check", "install", "--quiet"),
-        *("--no-deps", "--no-index", "--no-compile", str(wheel)),
+        "pip",
+        "--python",
+        python,
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        str(wheel),
     )
     (site,) = home.glob("lib/python*/site-packages")
     dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
@@ -144,10 +152,29 @@ def test_installed_program_converts_with_its_own_calibration_data(
     out = tmp_path / "out"
 
     text = environment.run(
-        *("exl2flow", "convert", str(source), "--out", str(out), "--bpw", "4.5", "--no-prefect"),
-        *("--rows", "8", "--row-tokens", "64", "--measure-rows", "8"),
-        *("--measure-row-tokens", "64", "--validate-rows", "2", "--validate-row-tokens", "64"),
-        *("--device", "cpu", "--json"),
+        "exl2flow",
+        "convert",
+        str(source),
+        "--out",
+        str(out),
+        "--bpw",
+        "4.5",
+        "--no-prefect",
+        "--rows",
+        "8",
+        "--row-tokens",
+        "64",
+        "--measure-rows",
+        "8",
+        "--measure-row-tokens",
+        "64",
+        "--validate-rows",
+        "2",
+        "--validate-row-tokens",
+        "64",
+        "--device",
+        "cpu",
+        "--json",
     )
 
     report = json.loads(text)

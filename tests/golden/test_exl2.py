@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from exl2flow.core.files import tensor_bytes
+from exl2flow.core.store.files import tensor_bytes
 from exl2flow.kernels import Group
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.model import QuantizedMatrix
 
 HERE = Path(__file__).parent

@@ -13,9 +13,9 @@ from conversions import small_config
 from stage_runs import run_until
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.kernels import recording
-from exl2flow.kernels.recording import Recording
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.kernels.cuda.graphs import Recording
 
 MANY = 200  # tests of a run
 
@@ -43,7 +43,7 @@ def _built(request: pytest.FixtureRequest) -> None:
         return
     from cuda_instances import INSTANCES, SOURCES  # imports CuPy
 
-    from exl2flow.kernels import compiler
+    from exl2flow.kernels.cuda import compiler
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         plain = [threads.submit(compiler.module(file).compile) for file in SOURCES]

@@ -8,9 +8,9 @@ import torch
 from adapters import make_adapter
 from decoding import GREEDY, Slots
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import Adapter, Generator, LoadedModel, Request, load_model
-from exl2flow.kernels.recording import Recording
+from exl2flow.kernels.cuda.graphs import Recording
 
 pytestmark = pytest.mark.gpu
 
@@ -154,11 +154,16 @@ def test_texts_are_those_alone_beside_other_adapters(
     texts = [(), (0,), (1, 2), (3,), (), (2,), (0, 3), (1,)]
     requests = [
         Request(
-            ids, max_new_tokens=24, settings=GREEDY, stops=(), tag=tag, logits=True,
+            ids,
+            max_new_tokens=24,
+            settings=GREEDY,
+            stops=(),
+            tag=tag,
+            logits=True,
             adapters=[adapters[i] for i in used],
         )
         for tag, (used, ids) in enumerate(zip(texts, prompts_of(model, 8), strict=True))
-    ]  # fmt: skip
+    ]
 
     def tokens_of(
         generator: Generator, *wanted: Request

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from exl2flow.kernels import AttentionRule
-from exl2flow.model import attention, blockwise
-from exl2flow.model.attention import FAR_STEP, NEAR_STEP, attend
+from exl2flow.model.layers import attention, blockwise
+from exl2flow.model.layers.attention import FAR_STEP, NEAR_STEP, attend
 
 pytestmark = pytest.mark.gpu
 

@@ -15,26 +15,44 @@ from exl2flow.kernels import (
     STEP_TOKENS,
     AttentionRule,
     LayerStore,
-    cuda_cache,
     get_ops,
     halved,
     slots_at,
     slots_of,
-    torch_cache,
 )
+from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.reference import cache as torch_cache
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 LENGTHS = (0, 1, 17, 255, 256, 257, 700)
 CASES = (  # new tokens, window, softcap
-    (1, None, None), (1, 100, None), (1, None, 5.0), (2, 1, None), (3, None, 5.0), (4, 100, None),
-    (5, 3, None), (7, None, None), (8, 100, 5.0), (8, None, None), (8, None, None), (8, 2, None),
-)  # fmt: skip
+    (1, None, None),
+    (1, 100, None),
+    (1, None, 5.0),
+    (2, 1, None),
+    (3, None, 5.0),
+    (4, 100, None),
+    (5, 3, None),
+    (7, None, None),
+    (8, 100, 5.0),
+    (8, None, None),
+    (8, None, None),
+    (8, 2, None),
+)
 
 DIMS = (  # of a head, and half of those that are rotated
-    (48, 24), (64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (128, 16), (128, 0), (256, 128),
-)  # fmt: skip
+    (48, 24),
+    (64, 32),
+    (80, 40),
+    (80, 16),
+    (96, 48),
+    (128, 64),
+    (128, 16),
+    (128, 0),
+    (256, 128),
+)
 
 
 def store_of(name: str, *, pages: int, kv_heads: int, head_dim: int) -> LayerStore:
@@ -130,9 +148,14 @@ class Steps:
         angles = (x[:, :, part].contiguous() for x in self.angles)
         given = AttentionRule(**{"scale": self.q.shape[-1] ** -0.5, **rule})
         return ops.attend_step(
-            *new, self.store, self.tables, self.held + begin,
-            self.slots[:, part].contiguous(), *angles, rule=given,
-        )  # fmt: skip
+            *new,
+            self.store,
+            self.tables,
+            self.held + begin,
+            self.slots[:, part].contiguous(),
+            *angles,
+            rule=given,
+        )
 
     def expected(self, end: int, **rule: Any) -> torch.Tensor:
         """Return what the first new tokens see of the cache as it is now, all of them in it."""

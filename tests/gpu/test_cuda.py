@@ -9,8 +9,8 @@ from conversions import small_config
 from roundings import whole_groups
 from tiny import make_tiny
 
-from exl2flow.core.config import ScaleSearch
-from exl2flow.flows.local import run_locally
+from exl2flow.core.options.config import ScaleSearch
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.kernels import get_ops, times_output
 from exl2flow.quant.measure.candidates import CANDIDATES, parse_params
 from exl2flow.quant.rounding.descent import Metric, refine

@@ -21,7 +21,7 @@ from exl2flow.kernels import (
     at_the_same_time,
     get_ops,
 )
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
 
@@ -211,9 +211,7 @@ def test_refit_of_scales(ops: Ops, rows: tuple[int, int], shape: tuple[int, int]
         assert rise < 0 if count else rise == 0
 
 
-MIXES = [
-    (2,), (3,), (4,), (5,), (6,), (8,), (3, 2), (8, 4, 3), (6, 3, 2), (8, 6, 5, 4, 3, 2)
-]  # fmt: skip
+MIXES = [(2,), (3,), (4,), (5,), (6,), (8,), (3, 2), (8, 4, 3), (6, 3, 2), (8, 6, 5, 4, 3, 2)]
 
 
 @pytest.mark.parametrize("bits", MIXES, ids=str)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import (
     Draft,
     Event,

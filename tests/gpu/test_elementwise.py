@@ -5,15 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exl2flow.kernels import (
-    ACTIVATIONS,
-    CACHE_FORMATS,
-    LayerStore,
-    Norm,
-    cuda_steps,
-    get_ops,
-)
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels import ACTIVATIONS, CACHE_FORMATS, LayerStore, Norm, get_ops
+from exl2flow.kernels.cuda import steps as cuda_steps
+from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
 

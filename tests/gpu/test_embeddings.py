@@ -5,7 +5,7 @@ import torch
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.request import FIRST_EMBEDDING
+from exl2flow.core.requests.request import FIRST_EMBEDDING
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 
 pytestmark = pytest.mark.gpu

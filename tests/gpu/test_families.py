@@ -8,16 +8,24 @@ from checkpoints import make_checkpoint
 from conversions import small_config
 from tiny import VOCAB_SIZE
 
-from exl2flow.core.config import CalibrationOptions
-from exl2flow.flows.local import run_locally
+from exl2flow.core.options.config import CalibrationOptions
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference import load_model
 from exl2flow.model import CanonicalTensors, build_decoder, resolve
 
 pytestmark = pytest.mark.gpu
 
 NAMES = (  # biases, norms after sublayers, parallel blocks, MLPs without a gate, two ropes, none
-    *("phi3", "qwen2.5-vl", "glm4", "gemma2", "gemma3-text", "cohere2"),
-    *("starcoder2", "olmo3", "granite4-no-rope", "gpt2"),
+    "phi3",
+    "qwen2.5-vl",
+    "glm4",
+    "gemma2",
+    "gemma3-text",
+    "cohere2",
+    "starcoder2",
+    "olmo3",
+    "granite4-no-rope",
+    "gpt2",
 )
 
 

@@ -10,14 +10,14 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core.progress import silent
-from exl2flow.flows.conversion import open_pipeline
+from exl2flow.core.runtime.progress import silent
+from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.gpu
 
-LIMITED = Path(__file__).parents[1] / "limited.py"
+LIMITED = Path(__file__).parents[1] / "support" / "limited.py"
 
 
 def test_no_stage_takes_more_memory_than_the_plan_says(tmp_path: Path) -> None:

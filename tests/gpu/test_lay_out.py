@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl2flow.kernels import Group, get_ops
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
 

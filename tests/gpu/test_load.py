@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
-from exl2flow.model import PackedLinear, QuantizedMatrix, TensorFiles, weights
-from exl2flow.model.exl2 import tensor_names
-from exl2flow.model.linear import moved
+from exl2flow.model import PackedLinear, QuantizedMatrix, TensorFiles
+from exl2flow.model.files import weights
+from exl2flow.model.files.exl2 import tensor_names
+from exl2flow.model.layers.linear import moved
 
 pytestmark = pytest.mark.gpu
 

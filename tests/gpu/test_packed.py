@@ -7,7 +7,7 @@ import pytest
 import torch
 from pairs import pairs_of
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import load_model
 from exl2flow.kernels import (
     ACTIVATIONS,
@@ -15,14 +15,14 @@ from exl2flow.kernels import (
     Norm,
     PackedMatrix,
     Product,
-    cuda_prompts,
     get_ops,
     pack_codes,
     pack_scales,
     pack_zeros,
 )
-from exl2flow.kernels.packed import decode_packed
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.cuda import prompts as cuda_prompts
+from exl2flow.kernels.interface.packed import decode_packed
+from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.model import PackedLinear
 
 pytestmark = pytest.mark.gpu

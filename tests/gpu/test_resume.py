@@ -11,12 +11,12 @@ from conversions import small_config
 from tiny import make_tiny
 from traces import contents
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.files import read_json
-from exl2flow.core.progress import Progress, Tick, silent
-from exl2flow.core.stage import SCORE_FILE
-from exl2flow.flows.conversion import open_pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import SCORE_FILE
+from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.gpu

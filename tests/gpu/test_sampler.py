@@ -10,7 +10,7 @@ from pairs import pairs_of
 from sampled import PLAIN, slots_of
 
 from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings, sample
-from exl2flow.kernels.recording import Recording
+from exl2flow.kernels.cuda.graphs import Recording
 
 pytestmark = pytest.mark.gpu
 

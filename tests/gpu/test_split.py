@@ -9,12 +9,12 @@ from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.core.errors import OutOfDeviceMemory
-from exl2flow.core.memory import free_memory, limit_memory
+from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
-from exl2flow.inference.placement import Sizes, Split, needs, place
-from exl2flow.kernels.recording import Recording
+from exl2flow.inference.loading.layer_split import Sizes, Split, needs, place
+from exl2flow.kernels.cuda.graphs import Recording
 from exl2flow.model import CanonicalTensors, Placement, resolve
-from exl2flow.model.footprint import Texts
+from exl2flow.model.memory.footprint import Texts
 
 pytestmark = pytest.mark.multigpu
 
@@ -83,10 +83,16 @@ def test_parts_and_pages_are_on_their_devices(folder: Path) -> None:
 
 def test_forecast_of_what_each_gpu_takes_is_within_3_percent(tmp_path: Path) -> None:
     source = make_tiny(
-        "llama", tmp_path / "wide", dtype=torch.float16, hidden_size=4096, intermediate_size=11008,
-        num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=LAYERS,
+        "llama",
+        tmp_path / "wide",
+        dtype=torch.float16,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=LAYERS,
         max_position_embeddings=32768,
-    )  # fmt: skip
+    )
     spec = resolve(source)
     texts = Texts(context=32768, pages=128, cache_format="fp16", sequences=1)
     sizes = Sizes.of(spec, CanonicalTensors(spec), torch.float16)

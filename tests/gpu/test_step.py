@@ -12,7 +12,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.sampling import Kind, SamplerSlots, completed, sample
-from exl2flow.kernels.recording import Recording
+from exl2flow.kernels.cuda.graphs import Recording
 
 pytestmark = pytest.mark.gpu
 

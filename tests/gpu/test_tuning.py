@@ -8,18 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2flow.kernels import (
-    Group,
-    Norm,
-    PackedMatrix,
-    Product,
-    cuda_products,
-    get_ops,
-    tuning,
-)
-from exl2flow.kernels.compiler import limits
-from exl2flow.kernels.product import Plan
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels import Group, Norm, PackedMatrix, Product, get_ops
+from exl2flow.kernels.cuda import products as cuda_products
+from exl2flow.kernels.cuda.compiler import limits
+from exl2flow.kernels.plans import tuning
+from exl2flow.kernels.plans.product import Plan
+from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,13 @@ import torch
 from stage_runs import run_until
 from tiny import VOCAB_SIZE
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.files import read_json
-from exl2flow.inference.evaluate import evaluate, evaluate_texts
-from exl2flow.inference.streamed import StreamedModel
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.files import read_json
+from exl2flow.inference.loading.streamed import StreamedModel
+from exl2flow.inference.scoring.evaluate import evaluate, evaluate_texts
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.model import PackedLinear, TensorFiles, resolve
-from exl2flow.model.linear import QuantizedLinear, load_linear
+from exl2flow.model.layers.linear import QuantizedLinear, load_linear
 
 pytestmark = pytest.mark.gpu
 

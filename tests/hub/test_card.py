@@ -16,7 +16,7 @@ from exl2flow.inference.report.publication import (
     is_branch,
     without_paths,
 )
-from exl2flow.model.footprint import cache_bytes
+from exl2flow.model.memory.footprint import cache_bytes
 
 ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="LICENSE")
 

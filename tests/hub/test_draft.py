@@ -9,8 +9,8 @@ from hub_server import Hub
 from typer.testing import CliRunner
 
 from exl2flow.core.errors import PublicationRefused
-from exl2flow.core.publication import PublishConfig
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.flows.cli.main import app
 from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.publish import Draft, draft, publish

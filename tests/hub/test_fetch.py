@@ -10,18 +10,23 @@ import pytest
 from hub_server import TOKEN, Hub
 from huggingface_hub import HfApi, constants
 
-from exl2flow.core.config import default_work_root
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
-from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.core.source import HubModel, provenance
+from exl2flow.core.options.config import default_work_root
+from exl2flow.core.runtime.progress import Tick, reporting_to
+from exl2flow.core.store.source import HubModel, provenance
 from exl2flow.tasks import client as client_module
 from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.hub import fetch, local_or_fetched
 
 SHARD = "model-00001-of-00002.safetensors"
 NEEDED = {
-    *("config.json", "tokenizer.json", "README.md", "LICENSE", "model.safetensors.index.json"),
-    *(SHARD, "model-00002-of-00002.safetensors"),
+    "config.json",
+    "tokenizer.json",
+    "README.md",
+    "LICENSE",
+    "model.safetensors.index.json",
+    SHARD,
+    "model-00002-of-00002.safetensors",
 }
 
 

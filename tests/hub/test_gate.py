@@ -10,7 +10,7 @@ from hub_fixtures import REPO, change, is_public, run
 from hub_server import Hub
 
 from exl2flow.core.errors import PublicationRefused
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 
 
 def set_kl(folder: Path, kl: float, *of_rows: float) -> None:

@@ -13,7 +13,7 @@ from hub_server import Hub
 from typer.testing import CliRunner
 
 from exl2flow.core.errors import HubError, HubUnavailable
-from exl2flow.core.source import HubModel
+from exl2flow.core.store.source import HubModel
 from exl2flow.flows.cli.main import app
 from exl2flow.tasks import client
 from exl2flow.tasks import hub as hub_tasks

@@ -12,7 +12,7 @@ from hub_fixtures import REPO, add_file, change, is_public, run
 from hub_server import PART_BYTES, TOKEN, Hub
 
 from exl2flow.core.errors import ConfigError, PublicationDamaged
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.repository import Repository
 

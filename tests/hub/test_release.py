@@ -11,7 +11,6 @@ from hub_server import TOKEN, Hub
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import (
     ConfigError,
     HubError,
@@ -20,14 +19,15 @@ from exl2flow.core.errors import (
     SourceModelError,
     SweepFailed,
 )
-from exl2flow.core.source import HubModel
-from exl2flow.core.stage import RECORD_FILE
-from exl2flow.core.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
+from exl2flow.core.store.source import HubModel
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.running import ONLY_PUBLISHING
-from exl2flow.flows.conversion import open_pipeline
-from exl2flow.flows.local import run_locally, sweep_locally
-from exl2flow.flows.release import check_release
+from exl2flow.flows.runs.conversion import open_pipeline
+from exl2flow.flows.runs.local import run_locally, sweep_locally
+from exl2flow.flows.runs.release import check_release
 from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.stages import STAGES
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2flow.kernels import Group
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.quant.rounding.descent import Metric, refine
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 

@@ -52,9 +52,13 @@ class Jobs(RuleBasedStateMachine):
     )
     def submit(self, beginning: tuple[int, ...], rest: list[int], **options: object) -> None:
         request = Request(
-            (*beginning, *rest), max_new_tokens=options["tokens"], settings=options["how"],
-            seed=options["seed"], max_skips=options["skips"], stops=(),
-        )  # fmt: skip
+            (*beginning, *rest),
+            max_new_tokens=options["tokens"],
+            settings=options["how"],
+            seed=options["seed"],
+            max_skips=options["skips"],
+            stops=(),
+        )
         events: list[Event] = []
         job = self.generator.submit(request, deliver=events.append)
         self.jobs.append(job)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl2flow.kernels import Group
-from exl2flow.kernels.torch_ops import TORCH_OPS
+from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.model import QuantizedMatrix
 
 BITS = (8, 6, 5, 4, 3, 2)

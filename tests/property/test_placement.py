@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from exl2flow.core.errors import OutOfDeviceMemory
-from exl2flow.inference.placement import Sizes, needs, place
+from exl2flow.inference.loading.layer_split import Sizes, needs, place
 from exl2flow.model import ModelSpec, Placement, resolve
-from exl2flow.model.footprint import Texts
+from exl2flow.model.memory.footprint import Texts
 
 MOST_LAYERS, MOST_DEVICES = 7, 4
 BYTES = st.integers(0, 3_000_000)
@@ -134,9 +134,8 @@ def test_the_cache_that_a_refusal_names_is_the_largest_that_fits(
     def fits(pages: int) -> bool:
         context = min(texts.context, 256 * pages)
         fewer = Texts(
-            context=context, pages=pages, cache_format=texts.cache_format,
-            sequences=texts.sequences,
-        )  # fmt: skip
+            context=context, pages=pages, cache_format=texts.cache_format, sequences=texts.sequences
+        )
         return placed(model, rooms, fewer) is not None
 
     most = max((pages for pages in range(1, texts.pages) if fits(pages)), default=0)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl2flow.core.files import tensor_bytes
+from exl2flow.core.store.files import tensor_bytes
 from exl2flow.model import QuantizedMatrix, QuantParams
-from exl2flow.model.exl2 import quantized_layout
+from exl2flow.model.files.exl2 import quantized_layout
 
 BITS = (8, 6, 5, 4, 3, 2)
 TWENTIETHS = 20

@@ -1,4 +1,4 @@
-"""Files from strangers end in an error of ours or are used: `tests/campaign/fuzz.py` in short."""
+"""Files from strangers end in an error of ours or are used: `campaigns/fuzz.py` in short."""
 
 import random
 import subprocess
@@ -7,14 +7,14 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-from campaign.reader import Reader
-from campaign.readers import READERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reader import Reader
+from readers import READERS
 
 from exl2flow.core.errors import Exl2FlowError
 
-FUZZ = Path(__file__).parents[1] / "campaign" / "fuzz.py"
+FUZZ = Path(__file__).parents[2] / "campaigns" / "fuzz.py"
 # what one file of theirs may end, or what Hypothesis would wait for
 APART = {"tokenizer-json", "tokenizer-model", "tekken", "chat-template"}
 

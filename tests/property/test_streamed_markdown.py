@@ -10,14 +10,43 @@ from screens import Screen
 from exl2flow.flows.cli.terminal.markdown import MarkdownStream, SafeMarkdown, closed_lines
 
 LINES = [
-    "", "", "plain words that go on for longer than a narrow terminal is wide", "# One", "## Two",
-    "```python", "```", "````", "~~~", "x = {'a': 1}  # why", "- item", "  - inner", "1. first",
-    "   more", "    code", "> quote", "| a | b |", "|---|---|", "| 1 | 2 |", "---", "===", "***",
-    "**bold** *it* `code` ~~no~~", "[x]: http://y", "[x](http://y)", "<b>tag</b>",
+    "",
+    "",
+    "plain words that go on for longer than a narrow terminal is wide",
+    "# One",
+    "## Two",
+    "```python",
+    "```",
+    "````",
+    "~~~",
+    "x = {'a': 1}  # why",
+    "- item",
+    "  - inner",
+    "1. first",
+    "   more",
+    "    code",
+    "> quote",
+    "| a | b |",
+    "|---|---|",
+    "| 1 | 2 |",
+    "---",
+    "===",
+    "***",
+    "**bold** *it* `code` ~~no~~",
+    "[x]: http://y",
+    "[x](http://y)",
+    "<b>tag</b>",
     "日本語のテキスト 漢字",
-    "👩‍💻 🇩🇪 ❤️ e\u0301 \u200b", "\t- tab", "10) ten", "- ```sh", "  ```", "#", "-", "`",
+    "👩‍💻 🇩🇪 ❤️ e\u0301 \u200b",
+    "\t- tab",
+    "10) ten",
+    "- ```sh",
+    "  ```",
+    "#",
+    "-",
+    "`",
     "&#13;&amp;",
-]  # fmt: skip
+]
 markdown = st.lists(
     st.one_of(st.sampled_from(LINES), st.text("ab`#->|* \n1.~\\[(", max_size=12)), max_size=30
 ).map("\n".join)
@@ -49,9 +78,12 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 @given(
-    text=markdown, at=st.lists(st.integers(0, 600), max_size=40),
-    width=st.integers(12, 70), height=st.integers(3, 30), step=st.sampled_from([1.0, 0.01]),
-)  # fmt: skip
+    text=markdown,
+    at=st.lists(st.integers(0, 600), max_size=40),
+    width=st.integers(12, 70),
+    height=st.integers(3, 30),
+    step=st.sampled_from([1.0, 0.01]),
+)
 @example(text="a\n#5 bolt\n", at=[3, 4], width=20, height=5, step=1.0)
 @example(text="```\nx\n    ```\ny\n```\nz", at=[*range(30)], width=20, height=5, step=1.0)
 def test_any_pieces_leave_the_screen_of_one_piece(

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from exl2flow.core.conversation import PromptFormat
+from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.inference.chat import all_formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "converse-in-python.md"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.core.chat import ChatOptions
-from exl2flow.core.generation import GenerationOptions
+from exl2flow.core.options.chat import ChatOptions
+from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.flows.cli.options.sampling import SAMPLING
 from exl2flow.flows.cli.options.table import CONVERSION, EVALUATION
 

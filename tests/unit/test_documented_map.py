@@ -11,8 +11,9 @@ from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-NO_CODE = {"demo", "tests", "benchmarks", "docs"}  # folders on the map that are no packages
-HELD = {"kernels/cuda"}  # folders below a package that hold other files
+# folders on the map that are no packages
+NO_CODE = {"demo", "tests", "benchmarks", "campaigns", "docs"}
+HELD = {"kernels/csrc"}  # folders below a package that hold other files
 SUFFIXES = "|".join(("py", "toml", "md", "txt", "yaml", "cu", "cuh", "j2", "jinja"))
 NAMED = re.compile(rf"`([\w.*-]+/(?:[\w.*-]+/)*[\w.*-]*|[\w./-]+\.(?:{SUFFIXES})|Makefile)`")
 MADE_LATER = ("dist/",)
@@ -78,10 +79,10 @@ def test_files_and_folders_that_a_page_names_are_there(page: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("core/stage.py", True),
+        ("core/store/stage.py", True),
         ("stage.py", True),
         ("kernels/cuda/", True),
-        ("kernels/cuda/*.cu", True),
+        ("kernels/csrc/*.cu", True),
         ("core/stages.py", False),
         ("quant/rounds/", False),
         ("rounds.py", False),

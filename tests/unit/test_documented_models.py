@@ -1,7 +1,7 @@
 """The table of models is the table of families, with a mark for each test that a row has."""
 
 import pytest
-from support import COLUMNS, PAGE, PASSED, WITHOUT, Column, cases, listed
+from support_table import COLUMNS, PAGE, PASSED, WITHOUT, Column, cases, listed
 
 from exl2flow.model import FAMILIES
 

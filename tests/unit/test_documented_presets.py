@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.core.config import PRESETS, ConversionConfig
+from exl2flow.core.options.config import PRESETS, ConversionConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 NO_DEFAULT = ("empty", "required", "none")  # how cells begin that state no value

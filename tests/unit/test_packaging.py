@@ -17,7 +17,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 SETUPTOOLS: dict[str, Any] = PROJECT["tool"]["setuptools"]
 TOP = sorted(SETUPTOOLS["package-dir"].values())
 SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parquet files, not shipped
-NOT_PACKAGES = {"benchmarks", "build", "demo", "demo-exl2", "dist", "docs", "tests"}
+NOT_PACKAGES = {"benchmarks", "build", "campaigns", "demo", "demo-exl2", "dist", "docs", "tests"}
 CARRIED_BY = {
     "docket": "pydocket",
     "markdown_it": "markdown-it-py",

@@ -22,8 +22,16 @@ from exl2flow.compat.exllamav2.generator.streaming import ExLlamaV2StreamingGene
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 
 __all__ = [
-    "ExLlamaV2BaseGenerator", "ExLlamaV2DynamicGenerator", "ExLlamaV2DynamicGeneratorAsync",
-    "ExLlamaV2DynamicJob", "ExLlamaV2DynamicJobAsync", "ExLlamaV2Filter", "ExLlamaV2MMEmbedding",
-    "ExLlamaV2PostSamplingResult", "ExLlamaV2PrefixFilter", "ExLlamaV2Sampler",
-    "ExLlamaV2SelectFilter", "ExLlamaV2StreamingGenerator",
-]  # fmt: skip
+    "ExLlamaV2BaseGenerator",
+    "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicGeneratorAsync",
+    "ExLlamaV2DynamicJob",
+    "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2Filter",
+    "ExLlamaV2MMEmbedding",
+    "ExLlamaV2PostSamplingResult",
+    "ExLlamaV2PrefixFilter",
+    "ExLlamaV2Sampler",
+    "ExLlamaV2SelectFilter",
+    "ExLlamaV2StreamingGenerator",
+]

@@ -14,7 +14,7 @@ from exl2flow.compat.exllamav2.generator.filters import ExLlamaV2Filter as ExLla
 from exl2flow.compat.exllamav2.model import ExLlamaV2
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding, ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
+from exl2flow.core.requests.request import EMBEDDING, FIRST_EMBEDDING
 
 
 class ExLlamaV2BaseGenerator:
@@ -55,13 +55,23 @@ class ExLlamaV2BaseGenerator:
         return jobs
 
     def generate_simple(
-        self, prompt: str | list[str], gen_settings: Settings, num_tokens: int,
-        seed: int | None = None, token_healing: bool = False, encode_special_tokens: bool = False,
-        decode_special_tokens: bool = False, loras: Any = None, stop_token: int | None = -1,
-        add_bos: bool = False, abort_event: threading.Event | None = None,
-        input_embeddings: torch.Tensor | None = None, completion_only: bool = False,
-        filters: Any = None, filter_prefer_eos: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        prompt: str | list[str],
+        gen_settings: Settings,
+        num_tokens: int,
+        seed: int | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        loras: Any = None,
+        stop_token: int | None = -1,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        input_embeddings: torch.Tensor | None = None,
+        completion_only: bool = False,
+        filters: Any = None,
+        filter_prefer_eos: bool = False,
+    ) -> Any:
         """Return the text of a prompt, or those of a list of prompts."""
         self.abort_event = abort_event
         if abort_event is not None:
@@ -89,13 +99,19 @@ class ExLlamaV2BaseGenerator:
         groups = [(rows, [*chain(*each)])] if is_pair else [*zip_longest(rows, each)]
         self._jobs = [
             ExLlamaV2DynamicJob(
-                group, num_tokens, gen_settings=gen_settings, token_healing=token_healing,
-                seed=None if seed is None else seed + index, stop_conditions=stops,
-                decode_special_tokens=decode_special_tokens, filters=filters,
-                filter_prefer_eos=filter_prefer_eos, embeddings=its_embeddings,
+                group,
+                num_tokens,
+                gen_settings=gen_settings,
+                token_healing=token_healing,
+                seed=None if seed is None else seed + index,
+                stop_conditions=stops,
+                decode_special_tokens=decode_special_tokens,
+                filters=filters,
+                filter_prefer_eos=filter_prefer_eos,
+                embeddings=its_embeddings,
             )
             for index, (group, its_embeddings) in enumerate(groups)
-        ]  # fmt: skip
+        ]
         self._begin(len(rows), loras).run(self._jobs, abort_event)
         done = [job.full_completion for job in self._jobs] * (len(rows) if is_pair else 1)
         is_early = abort_event is not None and abort_event.is_set() and not any(done)

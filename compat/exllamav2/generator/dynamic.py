@@ -18,7 +18,7 @@ from exl2flow.compat.exllamav2.model import ExLlamaV2, adapters
 from exl2flow.compat.exllamav2.tensors import SeqTensor
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.request import FIRST_EMBEDDING, Request
+from exl2flow.core.requests.request import FIRST_EMBEDDING, Request
 from exl2flow.inference import Draft, Event, Generator, Job, NgramDraft
 from exl2flow.inference.generate.event import Piece, Statistics
 from exl2flow.kernels import PAGE_TOKENS
@@ -31,27 +31,47 @@ class ExLlamaV2DynamicJob:
     """A text to generate; `native` is our job, once it is in a queue."""
 
     def __init__(
-        self, input_ids: Any, max_new_tokens: Any, min_new_tokens: int = 0,
-        max_skips: int | None = 4, gen_settings: Settings | None = None, seed: int | None = None,
-        stop_conditions: Iterable[int | str] | None = None, decode_special_tokens: bool = False,
-        return_top_tokens: int = 0, return_logits: bool = False, return_probs: bool = False,
-        filters: Iterable[Any] | None = None, filter_prefer_eos: bool = False,
-        token_healing: bool = False, identifier: object = None,
-        banned_strings: Sequence[str] | None = None, embeddings: Sequence[Any] | None = None,
+        self,
+        input_ids: Any,
+        max_new_tokens: Any,
+        min_new_tokens: int = 0,
+        max_skips: int | None = 4,
+        gen_settings: Settings | None = None,
+        seed: int | None = None,
+        stop_conditions: Iterable[int | str] | None = None,
+        decode_special_tokens: bool = False,
+        return_top_tokens: int = 0,
+        return_logits: bool = False,
+        return_probs: bool = False,
+        filters: Iterable[Any] | None = None,
+        filter_prefer_eos: bool = False,
+        token_healing: bool = False,
+        identifier: object = None,
+        banned_strings: Sequence[str] | None = None,
+        embeddings: Sequence[Any] | None = None,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         given = [input_ids] if isinstance(input_ids, torch.Tensor) else input_ids
         self.prompts, self.embeddings = [_ids(each) for each in given], embeddings or ()
         self.gen_settings = Settings() if gen_settings is None else gen_settings
         self.max_new_tokens, self.identifier = max_new_tokens, identifier
         self._request = partial(
-            Request, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed,
-            stops=[*(stop_conditions or ())], decode_special=decode_special_tokens,
-            top_tokens=return_top_tokens, logits=return_logits, probabilities=return_probs,
-            prefer_end=filter_prefer_eos and bool(filters), heal=token_healing,
-            banned_strings=banned_strings or (), max_skips=max_skips, tag=self,
+            Request,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            seed=seed,
+            stops=[*(stop_conditions or ())],
+            decode_special=decode_special_tokens,
+            top_tokens=return_top_tokens,
+            logits=return_logits,
+            probabilities=return_probs,
+            prefer_end=filter_prefer_eos and bool(filters),
+            heal=token_healing,
+            banned_strings=banned_strings or (),
+            max_skips=max_skips,
+            tag=self,
             filters=native_filters(filters),
-        )  # fmt: skip
+        )
         self.native: Job | None = None
         self.serial_number: int | None = None
         self.is_started, self.full_completion = False, ""
@@ -62,9 +82,11 @@ class ExLlamaV2DynamicJob:
         moved = dict(zip(rows, count(FIRST_EMBEDDING), strict=False))
         prompts: Any = tuple(tuple(moved.get(i, i) for i in ids) for ids in self.prompts)
         return self._request(
-            prompts if len(prompts) > 1 else prompts[0], **self.sampling(tokenizer),
-            embeddings=[each.embeddings for each in self.embeddings], adapters=adapters(loras),
-        )  # fmt: skip
+            prompts if len(prompts) > 1 else prompts[0],
+            **self.sampling(tokenizer),
+            embeddings=[each.embeddings for each in self.embeddings],
+            adapters=adapters(loras),
+        )
 
     def sampling(self, tokenizer: Any) -> dict[str, Any]:
         """Return the fields of our request that the settings determine."""
@@ -107,9 +129,12 @@ class Jobs:
     """Jobs on the generator that a cache makes with some options, and their results."""
 
     def __init__(
-        self, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer, loras: Any = None,
+        self,
+        cache: ExLlamaV2Cache,
+        tokenizer: ExLlamaV2Tokenizer,
+        loras: Any = None,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cache, self.tokenizer, self.loras, self._options = cache, tokenizer, loras, options
         self.jobs, self._serials = dict[ExLlamaV2DynamicJob, None](), count()  # in order
         self._events = deque[Event]()
@@ -196,10 +221,14 @@ class Jobs:
             return []
         job.is_started, job.full_completion = True, job.full_completion + event.text
         found = {
-            "job": job, "stage": STAGES[event.stage], "serial": job.serial_number, "eos": False,
-            "identifier": job.identifier, "suppressed_text": event.suppressed_text or None,
+            "job": job,
+            "stage": STAGES[event.stage],
+            "serial": job.serial_number,
+            "eos": False,
+            "identifier": job.identifier,
+            "suppressed_text": event.suppressed_text or None,
             "suppressed_tokens": _tensor(event.suppressed_ids),
-        } | _shown(event)  # fmt: skip
+        } | _shown(event)
         if event.stage == "prompt":
             found |= {"curr_progress": event.read, "max_progress": event.total}
         found |= {} if event.statistics is None else self._end(job, event, event.statistics)
@@ -210,16 +239,23 @@ class Jobs:
         token = stop if isinstance(stop, int) else None
         decoded = None if token is None else self.tokenizer.native.decode([token], special=True)
         return {
-            "eos": True, "eos_reason": event.reason, "held": _shown(event.held or Piece()),
-            "eos_triggering_token_id": token, "eos_triggering_token_str": decoded,
+            "eos": True,
+            "eos_reason": event.reason,
+            "held": _shown(event.held or Piece()),
+            "eos_triggering_token_id": token,
+            "eos_triggering_token_str": decoded,
             "eos_triggering_string": stop if token is None else None,
-            "full_completion": job.full_completion, "new_tokens": s.new_tokens,
-            "prompt_tokens": len(job.prompts[0]), "time_enqueued": s.waiting_seconds,
-            "time_prefill": s.prompt_seconds, "time_generate": s.text_seconds,
-            "cached_pages": s.cached_pages // rows, "cached_tokens": s.cached_tokens // rows,
+            "full_completion": job.full_completion,
+            "new_tokens": s.new_tokens,
+            "prompt_tokens": len(job.prompts[0]),
+            "time_enqueued": s.waiting_seconds,
+            "time_prefill": s.prompt_seconds,
+            "time_generate": s.text_seconds,
+            "cached_pages": s.cached_pages // rows,
+            "cached_tokens": s.cached_tokens // rows,
             "accepted_draft_tokens": s.accepted_tokens if drafts else None,
             "rejected_draft_tokens": s.drafted_tokens - s.accepted_tokens if drafts else None,
-        }  # fmt: skip
+        }
 
     def run(
         self, jobs: Sequence[ExLlamaV2DynamicJob], abort_event: threading.Event | None
@@ -241,11 +277,13 @@ class Jobs:
 def _shown(piece: Piece) -> dict[str, Any]:
     """Return what a piece has: its text, and tensors (1, n, …)."""
     found = {
-        "text": piece.text or None, "token_ids": _tensor(piece.ids),
+        "text": piece.text or None,
+        "token_ids": _tensor(piece.ids),
         "token_probs": _tensor([p or 0.0 for p in piece.probabilities]),
-        "top_k_tokens": _tensor(piece.top_ids), "top_k_probs": _tensor(piece.top_probabilities),
+        "top_k_tokens": _tensor(piece.top_ids),
+        "top_k_probs": _tensor(piece.top_probabilities),
         "logits": _tensor([torch.as_tensor(x) for x in piece.logits]),
-    }  # fmt: skip
+    }
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -267,14 +305,25 @@ class ExLlamaV2DynamicGenerator(Jobs):
     page_size = PAGE_TOKENS
 
     def __init__(
-        self, model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer,
-        max_batch_size: int | None = None, max_seq_len: int | None = None,
-        max_chunk_size: int | None = None, max_q_size: int = 8,
-        draft_model: ExLlamaV2 | None = None, draft_cache: ExLlamaV2Cache | None = None,
-        num_draft_tokens: int = 4, use_ngram_draft: bool = False, max_ngram: int = 4,
-        max_sampling_threads: int = 16, min_sampling_threads: int = 3, paged: bool = True,
-        filter_background_eval: bool = True, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: ExLlamaV2,
+        cache: ExLlamaV2Cache,
+        tokenizer: ExLlamaV2Tokenizer,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        max_chunk_size: int | None = None,
+        max_q_size: int = 8,
+        draft_model: ExLlamaV2 | None = None,
+        draft_cache: ExLlamaV2Cache | None = None,
+        num_draft_tokens: int = 4,
+        use_ngram_draft: bool = False,
+        max_ngram: int = 4,
+        max_sampling_threads: int = 16,
+        min_sampling_threads: int = 3,
+        paged: bool = True,
+        filter_background_eval: bool = True,
+        **kwargs: Any,
+    ) -> None:
         if cache.batch_size != 1 or cache.max_seq_len % PAGE_TOKENS:
             sizes = f"{cache.batch_size} rows of {cache.max_seq_len} tokens"
             raise ConfigError(f"the cache has {sizes}; give it one, of a multiple of {PAGE_TOKENS}")
@@ -285,21 +334,28 @@ class ExLlamaV2DynamicGenerator(Jobs):
         ngram = max_ngram if use_ngram_draft else None
         rows = max_batch_size or model.config.max_input_len // max_q_size
         super().__init__(
-            cache, tokenizer, slots=min(rows, self.max_pages), context=max_seq_len,
-            chunk=max_chunk_size, draft=native_draft(draft_model, ngram, num_draft_tokens),
-        )  # fmt: skip
+            cache,
+            tokenizer,
+            slots=min(rows, self.max_pages),
+            context=max_seq_len,
+            chunk=max_chunk_size,
+            draft=native_draft(draft_model, ngram, num_draft_tokens),
+        )
 
     @property
     def all_pages(self) -> list[SimpleNamespace]:
         """What each page of the cache holds."""
         return [
             SimpleNamespace(
-                page_index=index, ref_count=page.users, phash=page.key or index.to_bytes(16),
-                prev_hash=page.before or None, kv_position=len(page.ids),
+                page_index=index,
+                ref_count=page.users,
+                phash=page.key or index.to_bytes(16),
+                prev_hash=page.before or None,
+                kv_position=len(page.ids),
                 sequence=torch.tensor([page.ids], dtype=torch.long),
             )
             for index, page in enumerate(self.native.states.table.pages)
-        ]  # fmt: skip
+        ]
 
     def print_page_list(self, short: bool = True) -> None:
         for page in self.all_pages:
@@ -319,14 +375,26 @@ class ExLlamaV2DynamicGenerator(Jobs):
         self.cache.drop()
 
     def generate(
-        self, prompt: Any, max_new_tokens: int, min_new_tokens: int = 0, seed: int | None = None,
-        gen_settings: Settings | list[Settings] | None = None, token_healing: bool = False,
-        encode_special_tokens: bool = False, decode_special_tokens: bool = False,
-        stop_conditions: Iterable[int | str] | None = None, add_bos: bool = False,
-        abort_event: threading.Event | None = None, completion_only: bool = False,
-        filters: Any = None, filter_prefer_eos: bool = False, return_last_results: bool = False,
-        embeddings: Any = None, banned_strings: Sequence[str] | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompt: Any,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        seed: int | None = None,
+        gen_settings: Settings | list[Settings] | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        stop_conditions: Iterable[int | str] | None = None,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        completion_only: bool = False,
+        filters: Any = None,
+        filter_prefer_eos: bool = False,
+        return_last_results: bool = False,
+        embeddings: Any = None,
+        banned_strings: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return the text of a prompt, or those of a list of prompts; None if it was aborted."""
         several = isinstance(prompt, list)
         prompts = prompt if several else [prompt]
@@ -341,12 +409,19 @@ class ExLlamaV2DynamicGenerator(Jobs):
             more = add_bos, False, encode_special_tokens, False, its_embeddings
             ids = [self.tokenizer.encode(part, *more) for part in parts]
             job = ExLlamaV2DynamicJob(
-                ids, max_new_tokens, min_new_tokens, gen_settings=settings,
-                seed=None if seed is None else seed + len(jobs), stop_conditions=stop_conditions,
-                decode_special_tokens=decode_special_tokens, token_healing=token_healing,
-                filters=its_filters, filter_prefer_eos=filter_prefer_eos,
-                embeddings=its_embeddings, banned_strings=banned_strings,
-            )  # fmt: skip
+                ids,
+                max_new_tokens,
+                min_new_tokens,
+                gen_settings=settings,
+                seed=None if seed is None else seed + len(jobs),
+                stop_conditions=stop_conditions,
+                decode_special_tokens=decode_special_tokens,
+                token_healing=token_healing,
+                filters=its_filters,
+                filter_prefer_eos=filter_prefer_eos,
+                embeddings=its_embeddings,
+                banned_strings=banned_strings,
+            )
             jobs.append(job)
             shown.append("" if completion_only else parts[0])
         last = self.run(jobs, abort_event)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.request import Filter
+from exl2flow.core.requests.request import Filter
 from exl2flow.inference import filters
 from exl2flow.inference.sampling.bits import ids_of
 

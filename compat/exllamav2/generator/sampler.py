@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.request import Sampled
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.request import Sampled
 from exl2flow.inference.filters import Combined, ForeignFilter
 from exl2flow.inference.sampling import choose
 from exl2flow.inference.sampling.bits import words_of
@@ -26,21 +26,42 @@ SHARES = ("top_p", "min_p", "tfs", "typical")  # off outside of 0 to 1
 class ExLlamaV2Sampler:
     class Settings(SimpleNamespace):
         def __init__(
-            self, temperature: float = 0.8, temperature_last: bool = False,
-            smoothing_factor: float = 0.0, min_temp: float = 0.0, max_temp: float = 0.0,
-            temp_exponent: float = 1.0, top_k: int = 50, top_p: float = 0.8, top_a: float = 0.0,
-            min_p: float = 0.0, tfs: float = 0.0, typical: float = 0.0, skew: float = 0.0,
-            token_repetition_penalty: float = 1.025, token_repetition_range: int = -1,
-            token_repetition_decay: int = 0, token_frequency_penalty: float = 0.0,
-            token_presence_penalty: float = 0.0, mirostat: bool = False, mirostat_tau: float = 1.5,
-            mirostat_eta: float = 0.1, mirostat_mu: float | None = None,
-            token_bias: torch.Tensor | None = None, cfg_scale: float | None = None,
-            post_sampling_hooks: Iterable[Any] = (), dry_allowed_length: int = 2,
-            dry_base: float = 1.75, dry_multiplier: float = 0.0,
-            dry_sequence_breakers: Iterable[int] | None = None, dry_range: int = 0,
-            dry_max_ngram: int = 20, xtc_probability: float = 0.0, xtc_threshold: float = 0.1,
+            self,
+            temperature: float = 0.8,
+            temperature_last: bool = False,
+            smoothing_factor: float = 0.0,
+            min_temp: float = 0.0,
+            max_temp: float = 0.0,
+            temp_exponent: float = 1.0,
+            top_k: int = 50,
+            top_p: float = 0.8,
+            top_a: float = 0.0,
+            min_p: float = 0.0,
+            tfs: float = 0.0,
+            typical: float = 0.0,
+            skew: float = 0.0,
+            token_repetition_penalty: float = 1.025,
+            token_repetition_range: int = -1,
+            token_repetition_decay: int = 0,
+            token_frequency_penalty: float = 0.0,
+            token_presence_penalty: float = 0.0,
+            mirostat: bool = False,
+            mirostat_tau: float = 1.5,
+            mirostat_eta: float = 0.1,
+            mirostat_mu: float | None = None,
+            token_bias: torch.Tensor | None = None,
+            cfg_scale: float | None = None,
+            post_sampling_hooks: Iterable[Any] = (),
+            dry_allowed_length: int = 2,
+            dry_base: float = 1.75,
+            dry_multiplier: float = 0.0,
+            dry_sequence_breakers: Iterable[int] | None = None,
+            dry_range: int = 0,
+            dry_max_ngram: int = 20,
+            xtc_probability: float = 0.0,
+            xtc_threshold: float = 0.1,
             xtc_ignore_tokens: Iterable[int] | None = None,
-        ) -> None:  # fmt: skip
+        ) -> None:
             values = locals()
             super().__init__(**{k: v for k, v in values.items() if k not in ("self", "__class__")})
             self.post_sampling_hooks = list(post_sampling_hooks)
@@ -94,11 +115,17 @@ class ExLlamaV2Sampler:
 
     @staticmethod
     def sample(
-        logits: torch.Tensor, settings: Settings, sequence_ids: torch.Tensor, random: float,
-        tokenizer: Any, prefix_token: torch.Tensor | None = None, return_top_tokens: int = 0,
-        blocked_tokens: Iterable[int] | None = None, filters: Iterable[Any] | None = None,
+        logits: torch.Tensor,
+        settings: Settings,
+        sequence_ids: torch.Tensor,
+        random: float,
+        tokenizer: Any,
+        prefix_token: torch.Tensor | None = None,
+        return_top_tokens: int = 0,
+        blocked_tokens: Iterable[int] | None = None,
+        filters: Iterable[Any] | None = None,
         filter_prefer_eos: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         """Return tokens (b, 1) that follow ids (b, n), and what is known of them.
 
         The others are top tokens and their probabilities (b, 1, k), the tokens' own (b, 1), and
@@ -114,9 +141,15 @@ class ExLlamaV2Sampler:
         more, count = Random(random), len(rows) if ours.cfg_scale is None else 1
         draws, top = [random, *(more.random() for _ in rows[1:])], return_top_tokens
         found, mu = choose(
-            rows, ours, sequence_ids.tolist(), draws, native, allowed=words,
-            mu=settings.mirostat_mu, top=max(top, 1),
-        )  # fmt: skip
+            rows,
+            ours,
+            sequence_ids.tolist(),
+            draws,
+            native,
+            allowed=words,
+            mu=settings.mirostat_mu,
+            top=max(top, 1),
+        )
         if min(found.ids.tolist()) < 0:
             raise InferenceError("`logits` are not finite; check the files of the model")
         settings.mirostat_mu = mu if settings.mirostat else None
@@ -141,11 +174,12 @@ class ExLlamaV2PostSamplingResult(SimpleNamespace):
 def call_hook(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
     """Show a hook of theirs what ours see."""
     result = ExLlamaV2PostSamplingResult(
-        sampled_token=torch.tensor([[seen.sampled_token]]), feed_filters=True,
+        sampled_token=torch.tensor([[seen.sampled_token]]),
+        feed_filters=True,
         sampled_prob=torch.tensor([[seen.sampled_prob]]),
         candidate_tokens=torch.tensor([[seen.candidate_tokens]]),
         candidate_probs=torch.tensor([[seen.candidate_probs]]),
         logits=torch.as_tensor(seen.logits)[None, None],
-    )  # fmt: skip
+    )
     hook(result)
     seen.sampled_token, seen.feed_filters = int(result.sampled_token), result.feed_filters

@@ -11,12 +11,15 @@ from exl2flow.compat.exllamav2.generator.dynamic import ExLlamaV2DynamicJob, Set
 from exl2flow.compat.exllamav2.tensors import are_same, unpadded
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, ContextOverflow
-from exl2flow.core.request import FIRST_EMBEDDING
+from exl2flow.core.requests.request import FIRST_EMBEDDING
 
 COLUMNS = {
-    "token_ids": "chunk_token_ids", "token_probs": "probs", "top_k_tokens": "top_tokens",
-    "top_k_probs": "top_probs", "logits": "logits",
-}  # fmt: skip
+    "token_ids": "chunk_token_ids",
+    "token_probs": "probs",
+    "top_k_tokens": "top_tokens",
+    "top_k_probs": "top_probs",
+    "logits": "logits",
+}
 NAMES = COLUMNS | {"suppressed_text": "suppressed"}
 
 
@@ -26,9 +29,14 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     speculative_ngram_max_inf, speculative_ngram_threshold = 3, 1
 
     def __init__(
-        self, model: Any, cache: Any, tokenizer: Any, draft_model: Any = None,
-        draft_cache: Any = None, num_speculative_tokens: int = 5,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        cache: Any,
+        tokenizer: Any,
+        draft_model: Any = None,
+        draft_cache: Any = None,
+        num_speculative_tokens: int = 5,
+    ) -> None:
         super().__init__(model, cache, tokenizer)
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.num_speculative_tokens = num_speculative_tokens
@@ -42,14 +50,24 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.stop_strings = set(stops) - self.stop_tokens
 
     def begin_stream_ex(
-        self, input_ids: torch.Tensor, gen_settings: Settings, token_healing: bool = False,
-        loras: Any = None, input_mask: torch.Tensor | None = None,
-        position_offsets: torch.Tensor | None = None, return_probabilities: bool = False,
-        return_top_tokens: int = 0, return_logits: bool = False, abort_event: Any = None,
-        input_embeddings: torch.Tensor | None = None, decode_special_tokens: bool = False,
-        banned_strings: Sequence[str] | None = None, filters: Any = None,
-        filter_prefer_eos: bool = False, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        gen_settings: Settings,
+        token_healing: bool = False,
+        loras: Any = None,
+        input_mask: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None,
+        return_probabilities: bool = False,
+        return_top_tokens: int = 0,
+        return_logits: bool = False,
+        abort_event: Any = None,
+        input_embeddings: torch.Tensor | None = None,
+        decode_special_tokens: bool = False,
+        banned_strings: Sequence[str] | None = None,
+        filters: Any = None,
+        filter_prefer_eos: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Continue ids (b, n); offsets or mask say how far the rows of a pair are padded."""
         rows = unpadded(input_ids.tolist(), input_mask, position_offsets)
         given = list[ExLlamaV2MMEmbedding]()
@@ -57,13 +75,20 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             rows, given = _embedded(rows, input_embeddings)
         self._results, self.abort_event = deque(), abort_event
         job = ExLlamaV2DynamicJob(
-            [torch.tensor([row]) for row in rows], None, gen_settings=gen_settings,
-            stop_conditions=self._stops, embeddings=given,
-            decode_special_tokens=decode_special_tokens, return_top_tokens=return_top_tokens,
-            return_logits=return_logits, return_probs=return_probabilities,
-            filters=filters, filter_prefer_eos=filter_prefer_eos, banned_strings=banned_strings,
+            [torch.tensor([row]) for row in rows],
+            None,
+            gen_settings=gen_settings,
+            stop_conditions=self._stops,
+            embeddings=given,
+            decode_special_tokens=decode_special_tokens,
+            return_top_tokens=return_top_tokens,
+            return_logits=return_logits,
+            return_probs=return_probabilities,
+            filters=filters,
+            filter_prefer_eos=filter_prefer_eos,
+            banned_strings=banned_strings,
             token_healing=token_healing,
-        )  # fmt: skip
+        )
         ngram = self.speculative_ngram_max if self.speculative_ngram else None
         tokens, least = self.num_speculative_tokens, self.speculative_prob_threshold
         draft = native_draft(self.draft_model, ngram, tokens, least)
@@ -72,21 +97,34 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._stream.add(job)
         self._empty = _empty(
             self.model.native.spec.head.out_features if return_logits else 0,
-            top=return_top_tokens, has_probabilities=return_probabilities,
-        )  # fmt: skip
+            top=return_top_tokens,
+            has_probabilities=return_probabilities,
+        )
         self._is_healing = job.native is not None and job.native.prompt.healed is not None
         self._seen, self._banned = self._values(gen_settings), frozenset[int]()
 
     def begin_stream(
-        self, input_ids: torch.Tensor, gen_settings: Settings, token_healing: bool = False,
-        loras: Any = None, input_mask: torch.Tensor | None = None,
-        position_offsets: torch.Tensor | None = None, abort_event: Any = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        gen_settings: Settings,
+        token_healing: bool = False,
+        loras: Any = None,
+        input_mask: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None,
+        abort_event: Any = None,
+        **kwargs: Any,
+    ) -> None:
         """Do what `begin_stream_ex` does, with fewer arguments by position."""
         self.begin_stream_ex(
-            input_ids, gen_settings, token_healing, loras, input_mask, position_offsets,
-            abort_event=abort_event, **kwargs,
-        )  # fmt: skip
+            input_ids,
+            gen_settings,
+            token_healing,
+            loras,
+            input_mask,
+            position_offsets,
+            abort_event=abort_event,
+            **kwargs,
+        )
 
     @property
     def _stops(self) -> set[int | str]:

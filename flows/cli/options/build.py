@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.measure import MeasureConfig
-from exl2flow.core.refine import RefinementConfig
-from exl2flow.core.sweep import SweepConfig
+from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.cli.options.common import RUNNING
 from exl2flow.flows.cli.options.rare import help_all
 from exl2flow.flows.cli.options.setting import Panel

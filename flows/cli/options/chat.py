@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.chat import ChatOptions
 from exl2flow.core.errors import NO_JSON, ConfigError, CorruptCheckpoint, ReadFailed
-from exl2flow.core.generation import GenerationOptions
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.chat import ChatOptions
+from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, validated
 from exl2flow.flows.cli.options.generation import GENERATION, build_generation
 from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
@@ -43,9 +43,22 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
 SAMPLER_ROWS = {"seed": ("N", "a new one every time"), "greedy": ("", None)}
 # of `exl2flow generate`
 SHARED = (
-    *("ban", "json_schema", "regex", "grammar", "device", "gpu_split", "devices", "cache"),
-    *("max_tokens", "rope_scale", "rope_alpha", "rope_yarn"),
-    *("lora", "draft", "ngram", "draft_tokens"),
+    "ban",
+    "json_schema",
+    "regex",
+    "grammar",
+    "device",
+    "gpu_split",
+    "devices",
+    "cache",
+    "max_tokens",
+    "rope_scale",
+    "rope_alpha",
+    "rope_yarn",
+    "lora",
+    "draft",
+    "ngram",
+    "draft_tokens",
 )
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
@@ -170,7 +183,7 @@ def remembered(path: Path, model: Path) -> str | None:
 
 def remember(path: Path, model: Path, profile: str) -> None:
     """Keep the name of a profile for a model."""
-    from exl2flow.core.files import write_json  # which imports torch
+    from exl2flow.core.store.files import write_json  # which imports torch
 
     write_json(path, {**_all_remembered(path), str(model.resolve()): profile})
 

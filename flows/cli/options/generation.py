@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from exl2flow.core.generation import GenerationOptions
+from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.flows.cli.options.build import Values, validated
 from exl2flow.flows.cli.options.sampling import SAMPLING
 from exl2flow.flows.cli.options.setting import Panel, Setting

@@ -4,7 +4,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values
 from exl2flow.flows.cli.options.setting import Panel, Setting
 

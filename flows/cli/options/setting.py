@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 
 
 def group_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -192,10 +192,13 @@ def format(chat: Chat, argument: str) -> Result:
 # where a chat has what `/set` changes
 SAMPLER = {row.field: f"session.settings.{row.field}" for row in SAMPLING[1]}
 SETTINGS = SAMPLER | {
-    "max_answer": "session.max_answer_tokens", "amnesia": "session.amnesia",
-    "keep_thinking": "session.keep_thinking", "thinking": "screen.thinking",
-    "plain": "screen.plain", "stats": "screen.stats",
-}  # fmt: skip
+    "max_answer": "session.max_answer_tokens",
+    "amnesia": "session.amnesia",
+    "keep_thinking": "session.keep_thinking",
+    "thinking": "screen.thinking",
+    "plain": "screen.plain",
+    "stats": "screen.stats",
+}
 
 
 @command("[NAME VALUE]", lambda: [*SETTINGS])

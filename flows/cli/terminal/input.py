@@ -20,7 +20,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 
-from exl2flow.core.files import PRIVATE, make_private_folder
+from exl2flow.core.store.files import PRIVATE, make_private_folder
 
 QUOTES = '"""'  # around a message of several lines
 FILES = PathCompleter(expanduser=True)
@@ -36,9 +36,15 @@ class Typed:
     """Reads messages and commands from the terminal."""
 
     def __init__(
-        self, name: str, words: Words, history: Path | None, *,
-        say: Callable[[str], None] = print, source: Input | None = None, out: Output | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        words: Words,
+        history: Path | None,
+        *,
+        say: Callable[[str], None] = print,
+        source: Input | None = None,
+        out: Output | None = None,
+    ) -> None:
         """Prepare the prompt.
 
         Args:
@@ -50,10 +56,15 @@ class Typed:
         """
         self._name, self._say, self._pressed = name, say, False
         self._session: PromptSession[str] = PromptSession(
-            multiline=True, key_bindings=_bindings(), completer=_Words(words),
-            complete_while_typing=False, history=_history(history), input=source, output=out,
+            multiline=True,
+            key_bindings=_bindings(),
+            completer=_Words(words),
+            complete_while_typing=False,
+            history=_history(history),
+            input=source,
+            output=out,
             prompt_continuation=lambda width, *_: " " * width,
-        )  # fmt: skip
+        )
 
     def read(self, default: str | None = None) -> str:
         """Return what the user enters, without quotes around it.
@@ -119,9 +130,11 @@ class _Words(Completer):
 
     def __init__(self, words: Words) -> None:
         self._behind_slash = NestedCompleter(
-            {name: FILES if row is None else WordCompleter(row, WORD=True)
-             for name, row in words.items()}
-        )  # fmt: skip
+            {
+                name: FILES if row is None else WordCompleter(row, WORD=True)
+                for name, row in words.items()
+            }
+        )
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """See prompt_toolkit."""

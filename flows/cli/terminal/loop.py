@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exl2flow.core.conversation import Turn
 from exl2flow.core.errors import ConfigError, Exl2FlowError, WriteFailed
+from exl2flow.core.requests.conversation import Turn
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
 from exl2flow.flows.cli.terminal.input import Leave, Typed
 from exl2flow.flows.cli.terminal.place import Place, put_aside

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from exl2flow.core.conversation import Conversation
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.files import lock
+from exl2flow.core.requests.conversation import Conversation
+from exl2flow.core.store.files import lock
 
 
 @dataclass(frozen=True)

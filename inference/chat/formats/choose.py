@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.conversation import PromptFormat, Thinking
 from exl2flow.core.errors import ConfigError, UnknownPromptFormat
+from exl2flow.core.requests.conversation import PromptFormat, Thinking
 from exl2flow.model import Tokenizer
-from exl2flow.model.chat_template import find_template, special_tokens
+from exl2flow.model.text.chat_template import find_template, special_tokens
 
 FOLDER = Path(__file__).parent
 OWN = "own"  # name of the format that a model's own template makes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
 from exl2flow.model import CanonicalTensors, QuantizedMatrix, QuantParams

@@ -53,9 +53,14 @@ def expected(folder: Path) -> Expected:
 
     def continuation(ids: torch.Tensor, count: int) -> torch.Tensor:
         made = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
-            eos_token_id=None, pad_token_id=0, suppress_tokens=[299, 300],
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=[299, 300],
+        )
         return made[:, ids.shape[1] :]
 
     return continuation

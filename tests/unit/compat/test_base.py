@@ -69,9 +69,12 @@ def test_guidance_seeds_healing_and_filters(generator, model, tokenizer) -> None
     seeded = [generator.generate_simple(PROMPTS, Settings(), 12, seed=s) for s in (1, 1, 2)]
     healed = generator.generate_simple("The quick bro", GREEDY, 12, token_healing=True)
     chosen = generator.generate_simple(
-        a, GREEDY, 12, completion_only=True,
+        a,
+        GREEDY,
+        12,
+        completion_only=True,
         filters=[ExLlamaV2SelectFilter(model, tokenizer, ["red", "green"])],
-    )  # fmt: skip
+    )
 
     assert guided == [a + alone, b + alone]
     assert seeded[0] == seeded[1] != seeded[2]
@@ -93,9 +96,13 @@ def test_an_abort_returns_the_text_so_far(generator) -> None:
     assert generator.abort_event is abort
     hooks = [lambda _: generator.abort_event.set()]  # as another thread does
     other = generator.generate_simple(
-        "A", Settings(post_sampling_hooks=hooks), 100, abort_event=threading.Event(),
-        completion_only=True, stop_token=None,
-    )  # fmt: skip
+        "A",
+        Settings(post_sampling_hooks=hooks),
+        100,
+        abort_event=threading.Event(),
+        completion_only=True,
+        stop_token=None,
+    )
     native = generator.cache.generator()
 
     assert len(other) < 5

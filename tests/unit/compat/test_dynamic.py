@@ -23,9 +23,19 @@ GREEDY = Settings.greedy()
 PROMPTS = ["The quick brown", "A tokenizer", "Numbers such as 3.14"]
 COMMON = {"job", "stage", "serial", "eos"}
 END = {
-    "text", "token_ids", "eos_reason", "full_completion", "new_tokens", "prompt_tokens",
-    "time_enqueued", "time_prefill", "time_generate", "cached_pages", "cached_tokens", "held",
-}  # fmt: skip
+    "text",
+    "token_ids",
+    "eos_reason",
+    "full_completion",
+    "new_tokens",
+    "prompt_tokens",
+    "time_enqueued",
+    "time_prefill",
+    "time_generate",
+    "cached_pages",
+    "cached_tokens",
+    "held",
+}
 
 
 @pytest.fixture
@@ -57,9 +67,14 @@ def test_one_prompt_and_many_give_the_text_of_transformers(generator, tokenizer,
 def test_a_streamed_job_has_the_keys_of_each_stage(generator, tokenizer, expected) -> None:
     ids = tokenizer.encode(PROMPTS[0], add_bos=True)
     job = ExLlamaV2DynamicJob(
-        input_ids=ids, max_new_tokens=12, gen_settings=GREEDY, identifier="mine",
-        return_probs=True, return_top_tokens=3, return_logits=True,
-    )  # fmt: skip
+        input_ids=ids,
+        max_new_tokens=12,
+        gen_settings=GREEDY,
+        identifier="mine",
+        return_probs=True,
+        return_top_tokens=3,
+        return_logits=True,
+    )
 
     serial = generator.enqueue(job)
     assert (generator.pending_jobs, generator.active_jobs) == ([job], [])
@@ -163,9 +178,11 @@ def test_guidance_from_minus_one_to_two(generator) -> None:
     scales = [-1.0, 0.0, 0.5, 1.0, 2.0]
 
     texts = generator.generate(
-        [pair] * 5, 16, gen_settings=[Settings.greedy(cfg_scale=scale) for scale in scales],
+        [pair] * 5,
+        16,
+        gen_settings=[Settings.greedy(cfg_scale=scale) for scale in scales],
         completion_only=True,
-    )  # fmt: skip
+    )
     alone = generator.generate([*pair], 16, gen_settings=GREEDY, completion_only=True)
 
     assert [texts[3], texts[1]] == alone
@@ -228,9 +245,13 @@ class JsonFilter(ExLlamaV2Filter):
 def test_a_foreign_json_filter_makes_json(generator, model, tokenizer) -> None:
     prompts = ["A number:", "Another one:"]
     texts, last = generator.generate(
-        prompts, 100, filters=[[JsonFilter(model, tokenizer)] for _ in prompts], seed=5,
-        completion_only=True, return_last_results=True,
-    )  # fmt: skip
+        prompts,
+        100,
+        filters=[[JsonFilter(model, tokenizer)] for _ in prompts],
+        seed=5,
+        completion_only=True,
+        return_last_results=True,
+    )
 
     assert all(json.loads(text)["n"] >= 0 for text in texts)
     assert [r["eos_reason"] for r in last] == ["end_filter"] * 2
@@ -377,9 +398,12 @@ def test_embeddings_take_the_place_of_tokens(generator, model, tokenizer) -> Non
     image = ExLlamaV2MMEmbedding(model, model.native.decoder.embed(ids), text_alias="<image>")
 
     texts = generator.generate(
-        ["A <image>Yes", "A <image>Yes", "A quick brown foxYes"], 8, gen_settings=GREEDY,
-        embeddings=[[image], [image, image], None], completion_only=True,
-    )  # fmt: skip
+        ["A <image>Yes", "A <image>Yes", "A quick brown foxYes"],
+        8,
+        gen_settings=GREEDY,
+        embeddings=[[image], [image, image], None],
+        completion_only=True,
+    )
 
     joined = torch.cat([tokenizer.encode("A "), ids, tokenizer.encode("Yes")], 1)
     job = ExLlamaV2DynamicJob(joined, 8, gen_settings=GREEDY)

@@ -320,9 +320,14 @@ def test_eos_is_preferred_where_filters_allow_it(tokenizer) -> None:
             return [*self.ids, tokenizer.eos_token_id], []
 
     token, *_ = ExLlamaV2Sampler.sample(
-        torch.zeros(1, 1, 301), Settings(), torch.tensor([[5]]), 0.5, tokenizer,
-        filters=[Any(None, tokenizer)], filter_prefer_eos=True,
-    )  # fmt: skip
+        torch.zeros(1, 1, 301),
+        Settings(),
+        torch.tensor([[5]]),
+        0.5,
+        tokenizer,
+        filters=[Any(None, tokenizer)],
+        filter_prefer_eos=True,
+    )
 
     assert token.item() == tokenizer.eos_token_id
 

@@ -13,7 +13,7 @@ from exl2flow.compat.exllamav2.generator import (
     ExLlamaV2StreamingGenerator,
 )
 from exl2flow.core.errors import ConfigError, ContextOverflow
-from exl2flow.core.request import FIRST_EMBEDDING
+from exl2flow.core.requests.request import FIRST_EMBEDDING
 from exl2flow.inference.generate.steps import Steps
 
 Settings = ExLlamaV2Sampler.Settings
@@ -54,8 +54,14 @@ def test_greedy_text_is_that_of_transformers(generator, tokenizer, expected) -> 
     assert generator.sequence_ids[0, : ids.shape[1] + len(made)].tolist() == ids[0].tolist() + made
     first = next(r for r in found if r["chunk_token_ids"].numel())
     assert set(first) == {
-        "chunk", "eos", "chunk_token_ids", "probs", "top_tokens", "top_probs", "logits"
-    }  # fmt: skip
+        "chunk",
+        "eos",
+        "chunk_token_ids",
+        "probs",
+        "top_tokens",
+        "top_probs",
+        "logits",
+    }
     assert first["logits"].shape == (1, first["chunk_token_ids"].shape[1], 301)
 
 

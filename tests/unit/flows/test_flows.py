@@ -5,7 +5,7 @@ import sys
 import pytest
 from prefect import Flow
 
-from exl2flow.core.config import PRESETS, ConversionConfig
+from exl2flow.core.options.config import PRESETS, ConversionConfig
 from exl2flow.flows import convert, sweep
 
 
@@ -61,7 +61,10 @@ def test_parameters_of_a_deployment_are_filled_from_the_preset(quality: str) -> 
 @pytest.mark.parametrize(
     "target",
     [
-        *({}, {"bpw": 3.0}, {"bpw_total": 3.5}, {"target_bytes": 10**9}),
+        {},
+        {"bpw": 3.0},
+        {"bpw_total": 3.5},
+        {"target_bytes": 10**9},
         {"allocate": {"prefer": "speed"}},
     ],
 )

@@ -16,10 +16,10 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Adapter, load_model
-from exl2flow.inference.placement import Split
+from exl2flow.inference.loading.layer_split import Split
 from exl2flow.model import resolve
-from exl2flow.model.ranks import Ranks
-from exl2flow.model.shards import check_ranks, dealt, spans
+from exl2flow.model.tensor_parallel.ranks import Ranks
+from exl2flow.model.tensor_parallel.shards import check_ranks, dealt, spans
 
 SCRIPT = Path(__file__).parents[2] / "shared_model.py"
 NEAR = 1e-5  # sums in another order
@@ -31,10 +31,13 @@ def begin(folder: Path, *, count: int = 2, more: tuple[str, ...] = ()) -> list[s
     return [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(count), str(folder), *more],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=SCRIPT.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=SCRIPT.parent,
         )
         for rank in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def ended(processes: list[subprocess.Popen], seconds: float) -> list[tuple[int, str]]:

@@ -23,7 +23,7 @@ def test_torch_implementation_is_complete() -> None:
 
 
 def test_kernels_are_those_of_every_operation() -> None:
-    from exl2flow.kernels.cuda_ops import CUDA_OPS
+    from exl2flow.kernels.cuda.ops import CUDA_OPS
 
     assert type(get_ops("cpu")) is not type(CUDA_OPS)
     assert isinstance(CUDA_OPS, type(get_ops("cpu")))
@@ -31,8 +31,8 @@ def test_kernels_are_those_of_every_operation() -> None:
 
 
 def test_a_device_without_cupy_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda_ops", raising=False)
-    monkeypatch.delitem(sys.modules, "exl2flow.kernels.compiler", raising=False)
+    monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.ops", raising=False)
+    monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.compiler", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
     with pytest.raises(BackendUnavailable, match=r"CuPy.*exl2flow\[cuda13\]"):

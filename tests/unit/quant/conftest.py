@@ -8,8 +8,8 @@ from conversions import small_config
 from stage_runs import run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import ModelSpec, resolve
 
 

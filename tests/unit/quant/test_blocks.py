@@ -10,8 +10,8 @@ from refinements import refine_until, refinement, rough_model
 from safetensors.torch import load_file
 from stage_runs import run_until, text_parquet
 
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import (
     CanonicalTensors,
     DenseLinear,
@@ -20,7 +20,7 @@ from exl2flow.model import (
     expected_tensors,
     resolve,
 )
-from exl2flow.model.exl2 import is_quantized
+from exl2flow.model.files.exl2 import is_quantized
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement

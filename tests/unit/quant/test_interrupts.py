@@ -15,11 +15,11 @@ from stage_runs import run_until, text_parquet
 from tiny import make_tiny
 from traces import contents
 
-from exl2flow.core import interrupt
-from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.progress import Tick, silent
-from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.options.config import TuneOptions
+from exl2flow.core.runtime import interrupt
+from exl2flow.core.runtime.progress import Tick, silent
+from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.kernels import get_ops
 from exl2flow.model import AttentionSublayer, MlpSublayer, QuantizedMatrix, Tokenizer
 from exl2flow.tasks.stages import REFINE_STAGES, STAGES

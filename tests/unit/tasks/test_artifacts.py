@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from exl2flow.core.progress import Tick, reporting_to
+from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.tasks import artifacts
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tiny import make_tiny
 
-from exl2flow.inference.evaluate import Score
 from exl2flow.inference.report.plots import Measured
+from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.model import resolve
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.publish import Published

@@ -8,10 +8,10 @@ from prefect import Task
 from prefect.client.schemas import TaskRun
 from prefect.states import Failed
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Exl2FlowError, NonFiniteState
-from exl2flow.core.progress import silent
-from exl2flow.core.stage import Pipeline, Stage
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.retries import is_retryable
 from exl2flow.tasks.stage import publish_outlook, stage_task

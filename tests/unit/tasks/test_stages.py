@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.progress import Tick, reporting_to
-from exl2flow.core.stage import Pipeline, Stage, StageRun
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Tick, reporting_to
+from exl2flow.core.store.stage import Pipeline, Stage, StageRun
 from exl2flow.tasks.stages import run_in_order
 
 NAMES = ("first", "second", "third")

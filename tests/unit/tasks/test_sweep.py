@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from exl2flow.core.errors import ConfigError, Interrupted
-from exl2flow.core.interrupt import StopRequest
-from exl2flow.core.slots import visible_gpus
-from exl2flow.core.sweep import SweepConfig
-from exl2flow.flows.bitrates import workers_of
-from exl2flow.flows.runners import Messenger
+from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.runtime.device_locks import visible_gpus
+from exl2flow.core.runtime.interrupt import StopRequest
+from exl2flow.flows.runs.bitrates import workers_of
+from exl2flow.flows.runs.runners import Messenger
 from exl2flow.tasks.sweep import Share, make_bitrate
 
 

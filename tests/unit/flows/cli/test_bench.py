@@ -41,8 +41,10 @@ def test_json_is_one_object_for_the_demo_model() -> None:
 
     found = json.loads(done.stdout)
     assert [(t["work"], t["rows"], t["context"]) for t in found["timings"]] == [
-        ("prompt", 1, 512), ("prompt", 1, 2047), ("decode", 2, 16),
-    ]  # fmt: skip
+        ("prompt", 1, 512),
+        ("prompt", 1, 2047),
+        ("decode", 2, 16),
+    ]
     assert found["cache"] == "q4"
     assert set(found["versions"]) == {"exl2flow", "torch", "python"}
     assert done.stderr == ""
@@ -52,15 +54,25 @@ def test_a_gpu_has_more_columns() -> None:
     steps = Timing(work="decode", rows=4, context=512, seconds=0.002, read_bytes=3_600_000_000)
     prompt = Timing(work="prompt", rows=1, context=2048, seconds=0.05)
     speed = Speed(
-        model="m", device="H200, 141 GiB", versions={"driver": "570.1"}, load_seconds=1.2,
-        file_bytes=3_600_000_000, cache="fp16", timings=(prompt, steps),
-        memory=Memory(weights=3_900_000_000, cache=10**9, peak=6 * 10**9), copy_rate=4500.0,
-    )  # fmt: skip
+        model="m",
+        device="H200, 141 GiB",
+        versions={"driver": "570.1"},
+        load_seconds=1.2,
+        file_bytes=3_600_000_000,
+        cache="fp16",
+        timings=(prompt, steps),
+        memory=Memory(weights=3_900_000_000, cache=10**9, peak=6 * 10**9),
+        copy_rate=4500.0,
+    )
 
     assert _row(steps, speed) == {
-        "work": "decode", "rows": "4", "context": "512", "ms": "2.000", "tokens/s": "2,000.0",
+        "work": "decode",
+        "rows": "4",
+        "context": "512",
+        "ms": "2.000",
+        "tokens/s": "2,000.0",
         "share of a copy": "40 %",
-    }  # fmt: skip
+    }
     assert _row(prompt, speed)["share of a copy"] == ""
     lines = dict(_summary(speed))
     assert lines["device"] == "H200, 141 GiB, copies at 4,500 GB/s"

@@ -14,7 +14,7 @@ from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.files import lock
+from exl2flow.core.store.files import lock
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options.chat import build_chat, read_profile

@@ -10,11 +10,11 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.progress import Tick, reporting_to
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.local import run_locally
+from exl2flow.flows.runs.local import run_locally
 
 
 @pytest.fixture(scope="module")

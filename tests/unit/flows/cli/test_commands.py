@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli import (
     bench,
     convert,

@@ -10,7 +10,7 @@ import pytest
 from packed_models import make_packed
 from typer.testing import CliRunner
 
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.flows.cli.console import (
     OUT,
     emit_json,

@@ -152,8 +152,15 @@ def test_a_file_nested_without_end_is_refused_without_a_traceback(tmp_path: Path
 
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "exl2flow.flows.cli", "convert", str(tmp_path)),
-            *("--out", str(tmp_path / "o"), "--no-prefect", "--dry-run"),
+            sys.executable,
+            "-m",
+            "exl2flow.flows.cli",
+            "convert",
+            str(tmp_path),
+            "--out",
+            str(tmp_path / "o"),
+            "--no-prefect",
+            "--dry-run",
         ],
         capture_output=True,
         text=True,

@@ -45,9 +45,13 @@ def test_answers_to_a_file_of_prompts_are_those_to_each(folder: Path, tmp_path: 
     answers = {answer["index"]: answer for answer in map(json.loads, texts)}
     alone = json.loads(run(folder, "--prompt", "The quick", "--json", *options).stdout)
     assert answers[0] == {
-        "index": 0, "tag": "a", "prompt": "The quick", "text": alone["text"],
-        "reason": "max_new_tokens", "seed": 4,
-    }  # fmt: skip
+        "index": 0,
+        "tag": "a",
+        "prompt": "The quick",
+        "text": alone["text"],
+        "reason": "max_new_tokens",
+        "seed": 4,
+    }
     assert answers[1]["seed"] == 9
     assert "2 prompts, 9 tokens, 0 failed" in done.stderr
 

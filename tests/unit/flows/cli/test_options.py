@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from exl2flow.core.config import PRESETS, ConversionConfig, RoundingOptions, TuneOptions
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.publication import PublishOptions
+from exl2flow.core.options.config import PRESETS, ConversionConfig, RoundingOptions, TuneOptions
+from exl2flow.core.options.publication import PublishOptions
 from exl2flow.flows.cli.options import Setting, build, build_sweep, build_validation
 from exl2flow.flows.cli.options.setting import group_of
 from exl2flow.flows.cli.options.table import CONVERSION, EVALUATION, SWEEP

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as Bars
 
-from exl2flow.core.progress import Tick, report
+from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.flows.cli import progress
 from exl2flow.flows.cli.progress import PlainLines, StageBars, shown
 

@@ -14,11 +14,11 @@ from exl2flow.flows.cli.tables import (
     print_report,
     score_table,
 )
-from exl2flow.inference.evaluate import Score
-from exl2flow.inference.intervals import RowSums, intervals
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.costs import MatrixCost
 from exl2flow.inference.report.tables import scored_on
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import RowSums, intervals
 
 SCORE = {
     "model": "3bpw",

@@ -10,13 +10,29 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner
 
-from exl2flow.core.store import MANIFEST, StageFolder
+from exl2flow.core.store.store import MANIFEST, StageFolder
 from exl2flow.flows.cli.main import app
 
 QUICK = (
-    *("--quality", "fast", "--device", "cpu", "--no-prefect", "--fail-ratio", "100"),
-    *("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64"),
-    *("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0"),
+    "--quality",
+    "fast",
+    "--device",
+    "cpu",
+    "--no-prefect",
+    "--fail-ratio",
+    "100",
+    "--row-tokens",
+    "64",
+    "--measure-rows",
+    "1",
+    "--measure-row-tokens",
+    "64",
+    "--validate-rows",
+    "1",
+    "--validate-row-tokens",
+    "64",
+    "--sample-tokens",
+    "0",
 )
 
 

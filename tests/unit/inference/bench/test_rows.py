@@ -7,7 +7,7 @@ import torch
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference import LoadedModel, load_model
 from exl2flow.inference.bench import Rows
 from exl2flow.kernels import PAGE_TOKENS

@@ -34,9 +34,16 @@ def test_the_share_of_a_copy_is_that_of_the_bytes_of_a_step(rows: int) -> None:
 def test_json_holds_what_follows_from_the_times() -> None:
     timing = Timing(work="decode", rows=2, context=8, seconds=0.5, read_bytes=10**9)
     speed = Speed(
-        model="m", device="d", versions={"torch": "2"}, load_seconds=1.0, file_bytes=5, cache="q4",
-        timings=(timing,), memory=Memory(weights=1, cache=2, peak=3), copy_rate=4.0,
-    )  # fmt: skip
+        model="m",
+        device="d",
+        versions={"torch": "2"},
+        load_seconds=1.0,
+        file_bytes=5,
+        cache="q4",
+        timings=(timing,),
+        memory=Memory(weights=1, cache=2, peak=3),
+        copy_rate=4.0,
+    )
 
     found = json.loads(json.dumps(speed.to_json()))
 

@@ -21,8 +21,8 @@ from exl2flow.kernels import (
     AttentionRule,
     LayerStore,
 )
-from exl2flow.kernels.torch_cache import attend_step, read_cache
-from exl2flow.kernels.torch_ops import TorchOps
+from exl2flow.kernels.reference.cache import attend_step, read_cache
+from exl2flow.kernels.reference.ops import TorchOps
 from exl2flow.model import RopeTable, RopeTables
 
 LENGTHS = (5, 300, 1, 7, 4, 260, 40)  # of prompts; several fall into one group

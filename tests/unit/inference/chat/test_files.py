@@ -33,9 +33,16 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
 def talk(generator: Generator) -> Session:
     """A conversation with all that a file holds."""
     session = Session(
-        generator, RAW, system="Be “good”.", settings=HOT, seed=3, max_answer_tokens=8,
-        bans=["zzz"], names=("Ada", "Bob"), reserve=100,
-    )  # fmt: skip
+        generator,
+        RAW,
+        system="Be “good”.",
+        settings=HOT,
+        seed=3,
+        max_answer_tokens=8,
+        bans=["zzz"],
+        names=("Ada", "Bob"),
+        reserve=100,
+    )
     for text in ("Hello", "naïve 🙂\n", "three"):
         list(session.reply(text))
     list(session.retry())

@@ -64,38 +64,44 @@ OSS += "analysis, commentary, final. Channel must be included for every message.
 SMOL = "<|im_start|>system⏎## Metadata⏎⏎Knowledge Cutoff Date: June 2025⏎"
 SMOL += "Today Date: 04 March 2026⏎Reasoning Mode: /think⏎⏎## Custom Instructions⏎⏎"
 LLAMA = Row(
-    spec=False, turn="<s>[INST] Ⓤ [/INST]", next="<s>[INST] Ⓤ [/INST]",
+    spec=False,
+    turn="<s>[INST] Ⓤ [/INST]",
+    next="<s>[INST] Ⓤ [/INST]",
     with_sys="<s>[INST] <<SYS>>⏎Ⓢ⏎<</SYS>>⏎⏎Ⓤ [/INST]",
-)  # fmt: skip
+)
 CHATML = {"sys": "<|im_start|>system⏎Ⓢ⏎<|im_end|>⏎", "turn": IM, "next": f"<|im_end|>⏎{IM}"}
 TABLE = {
     "raw": Row(bos=True, spec=False, sys="Ⓢ⏎", turn="User: Ⓤ⏎Bot:", next="User: Ⓤ⏎Bot:"),
     "llama": LLAMA,
     "codellama": LLAMA,
     "llama3": Row(
-        bos=True, sys="<|start_header_id|>system<|end_header_id|>⏎⏎Ⓢ<|eot_id|>", turn=H3,
+        bos=True,
+        sys="<|start_header_id|>system<|end_header_id|>⏎⏎Ⓢ<|eot_id|>",
+        turn=H3,
         next=f"<|eot_id|>{H3}",
     ),
     "phi3": Row(always="<s>", sys="<|system|>⏎Ⓢ<|end|>⏎", turn=PHI3, next=f"<|end|>⏎{PHI3}"),
     "chatml": Row(**CHATML),
     "tinyllama": Row(spec=False, **CHATML),
-    "qwq": Row(
-        sys=CHATML["sys"], turn=f"{IM}<think>⏎", next=f"<|im_end|>⏎{IM}<think>⏎"
-    ),
+    "qwq": Row(sys=CHATML["sys"], turn=f"{IM}<think>⏎", next=f"<|im_end|>⏎{IM}<think>⏎"),
     "zephyr": Row(
-        sys="<|system|>⏎Ⓢ⏎</s>⏎", turn="<|user|>⏎Ⓤ</s>⏎<|assistant|>⏎",
+        sys="<|system|>⏎Ⓢ⏎</s>⏎",
+        turn="<|user|>⏎Ⓤ</s>⏎<|assistant|>⏎",
         next="<|user|>⏎Ⓤ</s>⏎<|assistant|>⏎",
     ),
     "deepseek": Row(
-        sys="Ⓢ⏎", turn="### Instruction:⏎Ⓤ⏎### Response:⏎",
+        sys="Ⓢ⏎",
+        turn="### Instruction:⏎Ⓤ⏎### Response:⏎",
         next="### Instruction:⏎Ⓤ⏎### Response:⏎",
     ),
     "solar": Row(
-        sys="### System⏎Ⓢ⏎⏎", turn="### User:⏎Ⓤ⏎⏎### Assistant:⏎",
+        sys="### System⏎Ⓢ⏎⏎",
+        turn="### User:⏎Ⓤ⏎⏎### Assistant:⏎",
         next="### User:⏎Ⓤ⏎⏎### Assistant:⏎",
     ),
     "openchat": Row(
-        sys="Ⓢ<|end_of_turn|>", turn="GPT4 Correct User:Ⓤ<|end_of_turn|>GPT4 Correct Assistant:",
+        sys="Ⓢ<|end_of_turn|>",
+        turn="GPT4 Correct User:Ⓤ<|end_of_turn|>GPT4 Correct Assistant:",
         next="GPT4 Correct User:Ⓤ<|end_of_turn|>GPT4 Correct Assistant:",
     ),
     "nous": Row(sys="Ⓢ⏎⏎", turn="USER:⏎Ⓤ⏎⏎ASSISTANT:⏎", next="USER:⏎Ⓤ⏎⏎ASSISTANT:⏎"),
@@ -103,68 +109,95 @@ TABLE = {
     "cohere": Row(
         always="<BOS_TOKEN>", sys=COHERE_SYS, turn=COHERE, next=f"<|END_OF_TURN_TOKEN|>{COHERE}"
     ),
-    "granite": Row(
-        sys="System:⏎Ⓢ⏎⏎", turn="Question:⏎Ⓤ⏎⏎Answer:⏎", next="⏎⏎Question:⏎Ⓤ⏎⏎Answer:⏎"
-    ),
+    "granite": Row(sys="System:⏎Ⓢ⏎⏎", turn="Question:⏎Ⓤ⏎⏎Answer:⏎", next="⏎⏎Question:⏎Ⓤ⏎⏎Answer:⏎"),
     "granite3": Row(
-        bos=True, sys="<|start_of_role|>system<|end_of_role|>Ⓢ<|end_of_text|>", turn=GRANITE3,
+        bos=True,
+        sys="<|start_of_role|>system<|end_of_role|>Ⓢ<|end_of_text|>",
+        turn=GRANITE3,
         next=GRANITE3,
     ),
     "glm": Row(
-        bos=True, always="[gMASK]<sop>", sys="<|system|>⏎Ⓢ", turn="<|user|>⏎Ⓤ<|assistant|>⏎",
+        bos=True,
+        always="[gMASK]<sop>",
+        sys="<|system|>⏎Ⓢ",
+        turn="<|user|>⏎Ⓤ<|assistant|>⏎",
         next="<|user|>⏎Ⓤ<|assistant|>⏎",
     ),
     # those below are not in the table of the original; written from what is published about them
     "mistral-v3": Row(
-        bos=True, turn="[INST] Ⓤ[/INST]", next="</s>[INST] Ⓤ[/INST]", past=("", " "),
+        bos=True,
+        turn="[INST] Ⓤ[/INST]",
+        next="</s>[INST] Ⓤ[/INST]",
+        past=("", " "),
         with_sys="[INST] Ⓢ⏎⏎Ⓤ[/INST]",
     ),
     "mistral-v7": Row(
-        bos=True, sys="[SYSTEM_PROMPT] Ⓢ[/SYSTEM_PROMPT]", turn="[INST] Ⓤ[/INST]",
-        next="</s>[INST] Ⓤ[/INST]", past=("", " "),
+        bos=True,
+        sys="[SYSTEM_PROMPT] Ⓢ[/SYSTEM_PROMPT]",
+        turn="[INST] Ⓤ[/INST]",
+        next="</s>[INST] Ⓤ[/INST]",
+        past=("", " "),
     ),
     "mistral-v7-tekken": Row(
-        bos=True, sys="[SYSTEM_PROMPT]Ⓢ[/SYSTEM_PROMPT]", turn="[INST]Ⓤ[/INST]",
+        bos=True,
+        sys="[SYSTEM_PROMPT]Ⓢ[/SYSTEM_PROMPT]",
+        turn="[INST]Ⓤ[/INST]",
         next="</s>[INST]Ⓤ[/INST]",
     ),
     "llama4": Row(
-        bos=True, sys="<|header_start|>system<|header_end|>⏎⏎Ⓢ<|eot|>", turn=H4,
-        next=f"<|eot|>{H4}", strips=True,
+        bos=True,
+        sys="<|header_start|>system<|header_end|>⏎⏎Ⓢ<|eot|>",
+        turn=H4,
+        next=f"<|eot|>{H4}",
+        strips=True,
     ),
     "qwen3": Row(sys="<|im_start|>system⏎Ⓢ<|im_end|>⏎", turn=IM, next=f"<|im_end|>⏎{IM}"),
     "deepseek-r1": Row(
-        bos=True, sys="Ⓢ", turn="<｜User｜>Ⓤ<｜Assistant｜><think>⏎", past=("<think>⏎", ""),
+        bos=True,
+        sys="Ⓢ",
+        turn="<｜User｜>Ⓤ<｜Assistant｜><think>⏎",
+        past=("<think>⏎", ""),
         next="<｜end▁of▁sentence｜><｜User｜>Ⓤ<｜Assistant｜><think>⏎",
     ),
     "gemma3": Row(
-        bos=True, turn=GEMMA, next=f"<end_of_turn>⏎{GEMMA}", strips=True,
+        bos=True,
+        turn=GEMMA,
+        next=f"<end_of_turn>⏎{GEMMA}",
+        strips=True,
         with_sys=GEMMA.replace("Ⓤ", "Ⓢ⏎⏎Ⓤ"),
     ),
-    "phi4": Row(
-        sys="<|im_start|>system<|im_sep|>Ⓢ<|im_end|>", turn=PHI4, next=f"<|im_end|>{PHI4}"
-    ),
+    "phi4": Row(sys="<|im_start|>system<|im_sep|>Ⓢ<|im_end|>", turn=PHI4, next=f"<|im_end|>{PHI4}"),
     "command-r": Row(
         bos=True, sys=COHERE_SYS, turn=COHERE, next=f"<|END_OF_TURN_TOKEN|>{COHERE}", strips=True
     ),
     "smollm3": Row(
-        always=SMOL, sys="Ⓢ⏎⏎<|im_end|>⏎", no_sys="<|im_end|>⏎", turn=IM,
+        always=SMOL,
+        sys="Ⓢ⏎⏎<|im_end|>⏎",
+        no_sys="<|im_end|>⏎",
+        turn=IM,
         next=f"<|im_end|>⏎{IM}",
     ),
     "gpt-oss": Row(
-        always=OSS, sys="<|start|>developer<|message|># Instructions⏎⏎Ⓢ⏎⏎<|end|>",
+        always=OSS,
+        sys="<|start|>developer<|message|># Instructions⏎⏎Ⓢ⏎⏎<|end|>",
         turn="<|start|>user<|message|>Ⓤ<|end|><|start|>assistant",
         next="<|end|><|start|>user<|message|>Ⓤ<|end|><|start|>assistant",
         past=("", "<|channel|>final<|message|>"),
     ),
     "alpaca": Row(
-        bos=True, sys="Ⓢ⏎⏎", turn="### Instruction:⏎Ⓤ⏎⏎### Response:⏎",
+        bos=True,
+        sys="Ⓢ⏎⏎",
+        turn="### Instruction:⏎Ⓤ⏎⏎### Response:⏎",
         next="⏎⏎### Instruction:⏎Ⓤ⏎⏎### Response:⏎",
     ),
     "vicuna": Row(
-        bos=True, sys="Ⓢ ", turn="USER: Ⓤ ASSISTANT:", next="</s>USER: Ⓤ ASSISTANT:",
+        bos=True,
+        sys="Ⓢ ",
+        turn="USER: Ⓤ ASSISTANT:",
+        next="</s>USER: Ⓤ ASSISTANT:",
         past=("", " "),
     ),
-}  # fmt: skip
+}
 
 
 def written(name: str, system: str, turns: int) -> list[str]:
@@ -224,9 +257,13 @@ def test_text_is_that_of_the_table_and_as_transformers_renders_it(name: str) -> 
         text = ours._marker.sub("<s>", text)
         listed = [{"role": m.role, "content": m.content} for m in messages(system, turns)]
         theirs = reference.apply_chat_template(
-            listed, chat_template=row.template, tokenize=False, add_generation_prompt=True,
-            user_name="User", bot_name="Bot",
-        )  # fmt: skip
+            listed,
+            chat_template=row.template,
+            tokenize=False,
+            add_generation_prompt=True,
+            user_name="User",
+            bot_name="Bot",
+        )
 
         assert text == expected
         today = datetime.now()
@@ -270,9 +307,11 @@ def test_ids_are_those_of_the_text_with_the_generated_ids_of_answers(name: str) 
 def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
     tokenizer = tokenizer_with(EVERY)
     folder = make_tiny(
-        "llama", tmp_path_factory.mktemp("model"), vocab_size=tokenizer.vocab_size + 2,
+        "llama",
+        tmp_path_factory.mktemp("model"),
+        vocab_size=tokenizer.vocab_size + 2,
         max_position_embeddings=1024,
-    )  # fmt: skip
+    )
     (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
     return Generator(load_model(folder, device="cpu"), tokens=1024, slots=1)
 

@@ -6,7 +6,7 @@ import pytest
 from chatting import EOS, EVERY, notes, own, scripted, text_of
 from spelled import sentencepiece_tokenizer
 
-from exl2flow.core.conversation import Thinking
+from exl2flow.core.requests.conversation import Thinking
 from exl2flow.inference.chat import Session, all_formats
 
 RAW = all_formats()["raw"]

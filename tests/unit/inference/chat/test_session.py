@@ -12,7 +12,7 @@ from exl2flow.core.errors import ContextOverflow
 from exl2flow.inference import Generator, SamplingSettings, load_model
 from exl2flow.inference.chat import Session, all_formats
 from exl2flow.inference.filters import SelectFilter
-from exl2flow.model.ranks import Ranks
+from exl2flow.model.tensor_parallel.ranks import Ranks
 
 RAW = all_formats()["raw"]
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
@@ -351,8 +351,10 @@ def test_turns_that_are_equal_are_different_turns() -> None:
     list(session.edit(2, "b"))
 
     assert [(turn.user, turn.answer) for turn in session.turns] == [
-        ("a", "A."), ("a", "A."), ("b", "B.")
-    ]  # fmt: skip
+        ("a", "A."),
+        ("a", "A."),
+        ("b", "B."),
+    ]
 
 
 def test_an_answer_that_ends_before_its_first_token_leaves_no_trace() -> None:

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from traces import contents, delete, truncate
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import InferenceError, Interrupted
-from exl2flow.core.files import read_json, read_tensors
-from exl2flow.core.progress import Tick, silent
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Tick, silent
+from exl2flow.core.store.files import read_json, read_tensors
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.compose import stage as compose
 from exl2flow.inference.compose.stage import (
     COMPOSE,
@@ -29,8 +29,9 @@ from exl2flow.inference.compose.stage import (
     plausible_openings,
     write_rows,
 )
-from exl2flow.inference.load import LoadedModel, load_model
-from exl2flow.model import Tokenizer, composition
+from exl2flow.inference.loading.load import LoadedModel, load_model
+from exl2flow.model import Tokenizer
+from exl2flow.model.memory import composition
 
 BOS, EOS = 0, 1
 

@@ -206,8 +206,10 @@ def test_text_that_is_cut_back_continues_like_a_new_one(
                 fresh.accept(token)
             one, other = state.allowed(), fresh.allowed()
             assert (one.ends, one.may_end, one.must_end) == (
-                other.ends, other.may_end, other.must_end,
-            )  # fmt: skip
+                other.ends,
+                other.may_end,
+                other.must_end,
+            )
             assert ids_of(one.words, 4096) == ids_of(other.words, 4096)
 
 

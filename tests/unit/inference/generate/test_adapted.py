@@ -24,8 +24,9 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import PAGE_TOKENS, recording
-from exl2flow.model.low_rank import LowRank
+from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.model.layers.low_rank import LowRank
 
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0, repetition_penalty=1.1)
@@ -85,17 +86,25 @@ def alone(model: LoadedModel, each: Request) -> tuple[int, ...]:
 def reference(folder: Path, ids: Sequence[int], count: int, known: int) -> tuple[int, ...]:
     """Return the greedy text of transformers."""
     made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).generate(
-        torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None,
-        pad_token_id=0, suppress_tokens=[*range(known, VOCAB_SIZE)],
-    )  # fmt: skip
+        torch.tensor([ids]),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        suppress_tokens=[*range(known, VOCAB_SIZE)],
+    )
     return tuple(made[0, len(ids) :].tolist())
 
 
 @pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
 def test_greedy_text_is_that_of_merged_weights(
-    source: Path, folders: list[Path], model: LoadedModel, adapters: list[Adapter],
-    tmp_path: Path, chosen: tuple[int, ...],
-) -> None:  # fmt: skip
+    source: Path,
+    folders: list[Path],
+    model: LoadedModel,
+    adapters: list[Adapter],
+    tmp_path: Path,
+    chosen: tuple[int, ...],
+) -> None:
     folder = merged(tmp_path / "merged", source, *(folders[i] for i in chosen))
 
     for tag in range(4):
@@ -232,9 +241,12 @@ def test_a_text_with_values_that_are_not_finite_harms_no_other(
     model: LoadedModel, adapters: list[Adapter]
 ) -> None:
     huge = Adapter(
-        digest=b"huge", folder=Path("huge"), model=adapters[0].model, rank=4,
+        digest=b"huge",
+        folder=Path("huge"),
+        model=adapters[0].model,
+        rank=4,
         matrices={key: (1e38 * a, 1e38 * b) for key, (a, b) in adapters[0].matrices.items()},
-    )  # fmt: skip
+    )
     generator = Generator(model, tokens=4096, slots=4)
     events: list[Event] = []
 

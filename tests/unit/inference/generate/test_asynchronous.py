@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.request import Sampled
+from exl2flow.core.requests.request import Sampled
 from exl2flow.inference import (
     AsyncGenerator,
     Event,

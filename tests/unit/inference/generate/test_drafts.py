@@ -24,16 +24,22 @@ from exl2flow.inference import (
 )
 from exl2flow.inference.drafts import Reach, Wanted
 from exl2flow.inference.filters import GrammarFilter
-from exl2flow.kernels import recording
+from exl2flow.kernels.cuda import graphs as recording
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
 GREEDY = SamplingSettings.greedy()
 COOL = SamplingSettings(top_k=10)
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
 RICH = SamplingSettings(
-    temperature=1.5, top_k=40, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.1,
-    dry_multiplier=0.8, xtc_probability=0.3, typical=0.95,
-)  # fmt: skip
+    temperature=1.5,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    dry_multiplier=0.8,
+    xtc_probability=0.3,
+    typical=0.95,
+)
 MIROSTAT = SamplingSettings(mirostat=True, mirostat_tau=3.0)
 STORY = "Once upon a time there was a little"
 DATE = GrammarFilter(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2} [a-z ]{4,20}")

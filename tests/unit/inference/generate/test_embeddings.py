@@ -9,7 +9,7 @@ from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.core.request import EMBEDDING, FIRST_EMBEDDING
+from exl2flow.core.requests.request import EMBEDDING, FIRST_EMBEDDING
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings
 from exl2flow.inference.drafts import Draft, NgramDraft
 from exl2flow.inference.generate.prompt import encoded
@@ -75,10 +75,13 @@ def test_greedy_text_is_that_of_transformers(folder: Path, model: LoadedModel) -
     for parts, made in zip(PROMPTS, together, strict=True):
         rows = [p if isinstance(p, torch.Tensor) else embed(torch.tensor(p)) for p in parts]
         expected = reference.generate(
-            inputs_embeds=torch.cat(rows)[None], max_new_tokens=12, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
+            inputs_embeds=torch.cat(rows)[None],
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
             suppress_tokens=[*range(model.tokenizer.vocab_size, VOCAB_SIZE)],
-        )  # fmt: skip
+        )
         assert made == expected[0].tolist()
         assert [made] == ids_after(model, request(*parts), tokens=1024)
 
@@ -256,7 +259,7 @@ NAN = rows_of(3).index_fill(0, torch.tensor([1]), torch.nan)
         (f"{EMBEDDING} a", [NAN], "not finite in torch.float32"),
         (f"{EMBEDDING} a", [rows_of(2).double() * 1e60], "not finite in torch.float32"),
     ],
-)  # fmt: skip
+)
 def test_embeddings_that_cannot_be_read_are_refused(
     model: LoadedModel, prompt: Any, tensors: Any, message: str
 ) -> None:

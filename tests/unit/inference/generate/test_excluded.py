@@ -80,11 +80,12 @@ EVERYTHING = tuple((i, -math.inf) for i in range(299))  # that the tokenizer has
         {"excluded": (), "settings": SamplingSettings.greedy(token_bias=EVERYTHING)},
         {"excluded": {*range(301)} - {40}, "stops": (40,), "min_new_tokens": 1},
         {
-            "excluded": (), "filters": (ForeignFilter(Few),),
+            "excluded": (),
+            "filters": (ForeignFilter(Few),),
             "settings": replace(HOT, token_bias=EVERYTHING[:43]),
         },
     ],
-)  # fmt: skip
+)
 def test_a_request_that_leaves_no_id_says_so_and_costs_nobody_their_pages(
     model: LoadedModel, draft, given: dict[str, object]
 ) -> None:

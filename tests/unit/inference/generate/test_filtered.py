@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ConfigError, FilterDeadEnd
-from exl2flow.core.request import Sampled
+from exl2flow.core.requests.request import Sampled
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.drafts import Drafter, NgramDraft
 from exl2flow.inference.filters import GrammarFilter, PrefixFilter, SelectFilter

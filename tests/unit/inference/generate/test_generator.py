@@ -15,7 +15,7 @@ from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
-from exl2flow.core.request import Sampled
+from exl2flow.core.requests.request import Sampled
 from exl2flow.inference import (
     Event,
     Generator,
@@ -30,9 +30,15 @@ from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
 RICH = SamplingSettings(
-    temperature=1.5, top_k=40, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.1,
-    dry_multiplier=0.8, xtc_probability=0.3, typical=0.95,
-)  # fmt: skip
+    temperature=1.5,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    dry_multiplier=0.8,
+    xtc_probability=0.3,
+    typical=0.95,
+)
 
 
 def prompts(count: int, *, least: int = 2, most: int = 40, seed: int = 0) -> list[tuple[int, ...]]:
@@ -101,9 +107,13 @@ def test_greedy_text_is_that_of_transformers(folder: Path, model: LoadedModel) -
 
     for i, ids in enumerate(prompts(8)):
         expected = reference.generate(
-            torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=None,
-            pad_token_id=0, suppress_tokens=[*range(model.tokenizer.vocab_size, VOCAB_SIZE)],
-        )  # fmt: skip
+            torch.tensor([ids]),
+            max_new_tokens=32,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=[*range(model.tokenizer.vocab_size, VOCAB_SIZE)],
+        )
         assert list(made[i]) == expected[0, len(ids) :].tolist()
 
 
@@ -378,9 +388,15 @@ def test_every_cache_gives_the_same_text_in_company(model: LoadedModel, cache: s
 def test_probabilities_top_tokens_and_logits_come_with_their_tokens(model: LoadedModel) -> None:
     generator = Generator(model, tokens=1024, slots=1)
     request = Request(
-        (5, 6, 7), max_new_tokens=6, settings=HOT, seed=1, stops=(),
-        probabilities=True, top_tokens=3, logits=True,
-    )  # fmt: skip
+        (5, 6, 7),
+        max_new_tokens=6,
+        settings=HOT,
+        seed=1,
+        stops=(),
+        probabilities=True,
+        top_tokens=3,
+        logits=True,
+    )
 
     events = [event for event in generator.stream(request) if event.ids]
 

@@ -1,7 +1,7 @@
 from outputs import PROMPT, Run
 from spelled import spelled
 
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.prompt import Prompt, encoded
 
 

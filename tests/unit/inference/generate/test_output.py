@@ -6,7 +6,7 @@ from outputs import MANY, Run, run_of
 from spelled import EOS, sentencepiece_tokenizer
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.request import Request
+from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.output import Output
 from exl2flow.inference.generate.prompt import Prompt

@@ -8,8 +8,8 @@ from spelled import EOS, spelled
 from tiny import tiny_tokenizer
 
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
-from exl2flow.core.request import Request
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
 from exl2flow.inference.generate.prompt import Prompt, check, encoded
 from exl2flow.kernels import PAGE_TOKENS

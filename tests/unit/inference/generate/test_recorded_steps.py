@@ -9,8 +9,8 @@ from tiny import make_tiny
 
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.sampling import Kind
-from exl2flow.kernels import recording
-from exl2flow.kernels.recording import ROWS, bucket
+from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.kernels.cuda.graphs import ROWS, bucket
 
 MIXED = (GREEDY, SamplingSettings(temperature=1.5), HOT)
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from exl2flow.core.files import write_tensors
-from exl2flow.core.stage import RECORD_FILE
-from exl2flow.inference.evaluate import Score
-from exl2flow.inference.intervals import RowSums, intervals
+from exl2flow.core.store.files import write_tensors
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.inference.report.comparison import (
     Compared,
     by_series,
@@ -21,6 +19,8 @@ from exl2flow.inference.report.comparison import (
     differences,
     steps,
 )
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import RowSums, intervals
 from exl2flow.model import QuantizedMatrix, QuantParams
 
 PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from packed_models import make_packed
 
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.inference.evaluate import Score
-from exl2flow.inference.intervals import RowSums, intervals
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.frames import measurement_frame, score_frame
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import RowSums, intervals
 
 PARAMS = {"group_size": {"4": 64}, "bits": [4], "bits_prop": [1.0], "scale_bits": 4}
 
@@ -35,7 +35,12 @@ def test_a_measurement_without_slots_keeps_its_columns(tmp_path: Path) -> None:
     path.write_text('{"measurement": {}}')
 
     assert list(measurement_frame(path)) == [
-        *("slot", "candidate", "parameters", "stored_bits", "relative_error", "cost_nats")
+        "slot",
+        "candidate",
+        "parameters",
+        "stored_bits",
+        "relative_error",
+        "cost_nats",
     ]
 
 
@@ -51,10 +56,19 @@ def test_scores_say_what_they_are_of_and_how_sure_they_are(
         agreements=(9,) * rows,
     )
     score = Score(
-        model="", perplexity=10.0, reference_perplexity=9.0, kl_divergence=0.5, kl_median=0.5,
-        kl_p99=0.5, top1_agreement=0.5, tokens=100, bytes=1000, text="digest" if rows else None,
-        rows=sums if rows else None, intervals=intervals(sums),
-    )  # fmt: skip
+        model="",
+        perplexity=10.0,
+        reference_perplexity=9.0,
+        kl_divergence=0.5,
+        kl_median=0.5,
+        kl_p99=0.5,
+        top1_agreement=0.5,
+        tokens=100,
+        bytes=1000,
+        text="digest" if rows else None,
+        rows=sums if rows else None,
+        intervals=intervals(sums),
+    )
     model = make_packed("llama", tmp_path / "exl2").source_dir
     made = {"source": "/models/a", "source_fingerprint": "1f", "fingerprint": "x"}
     (model / RECORD_FILE).write_text(json.dumps(made))

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from exl2flow.core.errors import MissingTensor, SourceModelError
-from exl2flow.core.files import write_tensors
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.store.files import write_tensors
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.model import QuantizedMatrix, QuantParams
-from exl2flow.model.exl2 import tensor_names
+from exl2flow.model.files.exl2 import tensor_names
 
 PARAMS = QuantParams(bit_widths=(5, 4), proportions=(0.25, 0.75), group_sizes=(32, 64))
 K, N = 128, 64

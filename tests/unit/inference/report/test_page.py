@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from exl2flow.core.files import write_tensors
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.store.files import write_tensors
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.page import write_up
 from exl2flow.model import QuantizedMatrix, QuantParams
 

@@ -6,8 +6,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from exl2flow.inference.evaluate import Score
-from exl2flow.inference.intervals import Intervals
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.plots import (
     BITS_COLOR,
@@ -16,6 +14,8 @@ from exl2flow.inference.report.plots import (
     render_errors,
     render_plot,
 )
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import Intervals
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("model.layers.0.self_attn", "model.layers.0.mlp", "lm_head")
@@ -150,6 +150,13 @@ def test_known_intervals_are_bars_in_both_panels() -> None:
 
 
 SCORE = Score(
-    model="a", perplexity=9.5, reference_perplexity=9.0, kl_divergence=0.1, kl_median=0.1,
-    kl_p99=0.2, top1_agreement=0.75, tokens=64, bytes=1000,
-)  # fmt: skip
+    model="a",
+    perplexity=9.5,
+    reference_perplexity=9.0,
+    kl_divergence=0.1,
+    kl_median=0.1,
+    kl_p99=0.2,
+    top1_agreement=0.75,
+    tokens=64,
+    bytes=1000,
+)

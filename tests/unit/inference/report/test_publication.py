@@ -3,9 +3,9 @@
 import pytest
 from packed_models import make_packed
 
-from exl2flow.inference.evaluate import Score
-from exl2flow.inference.intervals import RowSums
 from exl2flow.inference.report.publication import Bitrate, doubts, quality_problems
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import RowSums
 from exl2flow.model import ModelSpec
 
 ROWS = tuple(0.05 * index for index in range(12))  # their mean is 0.275
@@ -26,14 +26,27 @@ def bitrate(spec: ModelSpec, size: int, *divergences: float, has_rows: bool = Tr
     )
     kl = sum(divergences) / len(divergences)
     score = Score(
-        model=str(spec.source_dir), perplexity=10.0, reference_perplexity=9.0, kl_divergence=kl,
-        kl_median=kl, kl_p99=kl, top1_agreement=0.9, tokens=10 * len(divergences), bytes=size,
-        text="text", rows=rows if has_rows else None,
-    )  # fmt: skip
+        model=str(spec.source_dir),
+        perplexity=10.0,
+        reference_perplexity=9.0,
+        kl_divergence=kl,
+        kl_median=kl,
+        kl_p99=kl,
+        top1_agreement=0.9,
+        tokens=10 * len(divergences),
+        bytes=size,
+        text="text",
+        rows=rows if has_rows else None,
+    )
     return Bitrate(
-        folder=spec.source_dir, branch=f"{size}bpw", bpw=float(size), weight_bytes=size, record={},
-        score=score, spec=spec,
-    )  # fmt: skip
+        folder=spec.source_dir,
+        branch=f"{size}bpw",
+        bpw=float(size),
+        weight_bytes=size,
+        record={},
+        score=score,
+        spec=spec,
+    )
 
 
 def test_a_rise_that_is_sure_is_a_problem(spec: ModelSpec) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from exl2flow.core.stage import RECORD_FILE, SCORE_FILE
+from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.record import Record, read_record
 
 RECORD = {

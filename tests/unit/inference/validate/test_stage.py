@@ -13,14 +13,14 @@ from conversions import small_config
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import TEXT, make_tiny
 
-from exl2flow.core.config import ConversionConfig, ValidateOptions
 from exl2flow.core.errors import Interrupted, ValidationFailed
-from exl2flow.core.files import read_json, write_json
-from exl2flow.core.progress import Tick
-from exl2flow.core.stage import SCORE_FILE
-from exl2flow.inference import evaluate as evaluate_module
-from exl2flow.inference.evaluate import Score, evaluate
+from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.store.files import read_json, write_json
+from exl2flow.core.store.stage import SCORE_FILE
 from exl2flow.inference.report.record import read_record
+from exl2flow.inference.scoring import evaluate as evaluate_module
+from exl2flow.inference.scoring.evaluate import Score, evaluate
 from exl2flow.inference.validate.stage import (
     MARKDOWN_FILE,
     PLOT_FILE,

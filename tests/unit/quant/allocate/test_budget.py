@@ -14,11 +14,11 @@ from measurements import decoder_projections, measured_in_nats, written_in_nats
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.core.files import read_json
+from exl2flow.core.options.config import AllocateOptions, ConversionConfig
+from exl2flow.core.store.files import read_json
 from exl2flow.model import ModelSpec, resolve
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     allocate_bits,

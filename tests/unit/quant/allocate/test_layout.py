@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from measurements import decoder_projections
 from tiny import make_tiny
 
-from exl2flow.core.files import write_layout
+from exl2flow.core.store.files import write_layout
 from exl2flow.model import ModelSpec, resolve
-from exl2flow.model.exl2 import QuantParams, padded_columns, tensor_names
+from exl2flow.model.files.exl2 import QuantParams, padded_columns, tensor_names
 from exl2flow.quant.allocate.layout import (
     FORMAT_METADATA,
     output_bytes,

@@ -9,8 +9,8 @@ from measurements import decoder_projections, written_in_nats
 from stage_runs import foreign_measurement
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import decoder_numel, total_target
 from exl2flow.quant.allocate.reach import Reach

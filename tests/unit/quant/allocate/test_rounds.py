@@ -12,13 +12,13 @@ from measurements import OPTIONS, decoder_projections, measured_in_nats, written
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.config import AllocateOptions, ConversionConfig
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.files import read_json
-from exl2flow.core.progress import silent
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import AllocateOptions, ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import ModelSpec, resolve
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,

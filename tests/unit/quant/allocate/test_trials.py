@@ -6,11 +6,11 @@ import pytest
 import torch
 from backward_runs import configuration, pipeline_in, run_all, whole_decoder
 
-from exl2flow.core.config import ConversionConfig, RoundingOptions
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig, RoundingOptions
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, resolve
-from exl2flow.model.decoder import Decoder
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.model.layers.decoder import Decoder
 from exl2flow.quant.allocate.trials import Trials, Verdict
 from exl2flow.quant.measure.candidates import HEAD_PARAMS, parse_params
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices

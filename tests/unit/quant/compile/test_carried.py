@@ -9,8 +9,8 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed, SourceModelError
-from exl2flow.core.stage import RECORD_FILE
-from exl2flow.flows.local import run_locally
+from exl2flow.core.store.stage import RECORD_FILE
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.report.publication import CARD_FILE, describe, public_files
 from exl2flow.quant.compile.refined import other_files
 from exl2flow.quant.compile.stage import remove_others
@@ -85,8 +85,13 @@ def test_no_published_file_has_a_path_of_the_user_or_a_file_that_is_none_of_the_
     files = public_files(describe(out), "card")
 
     assert set(files) == {
-        *("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"),
-        *(RECORD_FILE, "exl2flow-score.json", CARD_FILE),
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+        RECORD_FILE,
+        "exl2flow-score.json",
+        CARD_FILE,
     }
     assert "clients/acme" in (out / RECORD_FILE).read_text()  # kept on this machine
     for name, content in files.items():
@@ -129,8 +134,12 @@ def test_file_that_leaves_the_source_leaves_the_output_and_nothing_else_does(
     assert (out / "chat_template.json").exists()
     assert (out / "notes.txt").exists()
     assert public_files(describe(out), "card").keys() == {
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-        *(RECORD_FILE, CARD_FILE),
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        RECORD_FILE,
+        CARD_FILE,
     }
 
 
@@ -152,7 +161,9 @@ def test_refining_takes_over_the_files_of_the_model_only(source: Path, tmp_path:
     (source / "pytorch_model.bin.index.json").write_text("{}")
 
     assert {path.name for path in other_files(source)} == {
-        *("config.json", "tokenizer.json", "tokenizer_config.json"),
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
         "model.safetensors.index.json",
     }
     (source / "model.safetensors.index.json").unlink()

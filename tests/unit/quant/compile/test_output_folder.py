@@ -7,7 +7,7 @@ import pytest
 from tiny import make_tiny
 
 from exl2flow.core.errors import ReadFailed, StoreError
-from exl2flow.core.source import SourceFingerprint
+from exl2flow.core.store.source import SourceFingerprint
 from exl2flow.quant.compile.stage import RECORD_FILE, check_output_folder
 
 

@@ -12,8 +12,8 @@ from stage_runs import run_until, text_parquet
 from tekken_files import write
 from tiny import TEXT, make_tiny
 
-from exl2flow.core.files import digest, read_json
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.store.files import digest, read_json
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.model import Tokenizer
 
 

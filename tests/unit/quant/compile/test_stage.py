@@ -13,11 +13,11 @@ from stage_runs import prepared, run_until
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError
-from exl2flow.core.files import digest, read_json
-from exl2flow.core.model_files import carried_files
-from exl2flow.inference.evaluate import evaluate
+from exl2flow.core.store.files import digest, read_json
+from exl2flow.core.store.model_files import carried_files
+from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.model import QuantizedMatrix, resolve
-from exl2flow.model.exl2 import tensor_names
+from exl2flow.model.files.exl2 import tensor_names
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import output_layout, plain_tensors, plan_shards
 from exl2flow.quant.compile import stage as compile_module

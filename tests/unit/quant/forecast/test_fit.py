@@ -10,7 +10,7 @@ from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
-from exl2flow.model.footprint import DEVICE_BYTES, cache_bytes
+from exl2flow.model.memory.footprint import DEVICE_BYTES, cache_bytes
 from exl2flow.quant.forecast.fit import find_fit, fitted
 from exl2flow.quant.forecast.preflight import preflight
 

@@ -11,12 +11,12 @@ from conversions import small_config, snapshot
 from stage_runs import run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, PreflightFailed, StoreError
-from exl2flow.core.progress import Tick
-from exl2flow.core.stage import Pipeline
-from exl2flow.flows.local import run_locally
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.store import store
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.flows.runs.local import run_locally
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import Need
 from exl2flow.quant.forecast.plan import Plan

@@ -12,12 +12,12 @@ from measurements import written_in_nats
 from stage_runs import text_parquet
 from tiny import make_tiny
 
-from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
-from exl2flow.core.progress import Tick
-from exl2flow.core.refine import RefinementConfig
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.store import store
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.forecast import preflight as preflight_module

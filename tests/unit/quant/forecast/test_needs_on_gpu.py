@@ -7,7 +7,7 @@ import pytest
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import resolve
 from exl2flow.quant.forecast.needs import Card, Forecast, Need
 from exl2flow.quant.forecast.preflight import preflight

@@ -7,10 +7,10 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core import memory
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
-from exl2flow.core.refine import RefinementConfig
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.runtime import memory
 from exl2flow.model import resolve
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import Card, Forecast

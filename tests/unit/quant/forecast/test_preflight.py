@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from stage_runs import foreign_measurement
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
-from exl2flow.core.memory import available_memory
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.memory import available_memory
 from exl2flow.model import resolve
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.preflight import preflight

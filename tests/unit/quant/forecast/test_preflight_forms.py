@@ -13,7 +13,7 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed
 from exl2flow.model import TensorFiles, resolve
-from exl2flow.model.source_tensors import source_form
+from exl2flow.model.files.source_tensors import source_form
 from exl2flow.quant.forecast.preflight import preflight
 
 Tensors = dict[str, torch.Tensor]
@@ -157,9 +157,9 @@ def test_exl2_is_refused_and_refine_is_named(tmp_path: Path) -> None:
 
 
 def test_only_conversions_measurements_and_sweeps_take_lossy_sources() -> None:
-    from exl2flow.core.measure import MeasureConfig
-    from exl2flow.core.refine import RefinementConfig
-    from exl2flow.core.sweep import SweepConfig
+    from exl2flow.core.options.measure import MeasureConfig
+    from exl2flow.core.options.refine import RefinementConfig
+    from exl2flow.core.options.sweep import SweepConfig
 
     given = {"source": "model", "out": "out.json", "lossy_source": True}
     assert MeasureConfig.model_validate(given).conversion().lossy_source

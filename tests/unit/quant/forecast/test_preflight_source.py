@@ -10,8 +10,8 @@ from conversions import small_config
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.quant.forecast.preflight import preflight
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"

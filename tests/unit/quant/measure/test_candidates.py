@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import make_tiny
 
-from exl2flow.core.config import HEAD_BITS
+from exl2flow.core.options.config import HEAD_BITS
 from exl2flow.model import QuantParams, resolve
 from exl2flow.quant.measure.candidates import (
     CANDIDATES,

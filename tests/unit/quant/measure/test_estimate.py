@@ -11,14 +11,14 @@ import torch
 from stage_runs import one_layer, run_until
 from traces import delete, identities
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.files import read_json
-from exl2flow.core.progress import silent
-from exl2flow.core.stage import Pipeline
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.core.store.store import StageFolder
 from exl2flow.model import ProjectionSpec, resolve
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure import estimate as estimate_module
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.measure.estimate import HEAD_FILE, REFERENCE

@@ -11,10 +11,10 @@ from conversions import small_config
 from stage_runs import run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.files import read_json
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.store import StageFolder
 from exl2flow.model import DenseLinear, TensorFiles, build_sublayer
 from exl2flow.quant.measure import stage as measure_module
 from exl2flow.quant.measure.candidates import candidates_for

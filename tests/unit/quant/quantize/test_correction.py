@@ -13,11 +13,11 @@ from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 from traces import contents, delete
 
-from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.files import read_tensors
-from exl2flow.core.progress import Progress, Tick, silent
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.store import store
+from exl2flow.core.store.files import read_tensors
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import Linear, QuantizedLinear, QuantizedMatrix, Sublayer, resolve
 from exl2flow.quant.quantize.correction import (
     Correction,

@@ -11,8 +11,8 @@ from conversions import small_config
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
-from exl2flow.core.progress import silent
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
 from exl2flow.model import AttentionSublayer, MlpSublayer, Sublayer, resolve
 from exl2flow.quant.quantize.correction import CrossProducts
 from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from exl2flow.core.files import read_json, read_tensors
-from exl2flow.core.stage import KINDS_FILE, RECORD_FILE
+from exl2flow.core.store.files import read_json, read_tensors
+from exl2flow.core.store.stage import KINDS_FILE, RECORD_FILE
 from exl2flow.model import QuantizedMatrix
 from exl2flow.quant.compile.stage import predicted_kl
 from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files, sublayer_file

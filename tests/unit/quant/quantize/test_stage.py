@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from stage_runs import prepared, run_until
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch
-from exl2flow.core.files import read_json, read_tensors
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.files import read_json, read_tensors
+from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import get_ops
 from exl2flow.model import QuantizedLinear, QuantizedMatrix, QuantParams, Sublayer, resolve
-from exl2flow.model.exl2 import padded_columns
+from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.measure.candidates import HEAD_PARAMS
 from exl2flow.quant.quantize.stage import (

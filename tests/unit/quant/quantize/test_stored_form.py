@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.files import digest, read_metadata, read_tensors
+from exl2flow.core.store.files import digest, read_metadata, read_tensors
 from exl2flow.model import DenseLinear, ProjectionSpec, QuantizedMatrix
-from exl2flow.model.exl2 import QuantParams
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.quantize.stored_form import Packed, reconstruction_digest, storing
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.sensitivity.fisher import Factors, OutputFactor, estimate

@@ -9,7 +9,7 @@ import pytest
 import torch
 from roundings import to_nearest
 
-from exl2flow.core.config import RoundingOptions
+from exl2flow.core.options.config import RoundingOptions
 from exl2flow.kernels import Group
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS

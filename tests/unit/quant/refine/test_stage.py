@@ -9,13 +9,13 @@ from refinements import disguise, refine_until, refinement, rough_model, with_ri
 from safetensors.torch import load_file, save_file
 from traces import contents
 
-from exl2flow.core.files import read_json
-from exl2flow.core.progress import Tick
-from exl2flow.core.stage import RECORD_FILE, Pipeline
-from exl2flow.core.store import StageFolder
-from exl2flow.inference.evaluate import evaluate
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import RECORD_FILE, Pipeline
+from exl2flow.core.store.store import StageFolder
+from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.model import QuantizedMatrix, TensorFiles, expected_tensors, resolve
-from exl2flow.model.exl2 import is_quantized, tensor_names
+from exl2flow.model.files.exl2 import is_quantized, tensor_names
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.refine.stage import hessian_rows
 from exl2flow.quant.tokenize.stage import load_rows, split_rows

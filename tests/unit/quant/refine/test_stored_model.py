@@ -12,7 +12,7 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, MissingTensor, SourceModelError, TensorShapeError
 from exl2flow.model import TensorFiles
-from exl2flow.model.exl2 import tensor_names
+from exl2flow.model.files.exl2 import tensor_names
 from exl2flow.quant.refine.stored_model import Overlay, StoredModel, check_refinement
 from exl2flow.quant.walk.source_model import SourceModel
 

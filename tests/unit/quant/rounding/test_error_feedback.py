@@ -4,8 +4,8 @@ import pytest
 import torch
 from roundings import to_nearest
 
-from exl2flow.core.config import ScaleSearch
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.core.options.config import ScaleSearch
 from exl2flow.kernels import get_ops
 from exl2flow.model import QuantParams
 from exl2flow.quant.measure.candidates import CANDIDATES, HEAD_PARAMS, parse_params

@@ -10,11 +10,11 @@ from blocks import ROWS, add_rows, block_config
 from bounds import near, terms_of
 from safetensors.torch import load_file, save_file
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import Linear
-from exl2flow.model.decoder import Decoder
-from exl2flow.model.exl2 import padded_columns
+from exl2flow.model.files.exl2 import padded_columns
+from exl2flow.model.layers.decoder import Decoder
 from exl2flow.quant.rounding.error_feedback import padded_weight
 from exl2flow.quant.sensitivity import backward
 from exl2flow.quant.sensitivity.backward import draw

@@ -11,14 +11,14 @@ import torch
 from backward_runs import configuration, pipeline_in, run_all, whole_decoder
 from traces import alter, contents, delete, identities, truncate
 
-from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import CalibrationError, Interrupted
-from exl2flow.core.files import write_json, write_tensors
-from exl2flow.core.progress import Progress, Tick, silent
-from exl2flow.core.stage import KINDS_FILE, ROWS_FILE, Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.store import store
+from exl2flow.core.store.files import write_json, write_tensors
+from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
 from exl2flow.model import resolve
-from exl2flow.model.rope import rope_table
+from exl2flow.model.layers.rope import rope_table
 from exl2flow.quant.sensitivity.stage import (
     SENSITIVITY,
     disk_bytes,

@@ -10,11 +10,11 @@ from measurements import decoder_projections, written_in_nats
 from stage_runs import one_layer, run_until
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import BudgetUnreachable, PreflightFailed
-from exl2flow.core.files import read_json
-from exl2flow.core.progress import silent
-from exl2flow.core.stage import RECORD_FILE, Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import RECORD_FILE, Pipeline
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.page import write_up
 from exl2flow.model import ModelSpec, resolve

@@ -9,10 +9,10 @@ import pytest
 from conversions import small_options
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import CalibrationError
-from exl2flow.core.files import read_json
-from exl2flow.core.stage import RECORD_FILE
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.files import read_json
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.quant.tokenize.frame import calibrate_on
 from exl2flow.quant.tokenize.parquet import records
 from exl2flow.quant.tokenize.stage import TOKENIZE

@@ -9,11 +9,11 @@ import torch
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import ChatTemplateError, SourceModelError
-from exl2flow.core.files import read_json, read_tensors
-from exl2flow.core.progress import silent
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.files import read_json, read_tensors
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.compose.stage import COMPOSE
 from exl2flow.model import Tokenizer
 from exl2flow.quant.tokenize.mix import RowRequest, calibration_rows

@@ -13,14 +13,14 @@ from stage_runs import foreign_measurement, text_parquet
 from tiny import make_tiny
 from traces import contents, truncate
 
-from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig, TuneOptions
 from exl2flow.core.errors import Interrupted, NotEnoughRows
-from exl2flow.core.files import read_json, read_tensors, write_json, write_tensors
-from exl2flow.core.progress import Progress, Tick, silent
-from exl2flow.core.stage import KINDS_FILE, ROWS_FILE, Pipeline
+from exl2flow.core.options.config import ConversionConfig, TuneOptions
+from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.store import store
+from exl2flow.core.store.files import read_json, read_tensors, write_json, write_tensors
+from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
 from exl2flow.model import QuantizedLinear, QuantizedMatrix, build_decoder, resolve
-from exl2flow.model.weights import TensorFiles
+from exl2flow.model.files.weights import TensorFiles
 from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tokenize.stage import rows_apart, split_rows

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from exl2flow.core.config import TuneOptions
 from exl2flow.core.errors import NonFiniteState
+from exl2flow.core.options.config import TuneOptions
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.quant.tune.trainable import TunedLinear, fits_half
 

@@ -6,8 +6,8 @@ import pytest
 from conversions import small_config
 from tiny import make_tiny
 
-from exl2flow.core.memory import usable
-from exl2flow.core.stage import Pipeline
+from exl2flow.core.runtime.memory import usable
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import BYTES
 from exl2flow.quant.walk.source_model import ROW_PARTS, rows_together

@@ -10,12 +10,12 @@ import torch
 from tiny import make_tiny
 from traces import alter, contents, delete, identities, truncate
 
-from exl2flow.core import store
-from exl2flow.core.config import ConversionConfig
 from exl2flow.core.errors import Interrupted, StoreError
-from exl2flow.core.progress import Progress, Tick, silent
-from exl2flow.core.stage import Pipeline
-from exl2flow.core.store import StageFolder
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.store import store
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.core.store.store import StageFolder
 from exl2flow.quant.quantize.stage import QUANTIZE
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import remedied

@@ -8,7 +8,7 @@ from screens import Screen as Terminal
 from screens import Script
 from tiny import make_tiny
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.terminal.commands import obey
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.flows.cli.terminal.screen import Screen
@@ -34,14 +34,22 @@ def terminal() -> Terminal:
 @pytest.fixture
 def chat(folder: Path, generator: Generator, terminal: Terminal, tmp_path: Path) -> Chat:
     session = Session(
-        generator, all_formats()["raw"], system="Be brief.", seed=1, max_answer_tokens=6,
+        generator,
+        all_formats()["raw"],
+        system="Be brief.",
+        seed=1,
+        max_answer_tokens=6,
         settings=SamplingSettings(temperature=1.0),
-    )  # fmt: skip
+    )
     return Chat(
-        session=session, screen=Screen(terminal.console), model=folder, obey=obey,
-        file=tmp_path / "kept.json", restart=lambda: Generator(generator.model, slots=1),
+        session=session,
+        screen=Screen(terminal.console),
+        model=folder,
+        obey=obey,
+        file=tmp_path / "kept.json",
+        restart=lambda: Generator(generator.model, slots=1),
         typed=Script(),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -207,13 +207,27 @@ def test_wide_characters_and_emoji_leave_no_rests(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "\x1b[2J\x1b[1;1Hgone", "\x1b]0;title\x07", "\x9b31m red", "&#27;[2J &#13; &#x9b;2J",
-        "[link](http://a\x1b[2J)", "```\n\x1b[2J\x08\x08\n```", "| a\x1b[A | b |\n|---|---|\n",
-        "\u202egnirts", "\x00\x0b\x0c", "`\x1b[2J`", "x" * 100_000, "漢" * 50_000,
-        "".join(f"{'`' * n}\n" for n in range(3, 200)), "> " * 5000 + "deep", "- " * 5000,
-        "[" * 30_000, "*a" * 30_000, "\r" * 100 + "end", "```" + "z" * 5000 + "\nx",
+        "\x1b[2J\x1b[1;1Hgone",
+        "\x1b]0;title\x07",
+        "\x9b31m red",
+        "&#27;[2J &#13; &#x9b;2J",
+        "[link](http://a\x1b[2J)",
+        "```\n\x1b[2J\x08\x08\n```",
+        "| a\x1b[A | b |\n|---|---|\n",
+        "\u202egnirts",
+        "\x00\x0b\x0c",
+        "`\x1b[2J`",
+        "x" * 100_000,
+        "漢" * 50_000,
+        "".join(f"{'`' * n}\n" for n in range(3, 200)),
+        "> " * 5000 + "deep",
+        "- " * 5000,
+        "[" * 30_000,
+        "*a" * 30_000,
+        "\r" * 100 + "end",
+        "```" + "z" * 5000 + "\nx",
     ],
-)  # fmt: skip
+)
 def test_hostile_text_changes_no_more_than_its_own(text: str) -> None:
     screen = Screen(40, 20)
     screen.feed("above\n")
@@ -232,6 +246,4 @@ def test_line_breaks_html_and_link_definitions_are_shown_as_written() -> None:
 
     stream(screen, "one\ntwo\n\n<div>\n\n[x]: http://y\n\n[z](http://w)")
 
-    assert screen.rows() == [
-        "one", "two", "", "<div>", "", "[x]: http://y", "", "z (http://w)",
-    ]  # fmt: skip
+    assert screen.rows() == ["one", "two", "", "<div>", "", "[x]: http://y", "", "z (http://w)"]

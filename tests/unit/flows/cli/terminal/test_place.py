@@ -13,7 +13,9 @@ def test_two_chats_have_two_files(tmp_path: Path) -> None:
     first, second, third = (Place.take(tmp_path / "kept.json") for _ in range(3))
 
     assert [place.file.name for place in (first, second, third)] == [
-        *("kept.json", "kept-2.json", "kept-3.json")
+        "kept.json",
+        "kept-2.json",
+        "kept-3.json",
     ]
     assert [place.is_wanted for place in (first, second, third)] == [True, False, False]
 

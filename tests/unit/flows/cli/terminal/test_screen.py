@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from screens import Screen as Terminal
 
-from exl2flow.core.sampling import SamplingSettings
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.flows.cli.terminal.screen import Screen
 from exl2flow.inference import Event

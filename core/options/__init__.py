@@ -1,0 +1,1 @@
+"""Options: validated on construction, stored as JSON, shown as forms."""

@@ -1,0 +1,21 @@
+"""A measurement: size and error of every bit-width candidate, for any number of conversions."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from exl2flow.core.options.config import LOSSY_SOURCE, MOST_BPW, ConversionConfig, RunOptions
+
+
+class MeasureConfig(RunOptions):
+    """One measurement: a Hugging Face folder in, `measurement.json` out."""
+
+    out: Path = Field(description="file that receives the measurement")
+    lossy_source: bool = Field(False, description=LOSSY_SOURCE)
+
+    def conversion(self) -> ConversionConfig:
+        """Return a conversion whose first stages are this measurement; its target is arbitrary."""
+        shared = {name: getattr(self, name) for name in RunOptions.model_fields}
+        own = {"out": self.out.with_name(f".{self.out.stem}.unused"), "bpw": MOST_BPW}
+        own["lossy_source"] = self.lossy_source
+        return ConversionConfig.model_validate({**shared, **own, "work_root": self.work_dir_root})

@@ -1,0 +1,46 @@
+"""A refinement: new codes and scales for an existing EXL2 model."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from exl2flow.core.options.config import (
+    DEFAULT_HEAD_BITS,
+    MOST_BPW,
+    AllocateOptions,
+    RunOptions,
+    TuneOptions,
+    ValidateOptions,
+)
+from exl2flow.core.options.naming import model_name
+
+
+class RefinementConfig(RunOptions):
+    """One refinement: an EXL2 folder in, the same with new codes and scales out.
+
+    `source` is the reference. The class variables are the options of a conversion that its stages
+    and checks read, too: a refinement measures, allocates and tunes nothing.
+    """
+
+    lossy_source: ClassVar[bool] = False
+    measurement: ClassVar[None] = None
+    tune: ClassVar[TuneOptions] = TuneOptions()
+    allocate: ClassVar[AllocateOptions] = AllocateOptions()
+    bpw: ClassVar[float] = MOST_BPW
+    fixed_head_bits: ClassVar[int] = DEFAULT_HEAD_BITS
+
+    model: Path = Field(description="folder of the EXL2 model")
+    out: Path = Field(description="folder that receives the refined model")
+    held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
+    validate_options: ValidateOptions = ValidateOptions()
+
+    @property
+    def run_name(self) -> str:
+        """What is refined, for people."""
+        return f"{model_name(self.source)}@{self.target}"
+
+    @property
+    def target(self) -> str:
+        """What is refined, without a folder."""
+        return f"refined:{self.model.resolve().name}"

@@ -1,0 +1,74 @@
+"""A sweep: conversions of one model that differ only in bits per weight."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from exl2flow.core.options.config import ConversionConfig, SharedOptions
+from exl2flow.core.options.naming import bitrate_name, model_name
+
+SWEEP_FILE, REPORT_PAGE = "sweep.json", "report.html"  # in the sweep's folder
+
+Runner = Literal["threads", "processes", "dask", "ray"]
+Bits = Annotated[float, Field(ge=2, le=8)]
+
+
+class SweepConfig(SharedOptions):
+    """One sweep: a Hugging Face folder in, a folder per bitrate, a comparison and a report out."""
+
+    out: Path = Field(description="folder that receives a folder per bitrate, as `4.0bpw`")
+    bpw: tuple[Bits, ...] = Field(
+        min_length=1, description="bits per weight to make, each from 2 to 8"
+    )
+    runner: Runner = Field(
+        "threads",
+        description="what runs the bitrates: threads of this process, processes with a GPU each, "
+        "dask or ray",
+    )
+    workers: int | None = Field(
+        None, ge=1, description="bitrates that are made at the same time; empty: one per GPU"
+    )
+    cluster: str | None = Field(
+        None, description="address of a running Dask or Ray cluster; empty: one for this sweep"
+    )
+
+    @field_validator("bpw", mode="before")
+    @classmethod
+    def _in_order(cls, value: Any) -> Any:
+        """Sort bitrates and drop duplicates."""
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if is_list and all(isinstance(bits, int | float) for bits in value):
+            return tuple(sorted({float(bits) for bits in value}))
+        return value
+
+    @model_validator(mode="after")
+    def _cluster_has_a_runner(self) -> Self:
+        if self.cluster and self.runner not in ("dask", "ray"):
+            raise ValueError("a cluster needs the runner `dask` or `ray`")
+        return self
+
+    @property
+    def run_name(self) -> str:
+        """Model and bitrates, for people."""
+        return f"{model_name(self.source)}@{','.join(f'{bpw:g}' for bpw in self.bpw)}bpw"
+
+    def conversion(self, bpw: float) -> ConversionConfig:
+        """Return the conversion of one bitrate; all of them share their work directory.
+
+        It neither publishes nor cleans: the sweep does, when all bitrates are made.
+        """
+        shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
+        own = {
+            "bpw": bpw,
+            "out": self.out.resolve() / bitrate_name(bpw),
+            "work_root": self.work_dir_root,
+            "publish": None,
+            "clean_after": False,
+        }
+        return ConversionConfig.model_validate({**shared, **own})
+
+    def conversions(self) -> dict[str, ConversionConfig]:
+        """Return name → conversion, in rising order."""
+        return {bitrate_name(bpw): self.conversion(bpw) for bpw in self.bpw}

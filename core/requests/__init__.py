@@ -1,0 +1,1 @@
+"""What callers want generated: requests and conversations."""

@@ -1,0 +1,269 @@
+"""What a caller wants generated; values that no model could use are refused on construction."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from operator import index
+from typing import Any, Protocol, TypeGuard, cast
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.images import refuse_images
+
+Text = str | Sequence[int]
+EMBEDDING = "{{EMBED_HERE}}"  # stands for the next tensor in a prompt given as text
+FIRST_EMBEDDING = 1_000_000_000  # id of the first row of all tensors in a prompt given as ids
+MOST_TOKENS = 2**31  # of a request
+MOST_SHOWN = 60  # characters of a refused value
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """What a hook sees, before stops are checked; it may replace `sampled_token`.
+
+    candidate_tokens: at least 64 ids, if the settings leave as many, likeliest first.
+    logits: the model's row, before penalties.
+    feed_filters: a hook may set it to false to hide the token from the request's filters.
+    """
+
+    sampled_token: int
+    sampled_prob: float
+    candidate_tokens: Sequence[int]
+    candidate_probs: Sequence[float]
+    logits: object
+    feed_filters: bool = True
+
+
+Hook = Callable[[Sampled], object]
+
+
+class Filter(Protocol):
+    """A description of texts, for any number of requests; see `inference/filters/`."""
+
+    def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
+        """Return the `Constraint` of an empty text.
+
+        Args:
+            tokenizer: the model's `Tokenizer`.
+            width: of the logits.
+            prefix: what a healed first token begins with.
+        """
+        ...
+
+
+class Adapter(Protocol):
+    """A change to a model; see `inference/adapters/`. Those of equal `digest` are the same."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how to continue it.
+
+    prompt: text, token ids, or for classifier-free guidance a tuple of two of these, of which the
+        generated text continues the first. A tuple of two integers is a prompt of two ids.
+    max_new_tokens: generate exactly this many unless the text ends earlier; None: all that fit.
+    min_new_tokens: ignore stop tokens until then; stop strings still end the text.
+    seed: seed for sampling; None: a new one every time.
+    drawn: draws of the seed to pass over, because a text that this one continues has used them.
+    stops: token ids and case-sensitive strings that end the text and are not shown; None: the
+        model's EOS ids. A sequence replaces these, so list them if they should count.
+    excluded: token ids that are never sampled, any number of them.
+    banned_strings: never shown, regardless of case; the text is cut back and continued differently.
+    heal: sample the prompt's last token again among those that begin with its text.
+    add_bos: put the model's BOS token, if it has one, before a prompt given as text.
+    encode_special: treat special tokens spelled in the prompt as special tokens.
+    decode_special: spell out special tokens in the text.
+    probabilities: report each token's probability.
+    top_tokens: report this many of the likeliest ids per token, with their probabilities.
+    logits: report the model's logits per token, before penalties.
+    hooks: called in order for every sampled token; each may replace it.
+    filters: what the text must match, all of them.
+    adapters: what changes the model for this text; several add up.
+    prefer_end: end the text as soon as the filters allow it.
+    embeddings: floating-point tensors (n, hidden size), read in place of tokens. In text, each
+        `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
+        `FIRST_EMBEDDING + i` is row i of all tensors joined. A prompt must not end in one. In a
+        pair, one of the prompts may have none.
+    end_loops: end a text that repeats itself without end; see `inference/generate/loops.py`.
+    max_skips: how many other requests may overtake this one in the queue; None: any number.
+    tag: returned in every event.
+
+    Raises:
+        ConfigError: no model can use a value; the message names it.
+    """
+
+    prompt: Text | tuple[Text, Text]
+    _: KW_ONLY
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int | None = None
+    drawn: int = 0
+    stops: Sequence[int | str] | None = None
+    excluded: Collection[int] = ()
+    banned_strings: Sequence[str] = ()
+    heal: bool = False
+    add_bos: bool = True
+    encode_special: bool = False
+    decode_special: bool = False
+    probabilities: bool = False
+    top_tokens: int = 0
+    logits: bool = False
+    hooks: Sequence[Hook] = ()
+    filters: Sequence[Filter] = ()
+    adapters: Sequence[Adapter] = ()
+    prefer_end: bool = False
+    embeddings: Sequence[Any] = field(default=(), compare=False)  # tensors have no truth value
+    end_loops: bool = False
+    max_skips: int | None = 4
+    tag: object = None
+
+    def __post_init__(self) -> None:
+        def keep(
+            name: str, value: object
+        ) -> None:  # copies, because callers may change their lists
+            object.__setattr__(self, name, value)
+
+        keep("prompt", _frozen(self.prompt))
+        if self.stops is not None:
+            keep("stops", tuple(_stop(stop) for stop in _several("stops", self.stops)))
+        keep("excluded", frozenset(_ids("excluded", self.excluded)))
+        keep("banned_strings", tuple(_several("banned_strings", self.banned_strings)))
+        keep("hooks", tuple(_several("hooks", self.hooks)))
+        for ban in self.banned_strings:
+            if not isinstance(ban, str) or not ban:
+                raise ConfigError(f"`banned_strings` contains {ban!r}; it takes non-empty strings")
+        for hook in self.hooks:
+            if not callable(hook):
+                raise ConfigError(f"`hooks` contains {hook!r}, which cannot be called")
+        keep("filters", tuple(_several("filters", self.filters)))
+        for one in self.filters:
+            if not callable(getattr(one, "start", None)):
+                raise ConfigError(f"`filters` contains {_shown(one)}, which is no filter")
+        keep("embeddings", tuple(_several("embeddings", self.embeddings)))
+        keep("adapters", tuple(_several("adapters", self.adapters)))
+        digests = [getattr(adapter, "digest", None) for adapter in self.adapters]
+        if None in digests or len({*digests}) < len(digests):
+            raise ConfigError(
+                f"`adapters` is {_shown(self.adapters)}; it takes adapters, each of them once"
+            )
+        self._check_numbers()
+        self._check_guidance()
+        if self.embeddings:
+            self._check_embeddings()
+
+    @property
+    def prompts(self) -> tuple[Text, ...]:
+        """The prompt, or the two of a pair."""
+        prompts = self.prompt if _is_pair(self.prompt) else (self.prompt,)
+        return cast(tuple[Text, ...], prompts)
+
+    def _check_numbers(self) -> None:
+        least = {"max_new_tokens": 1} | dict.fromkeys(
+            ("min_new_tokens", "top_tokens", "max_skips", "drawn"), 0
+        )
+        optional = ("max_new_tokens", "max_skips", "seed")
+        for name in (*least, "seed"):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            check_integer(name, value)
+            if name in least and value < least[name]:
+                raise ConfigError(f"`{name}` is {value}; it must be {least[name]} or more")
+            if name in least and value >= MOST_TOKENS:
+                raise ConfigError(f"`{name}` is {value}; it must be less than {MOST_TOKENS}")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"`min_new_tokens` is {self.min_new_tokens}, `max_new_tokens` only "
+                f"{self.max_new_tokens}; request at least as many"
+            )
+
+    def _check_guidance(self) -> None:
+        if not isinstance(self.settings, SamplingSettings):
+            raise ConfigError(f"`settings` is {self.settings!r}; it must be `SamplingSettings`")
+        scale = self.settings.cfg_scale
+        if scale is None and len(self.prompts) == 2:
+            raise ConfigError(
+                "`prompt` is a pair, but `cfg_scale` is not set; set it in `settings`"
+            )
+        if scale is not None and len(self.prompts) == 1:
+            raise ConfigError(f"`cfg_scale` is {scale}, which needs a tuple of two prompts")
+
+    def _check_embeddings(self) -> None:
+        for one in self.embeddings:
+            if not hasattr(one, "is_floating_point"):
+                raise ConfigError(f"`embeddings` contains {_shown(one)}, which is no tensor")
+            if one.ndim != 2 or not len(one) or not one.is_floating_point():
+                raise ConfigError(
+                    f"`embeddings` contains a tensor of shape {tuple(one.shape)} and {one.dtype}; "
+                    "it takes rows (n, hidden size) of floating-point numbers"
+                )
+        tensors, rows = len(self.embeddings), sum(map(len, self.embeddings))
+        texts = [part.count(EMBEDDING) for part in self.prompts if isinstance(part, str)]
+        ids = [max(part, default=0) for part in self.prompts if not isinstance(part, str)]
+        last = max(ids, default=0) - FIRST_EMBEDDING
+        if last >= rows:
+            raise ConfigError(
+                f"id {max(ids)} in the prompt is row {last} of `embeddings`, which has {rows}"
+            )
+        if {*texts} - {0, tensors} or (last < 0 and not any(texts)):
+            raise ConfigError(
+                f"`embeddings` has {tensors} tensors; give `prompt` one `{EMBEDDING}` for each, or "
+                f"ids from {FIRST_EMBEDDING} on"
+            )
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise `ConfigError` if a value is no integer."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
+
+
+def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:
+    if not isinstance(prompt, tuple) or len(prompt) != 2:
+        return False
+    return all(isinstance(part, Sequence) for part in prompt)
+
+
+def _frozen(prompt: object) -> object:
+    if _is_pair(prompt):
+        return tuple(_frozen_text(part) for part in prompt)
+    return _frozen_text(prompt)
+
+
+def _frozen_text(prompt: object) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return prompt
+    refuse_images(prompt, "`prompt`")
+    try:
+        return tuple(map(index, prompt))  # type: ignore[call-overload]
+    except TypeError as error:
+        raise ConfigError(
+            f"`prompt` is {_shown(prompt)}; it must be text, token ids, or a tuple of two prompts"
+        ) from error
+
+
+def _several(name: str, values: object) -> tuple[object, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(f"`{name}` is {_shown(values)}; it must be a sequence, such as a tuple")
+    return tuple(values)
+
+
+def _ids(name: str, values: object) -> list[int]:
+    try:
+        return [*map(index, _several(name, values))]  # type: ignore[arg-type]  # they may be anything
+    except TypeError as error:
+        raise ConfigError(f"`{name}` is {_shown(values)}; it takes token ids") from error
+
+
+def _stop(stop: object) -> int | str:
+    if isinstance(stop, bool) or not isinstance(stop, int | str) or stop == "":
+        raise ConfigError(f"`stops` contains {_shown(stop)}; it takes ids and non-empty strings")
+    return stop
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

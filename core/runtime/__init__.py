@@ -1,0 +1,1 @@
+"""The running process: signals, background threads, device locks, memory, progress."""

@@ -1,0 +1,148 @@
+"""Device slots of this host: a process holds one while it computes, others wait.
+
+A slot is a locked file named after a device. The kernel releases the lock of a killed process, so
+the slot is free again. All processes of a user share the folder.
+"""
+
+import fcntl
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+import torch
+
+from exl2flow.core.errors import WriteFailed
+from exl2flow.core.runtime.interrupt import look
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_devices: dict[Path, str] = {}  # folder → the device that this process stays with
+_choosing = threading.Lock()
+_gpu = threading.RLock()  # of the thread that works on this process's GPU
+TURN_SECONDS = 0.5  # between looks at a stop request while another thread has the GPU
+
+
+def named_gpus(count: int) -> list[str]:
+    """Return the names of the `count` GPUs that this process sees."""
+    seen = os.environ.get(VARIABLE)
+    if seen is None or count == 0:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in seen.split(",") if name.strip()]
+
+
+def visible_gpus(device: str) -> list[str]:
+    """Return the names of the GPUs that this process may use, without initializing CUDA."""
+    return named_gpus(0 if device == "cpu" else torch.cuda.device_count())
+
+
+def see_only(gpu: str) -> None:
+    """Restrict CUDA to one GPU. Call before CUDA is initialized."""
+    os.environ[VARIABLE] = gpu
+
+
+@contextmanager
+def turn(device: str) -> Iterator[None]:
+    """Hold this process's GPU for the block; other threads wait. Those on a CPU never do.
+
+    What is set for a whole process, such as the precision of its products, then holds for one
+    stage only, and memory suffices for one as forecast.
+
+    Raises:
+        Interrupted: a signal came while waiting.
+    """
+    if device == "cpu":
+        yield
+        return
+    while not _gpu.acquire(timeout=TURN_SECONDS):
+        look()
+    try:
+        yield
+    finally:
+        _gpu.release()
+
+
+class Slots:
+    """The slots in a folder of one host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_host(cls, kind: str) -> "Slots":
+        """Return this user's slots on this host for a kind of device, `cuda` or `cpu`."""
+        return cls(Path(tempfile.gettempdir()) / f"exl2flow-slots-{os.getuid()}" / kind)
+
+    @contextmanager
+    def hold(self, devices: Sequence[str], pause: Callable[[], None]) -> Iterator[str]:
+        """Hold a device for the block; call `pause` between attempts to get a free one.
+
+        A process keeps its first device, because CUDA would not see a second one.
+
+        Args:
+            devices: names as in `CUDA_VISIBLE_DEVICES`, in order of preference.
+            pause: waits a while, or raises to give up.
+
+        Raises:
+            WriteFailed: the folder belongs to another user.
+        """
+        self._make_folder()
+        while (file := self._lock_one(devices)) is None:
+            pause()
+        try:
+            yield _devices[self.folder]
+        finally:
+            file.truncate(0)
+            file.close()
+
+    def _make_folder(self) -> None:
+        """Create the folder; another user's could hold links to our files."""
+        top = self.folder.parent
+        top.mkdir(exist_ok=True, mode=0o700)
+        found = top.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise WriteFailed(
+                f"`{top}` is not a folder of this user; delete it, or set TMPDIR to another place"
+            )
+        self.folder.mkdir(exist_ok=True)
+
+    def _lock_one(self, devices: Sequence[str]) -> IO[str] | None:
+        with _choosing:
+            own = _devices.get(self.folder)
+            for device in devices if own is None else [own]:
+                if (file := self._lock(device)) is not None:
+                    _devices[self.folder] = device
+                    return file
+        return None
+
+    def _lock(self, device: str) -> IO[str] | None:
+        """Return the locked file of a device, None if another process holds it."""
+        path = self.folder / quote(device, safe="")
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+        except (BlockingIOError, FileNotFoundError):  # held by another; deleted after it was opened
+            is_ours = False
+        if not is_ours:
+            file.close()
+            return None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+    def owners(self) -> set[int]:
+        """Return the ids of the processes that hold a slot."""
+        found = set()
+        for path in self.folder.glob("*"):
+            with path.open("r") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found |= {int(text)} if (text := file.read()) else set()
+        return found

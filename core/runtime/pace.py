@@ -1,0 +1,60 @@
+"""Speed and remaining time of a stage, for the command line and the Prefect pages alike."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from exl2flow.core.runtime.progress import Tick
+
+UNKNOWN_TIME = "-:--:--"
+
+
+@dataclass(slots=True)
+class Pace:
+    """Speed of a stage since its first tick; work found done by a resume does not count."""
+
+    begun: float
+    found: int
+    done: int
+    total: int
+    changed: float
+
+    @classmethod
+    def start(cls, tick: Tick, now: float) -> "Pace":
+        """Start at the first tick."""
+        return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
+
+    def update(self, tick: Tick, now: float) -> None:
+        """Take the next tick."""
+        self.done, self.total, self.changed = tick.done, tick.total, now
+
+    @property
+    def has_moved(self) -> bool:
+        """Return whether anything was done since the first tick."""
+        return self.done > self.found
+
+    def elapsed(self, now: float) -> float:
+        """Return the seconds since the first tick; constant once the stage is finished."""
+        return (self.changed if self.done >= self.total else now) - self.begun
+
+    def remaining(self, now: float) -> float | None:
+        """Return the seconds left, None until something was done."""
+        if self.done >= self.total:
+            return 0.0
+        if not self.has_moved:
+            return None
+        each = (self.changed - self.begun) / (self.done - self.found)
+        return max(0.0, each * (self.total - self.done) - (now - self.changed))
+
+    def times(self, now: float) -> dict[str, str]:
+        """Return `elapsed` and `remaining` as h:mm:ss, as far as they are known."""
+        if not self.has_moved:
+            return {}
+        known = {"elapsed": clock(self.elapsed(now))}
+        if self.done < self.total:
+            known["remaining"] = clock(self.remaining(now))
+        return known
+
+
+def clock(seconds: float | None) -> str:
+    """Return h:mm:ss."""
+    return UNKNOWN_TIME if seconds is None else str(timedelta(seconds=round(seconds)))

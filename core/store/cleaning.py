@@ -1,0 +1,307 @@
+"""What a work root holds that no finished conversion needs, and how it is removed.
+
+A conversion is finished when its `validate` is complete. For each output folder the newest finished
+conversions are kept, with all stages they depend on. The stages of unfinished conversions are kept
+unless the caller says otherwise, because a resume would continue from them.
+
+Folders are renamed while the work directories are locked, and deleted afterwards: no run waits.
+"""
+
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from time import strftime
+
+from exl2flow.core.errors import (
+    ConfigError,
+    SourceModelError,
+    StoreError,
+    WorkDirBusy,
+    WriteFailed,
+)
+from exl2flow.core.options.config import SharedOptions
+from exl2flow.core.store.source import SourceFingerprint, provenance_file
+from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir
+
+log = logging.getLogger(__name__)
+
+OUTPUT, LAST = "compile", "validate"  # stages: what writes the output, and the last one
+COPYING = ("quantize", "tune", "refine")  # stages whose tensors are all in the output, too
+REMOVED = ".removed-"  # in the name of what is being deleted; the time follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Something that can be removed: a folder, or the tensors in a stage folder.
+
+    path: below the work root; size: bytes of its files.
+    """
+
+    path: Path
+    why: str
+    size: int
+    is_tensors: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The stages of one work directory, by fingerprint, and folders without a usable manifest."""
+
+    path: Path
+    stages: dict[str, StageFolder] = field(default_factory=dict)
+    unusable: list[Path] = field(default_factory=list)
+    aside: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "_Work":
+        work = cls(path=path)
+        for folder in sorted(path.glob("*/*")):
+            if DAMAGED in folder.name or REMOVED in folder.name:
+                work.aside.append(folder)
+            elif folder.is_dir() and folder.parent.name not in ("prefect", "locks"):
+                found = StageFolder.found(folder)
+                if found is None:
+                    work.unusable.append(folder)
+                else:
+                    work.stages[found.manifest.fingerprint] = found
+        return work
+
+    def led_to(self, fingerprints: Iterable[str]) -> set[str]:
+        """Return the fingerprints of these stages and of all stages they depend on."""
+        found: set[str] = set()
+        open_ones = list(fingerprints)
+        while open_ones:
+            fingerprint = open_ones.pop()
+            if fingerprint in self.stages and fingerprint not in found:
+                found.add(fingerprint)
+                open_ones += self.stages[fingerprint].manifest.inputs.values()
+        return found
+
+    def finished(self) -> Iterator[tuple[str, str, float]]:
+        """Yield (output folder, fingerprint of `validate`, time) of finished conversions."""
+        for fingerprint, folder in self.stages.items():
+            made = self.stages.get(folder.manifest.inputs.get(OUTPUT, ""))
+            if folder.manifest.stage != LAST or made is None:
+                continue
+            statuses = {self.stages[f].manifest.status for f in self.led_to([fingerprint])}
+            if "partial" not in statuses:  # none was lost and is being made again
+                time = max(_time(folder), _time(made))
+                yield str(made.manifest.options.get("out")), fingerprint, time
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Root:
+    """A work root and what it needs."""
+
+    path: Path
+    keep_latest: int
+    partial: bool
+
+    @cached_property
+    def works(self) -> list[_Work]:
+        names = (path for path in self.path.iterdir() if path.is_dir() and path.name != "sources")
+        return [_Work.read(path) for path in sorted(names) if (path / "lock").is_file()]
+
+    @cached_property
+    def finished(self) -> dict[Path, set[str]]:
+        """Work directory → stages of the newest finished conversions for each output."""
+        by_output = defaultdict(list)
+        for work in self.works:
+            for out, fingerprint, time in work.finished():
+                by_output[out].append((time, work, fingerprint))
+        found: dict[Path, set[str]] = {work.path: set() for work in self.works}
+        for runs in by_output.values():
+            newest = sorted(runs, key=lambda run: run[0], reverse=True)[: self.keep_latest]
+            for _, work, fingerprint in newest:
+                found[work.path] |= work.led_to([fingerprint])
+        return found
+
+    @cached_property
+    def begun(self) -> dict[Path, set[str]]:
+        """Work directory → stages of unfinished conversions, with all they depend on."""
+        found = {}
+        for work in self.works:
+            done = work.led_to(fingerprint for _, fingerprint, _ in work.finished())
+            found[work.path] = work.led_to(work.stages.keys() - done)
+        return found
+
+    def needed(self, work: _Work) -> set[str]:
+        """Return the fingerprints of the stages to keep."""
+        return self.finished[work.path] | (set() if self.partial else self.begun[work.path])
+
+    def items(self) -> Iterator[Item]:
+        """Yield everything that can be removed."""
+        for work in self.works:
+            yield from self._stages(work)
+            yield from self._tensors(work)
+        yield from self._sources()
+
+    def _stages(self, work: _Work) -> Iterator[Item]:
+        needed, begun = self.needed(work), self.begun[work.path]
+        for path in work.aside:
+            why = "set aside: damaged, or of another version" if DAMAGED in path.name else "removed"
+            yield _item(path, why)
+        for path in work.unusable if self.partial else ():
+            yield _item(path, "its manifest is damaged")
+        for fingerprint, folder in work.stages.items():
+            if fingerprint in needed:
+                continue
+            found = folder.manifest
+            if fingerprint in begun:
+                yield _item(folder.path, f"not finished: {found.cursor} of {found.total}")
+            else:
+                yield _item(folder.path, "replaced: its output was made anew since then")
+
+    def _tensors(self, work: _Work) -> Iterator[Item]:
+        """Yield tensors that are in complete outputs and that no unfinished conversion reads."""
+        kept = self.finished[work.path] - (set() if self.partial else self.begun[work.path])
+        outputs = [f for f in kept if work.stages[f].manifest.stage == OUTPUT]
+        lost = [f for f in outputs if not work.stages[f].is_complete()]
+        for fingerprint in sorted(kept - work.led_to(lost)):
+            folder = work.stages[fingerprint]
+            size = sum(path.stat().st_size for path in folder.tensor_files())
+            if folder.manifest.stage in COPYING and size:
+                why = "its tensors are in the output, which is complete"
+                yield Item(path=folder.path, why=why, size=size, is_tensors=True)
+
+    def _sources(self) -> Iterator[Item]:
+        """Yield fetched models that none of the remaining conversions needs."""
+        used = {work.path.name for work in self.works if self.needed(work)}
+        known = {work.path.name for work in self.works if work.stages}
+        named = {
+            work.stages[fingerprint].manifest.options.get("source")
+            for work in self.works
+            for fingerprint in self.needed(work)
+        }
+        for folder in sorted(self.path.glob("sources/*/*")):
+            if not folder.is_dir() or str(folder.resolve()) in named:
+                continue
+            if REMOVED in folder.name:
+                yield _item(folder, "removed")
+            elif not provenance_file(folder).exists():
+                if self.partial:
+                    yield _item(folder, "its download is not finished")
+            elif (name := self._work_name(folder)) is not None and name not in used:
+                if name in known:
+                    yield _item(folder, "no finished conversion needs it")
+                elif self.partial:
+                    yield _item(folder, "fetched, never converted")
+
+    def _work_name(self, source: Path) -> str | None:
+        """Return the name of a source's work directory; None if it cannot be read."""
+        try:
+            found = SourceFingerprint.of(source, memory=self.path / "digests.json")
+        except SourceModelError:
+            return None
+        return WorkDir.of(self.path, found).root.name
+
+
+def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list[Item]:
+    """Return what no finished conversion needs.
+
+    Args:
+        root: the work root.
+        keep_latest: finished conversions to keep for each output folder.
+        partial: whether to include unfinished conversions.
+
+    Raises:
+        ConfigError: the folder is no work root.
+        ReadFailed: a manifest cannot be read.
+    """
+    if not (root / "digests.json").is_file() and not (root / "sources").is_dir():
+        raise ConfigError(
+            f"`{root}` is no work root; give the folder of checkpoints: `--work-root` of the "
+            "conversion, or `.exl2flow` beside its output"
+        )
+    return list(_Root(path=root.resolve(), keep_latest=keep_latest, partial=partial).items())
+
+
+def clean(
+    root: Path, *, keep_latest: int = 1, partial: bool = False, skip_busy: bool = False
+) -> list[Item]:
+    """Remove what no finished conversion needs, and return it.
+
+    Args:
+        root, keep_latest, partial: see `unneeded`.
+        skip_busy: whether to skip a work directory that is in use instead of refusing.
+
+    Raises:
+        ConfigError: the folder is no work root.
+        WorkDirBusy: a run is using it.
+        WriteFailed: something cannot be removed.
+    """
+    try:
+        return _clean(root.resolve(), keep_latest=keep_latest, partial=partial, skip_busy=skip_busy)
+    except OSError as error:
+        raise WriteFailed(
+            f"cannot remove `{error.filename}`: {error.strerror}; fix the permissions and repeat"
+        ) from error
+
+
+def _clean(root: Path, *, keep_latest: int, partial: bool, skip_busy: bool) -> list[Item]:
+    moved: list[Path] = []
+    with ExitStack() as locks:
+        busy = []
+        for path in sorted(path.parent for path in root.glob("*/lock")):
+            try:
+                locks.enter_context(WorkDir(path).lock())
+            except WorkDirBusy:
+                if not skip_busy:
+                    raise
+                busy.append(path)
+        found = unneeded(root, keep_latest=keep_latest, partial=partial)
+        items = [item for item in found if not any(map(item.path.is_relative_to, busy))]
+        for item in items:
+            moved.append(_move(item))
+    for path in moved:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.parent.parent.name == "sources" and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+    return items
+
+
+def clean_after(config: SharedOptions) -> None:
+    """Clean the work root after a run if the options say so; skip directories in use."""
+    if not config.clean_after:
+        return
+    try:
+        items = clean(config.work_dir_root, skip_busy=True)
+    except StoreError as error:  # the run itself succeeded
+        log.warning("not cleaned: %s", error)
+        return
+    size = sum(item.size for item in items)
+    log.info("cleaned=%s items=%d size=%.2fGB", config.work_dir_root, len(items), size / 1e9)
+
+
+def _move(item: Item) -> Path:
+    """Rename a folder, or move the tensors out of a stage folder; return the new place."""
+    path = item.path
+    if REMOVED in path.name:
+        return path
+    target = path.with_name(f"{path.name}{REMOVED}{strftime('%Y%m%dT%H%M%S')}")
+    while target.exists():  # of a clean that was killed within this second
+        target = target.with_name(f"{target.name}-")
+    if item.is_tensors:
+        target.mkdir()
+        folder = StageFolder.found(path)
+        assert folder is not None  # it was read under the same lock
+        folder.clear(target)
+    else:
+        provenance_file(path).unlink(missing_ok=True)
+        path.rename(target)
+    return target
+
+
+def _time(folder: StageFolder) -> float:
+    return (folder.path / "manifest.json").stat().st_mtime
+
+
+def _item(path: Path, why: str) -> Item:
+    files = path.rglob("*") if path.is_dir() else [path]
+    sizes = (file.lstat().st_size for file in files if not file.is_dir())
+    return Item(path=path, why=why, size=sum(sizes))

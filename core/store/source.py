@@ -1,0 +1,195 @@
+"""The identity of a source: a folder or a model on the Hub, its origin, its digests.
+
+Digests cover all files that determine a conversion; they are remembered between runs.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exl2flow.core.errors import NO_JSON, SourceModelError, WriteFailed
+from exl2flow.core.store.files import FileRecord, digest, digest_of, exclusive, write_json
+from exl2flow.core.store.manifest import CHECKSUM
+from exl2flow.core.store.model_files import TEKKEN_FILE, has_only_tekken
+
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
+
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+DIGESTS_FILE = "digests.json"  # in a work root: remembered digests
+READERS = 4  # files that are hashed at a time: a core hashes 2 GB/s
+ATTEMPTS = 3  # to read a file that changes meanwhile
+PROVENANCE = (
+    "repo",
+    "revision",
+    "commit",
+    "license",
+    "license_name",
+    "license_link",
+    "gated",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFingerprint:
+    """`slug` is a file name; `fingerprint` covers weights, config and tokenizer.
+
+    files: what it covers, as name → sha256.
+    """
+
+    slug: str
+    fingerprint: str
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, source: Path, *, memory: Path) -> "SourceFingerprint":
+        """Digest the model's files; unchanged files are not read again.
+
+        Args:
+            source: the model's folder.
+            memory: JSON file of earlier digests by path; created when missing.
+
+        Raises:
+            SourceModelError: the folder or its weights cannot be read, or a file keeps changing.
+        """
+        source = source.resolve()
+        try:
+            paths = sorted(source.glob("*.safetensors"))
+            paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
+            paths += [source / TEKKEN_FILE] * has_only_tekken(source)
+            found = {path.name: sha256 for path, sha256 in digests(paths, memory).items()}
+        except OSError as error:
+            raise SourceModelError(
+                f"cannot read `{error.filename or source}`: {error.strerror}; "
+                "check the folder and its permissions"
+            ) from error
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.").lower() or "model"
+        return cls(slug=slug, fingerprint=digest_of(found), files=found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A model on the Hub: `org/name`, and a branch, tag or commit."""
+
+    repo: str
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, source: Path | str) -> "HubModel | None":
+        """Parse `org/name` or `org/name@revision`; None for anything else."""
+        match = HUB_ID.fullmatch(str(source))
+        return match and cls(repo=match["repo"], revision=match["revision"])
+
+    @property
+    def name(self) -> str:
+        """The part after the organization."""
+        return self.repo.rpartition("/")[2]
+
+    def is_begun(self, work_root: Path) -> bool:
+        """Return whether a work root holds a model of this name, fetched at least in part."""
+        return any(work_root.glob(f"sources/*/{self.name}"))
+
+
+def hub_model(source: Path, work_root: Path) -> HubModel | None:
+    """Return the model on the Hub that a source names, None for a folder.
+
+    An existing folder takes precedence over the Hub. If there is a folder `org`, then `org/name` is
+    considered a mistyped path, unless the model's fetch has begun: the folder may have been created
+    for the output or the work root.
+
+    Raises:
+        SourceModelError: the source is a mistyped path.
+    """
+    wanted = HubModel.of(source)
+    if wanted is None or source.exists():
+        return None
+    is_path = wanted.revision is None and source.parent.is_dir()
+    if is_path and not wanted.is_begun(work_root):
+        raise SourceModelError(
+            f"there is no folder `{source}`, but `{source.parent}` is one; correct the path, or "
+            f"write `{source}@main` for a model on the Hub"
+        )
+    return wanted
+
+
+def provenance_file(source: Path) -> Path:
+    """Return the file that records the repository and commit of a fetched folder."""
+    return source.with_name(f"{source.name}.source.json")
+
+
+def provenance(source: Path) -> dict[str, Any] | None:
+    """Return what was recorded when a folder was fetched from the Hub, None for others.
+
+    Keys: repo, revision, commit, license, license_name, license_link, gated.
+    """
+    try:
+        found = json.loads(provenance_file(source.resolve()).read_bytes())
+        return {key: found[key] for key in PROVENANCE}
+    except (*NO_JSON, KeyError, TypeError):
+        return None
+
+
+def digests(paths: list[Path], memory: Path) -> dict[Path, str]:
+    """Return path → sha256, reading only files that changed or are new, several at a time.
+
+    Raises:
+        SourceModelError: a file keeps changing while it is read.
+    """
+    known = _load(memory)
+    stale = [path for path in paths if not _holds(known.get(str(path)), path)]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-digest") as threads:
+        for path, record in zip(stale, threads.map(_record, stale), strict=True):
+            known[str(path)] = record
+            _remember(memory, path, record)
+    return {path: str(known[str(path)].sha256) for path in paths}
+
+
+def _holds(known: FileRecord | None, path: Path) -> bool:
+    return known is not None and FileRecord.of(path, sha256=known.sha256) == known
+
+
+def _record(path: Path) -> FileRecord:
+    """Digest a file, again if it changes meanwhile."""
+    for _ in range(ATTEMPTS):
+        before = FileRecord.of(path, sha256=None)
+        sha256 = digest(path)
+        if FileRecord.of(path, sha256=None) == before:
+            return before.model_copy(update={"sha256": sha256})
+    raise SourceModelError(
+        f"`{path}` changes while it is read; wait until it is downloaded or copied, then repeat "
+        "the command"
+    )
+
+
+def _load(memory: Path) -> dict[str, FileRecord]:
+    """Return the remembered digests; none if the memory is damaged, which costs time only."""
+    try:
+        entries = json.loads(memory.read_bytes())
+        if entries.pop(CHECKSUM, None) != digest_of(entries):
+            return {}
+        return {name: FileRecord.model_validate(entry) for name, entry in entries.items()}
+    except (*NO_JSON, AttributeError, TypeError):
+        return {}
+
+
+def _remember(memory: Path, path: Path, known: FileRecord) -> None:
+    """Add a digest to those that this and other processes remember."""
+    try:
+        with exclusive(memory):
+            records = {**_load(memory), str(path): known}
+            entries = {name: record.model_dump() for name, record in records.items()}
+            write_json(memory, {**entries, CHECKSUM: digest_of(entries)})
+    except WriteFailed:
+        return  # the disk may be full or read-only: pre-flight reports that in its own words

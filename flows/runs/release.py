@@ -1,0 +1,73 @@
+"""Publishing at the end of a conversion or a sweep, with or without Prefect.
+
+Check everything that could refuse the release first; publish only complete results.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from exl2flow.core.options.config import SharedOptions
+from exl2flow.core.options.publication import PublishConfig, PublishOptions
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
+from exl2flow.tasks.client import Hub
+from exl2flow.tasks.origin import check_target
+
+
+def hub_of(token_block: str | None) -> Hub:
+    """Return a client with the token of a Secret block, or that of the environment.
+
+    Raises:
+        ConfigError: there is no such block.
+    """
+    if token_block is None:
+        return Hub.open()
+    from exl2flow.tasks.credentials import read_token  # imports Prefect
+
+    return Hub.open(read_token(token_block))
+
+
+def target_of(config: SharedOptions) -> PublishOptions | None:
+    """Return where to publish the result, with the token block to use; None: nowhere."""
+    if config.publish is None:
+        return None
+    block = config.publish.token_block or config.token_block
+    return config.publish.model_copy(update={"token_block": block})
+
+
+def check_release(config: SharedOptions) -> None:
+    """Check before any work whether the result could be published, if it is to be.
+
+    Raises:
+        ConfigError, HubError, PublicationRefused, SourceModelError: see `check_target`.
+    """
+    target = target_of(config)
+    if target is not None:
+        writer, reader = hub_of(target.token_block), hub_of(config.token_block)
+        root = config.work_dir_root
+        check_target(target, config.source, root, writer=writer, reader=reader)
+
+
+def release_of(
+    config: SharedOptions, measured: Pipeline, models: Sequence[Path]
+) -> PublishConfig | None:
+    """Return how to publish finished models, or None.
+
+    Args:
+        config: of the conversion or the sweep.
+        measured: its pipeline; its measurement is published unless the options name another one.
+        models: all output folders.
+    """
+    target = target_of(config)
+    if target is None:
+        return None
+    measurement = config.measurement
+    if measurement is None:
+        measurement = measured.path("measure") / MEASUREMENT_FILE
+    return PublishConfig(
+        **dict(target),
+        models=tuple(models),
+        measurement=measurement,
+        device=config.device,
+        work_root=config.work_dir_root,
+    )

@@ -1,0 +1,247 @@
+"""Runs the bitrates of a sweep on one of Prefect's task runners, chosen by one option.
+
+Every process other than the flow's, in a pool or in a cluster, takes a free device of its host; see
+`core.slots`.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from prefect.client.schemas.objects import State
+from prefect.context import refresh_global_settings_context
+from prefect.futures import PrefectFuture
+from prefect.settings import get_current_settings
+from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
+
+from exl2flow.core.errors import Interrupted
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.runtime.device_locks import Slots
+from exl2flow.core.runtime.interrupt import StopRequest
+from exl2flow.core.store.files import write_text
+from exl2flow.flows.runs.bitrates import no_cluster, workers_of
+from exl2flow.kernels import resolve_device
+from exl2flow.tasks.sweep import Share, make_bitrate
+
+ATTEMPTS = 3  # of a bitrate whose process died
+POLL_SECONDS = 0.2  # between checks for a signal
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+
+AnyRunner = TaskRunner[Any]  # of any kind of future
+
+
+class ProcessDied(Exception):
+    """The process that made a bitrate ended without reporting an error."""
+
+
+def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
+    """Make all bitrates, several at a time if configured; return the errors of failed ones.
+
+    A bitrate whose process died is resumed in another attempt, in the last one by itself, because a
+    pool loses all its processes when one dies.
+
+    Raises:
+        ConfigError: no cluster answers.
+        Interrupted: a signal arrived, and the workers of this runner cannot be asked to stop.
+    """
+    outcomes: dict[str, BaseException | None] = {}
+    remaining = config.conversions()
+    for attempt in range(1, ATTEMPTS + 1):
+        alone = [{name: conversion} for name, conversion in remaining.items()]
+        for group in alone if attempt == ATTEMPTS else [remaining]:
+            outcomes |= _attempt(config, group, stop)
+        remaining = {n: c for n, c in remaining.items() if isinstance(outcomes[n], ProcessDied)}
+    return {name: error for name, error in outcomes.items() if error is not None}
+
+
+@contextmanager
+def _settings_exported() -> Iterator[None]:
+    """Let processes and threads that start inside the block find the server of this run.
+
+    They do not inherit settings from a context; without these settings Prefect starts servers.
+    Upstream: https://github.com/PrefectHQ/prefect/issues/12966
+    """
+    ours = QUIET | get_current_settings().to_environment_variables(exclude_unset=True)
+    added = ours.keys() - os.environ.keys()
+    os.environ.update({name: ours[name] for name in added})
+    refresh_global_settings_context()
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+        refresh_global_settings_context()
+
+
+def _runner(config: SweepConfig, workers: int) -> AnyRunner:
+    """Return the runner; clusters that it starts listen on the loopback interface only."""
+    match config.runner:
+        case "threads":
+            return ThreadPoolTaskRunner(max_workers=workers)
+        case "processes":
+            return ProcessPoolTaskRunner(max_workers=workers, initializer=_end_with_the_flow)
+        case "dask":
+            return _dask(config, workers)
+        case "ray":
+            return _ray(config, workers)
+
+
+def _dask(config: SweepConfig, workers: int) -> AnyRunner:
+    from prefect_dask import DaskTaskRunner
+
+    own = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
+    started = {"cluster_kwargs": {**own, "dashboard_address": "127.0.0.1:0"}}  # None: 8787
+    runner: AnyRunner = DaskTaskRunner(
+        **({"address": config.cluster} if config.cluster else started)
+    )
+    return runner
+
+
+def _ray(config: SweepConfig, workers: int) -> AnyRunner:
+    """Return Ray's runner; no public argument says where a cluster listens (ray issue 1677)."""
+    from prefect_ray import RayTaskRunner
+
+    own = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    runner: AnyRunner = RayTaskRunner(
+        **({"address": config.cluster} if config.cluster else {"init_kwargs": own})
+    )
+    return runner
+
+
+@contextmanager
+def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
+    """Start a runner for the block.
+
+    Raises:
+        ConfigError: no cluster answers.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(runner)
+            getattr(runner, "client", None)  # Dask connects now
+        except OSError as error:
+            raise no_cluster(config.runner, config.cluster, error) from None
+        yield runner
+
+
+def _demands(config: SweepConfig) -> AbstractContextManager[None]:
+    """Have Ray assign a GPU to every bitrate."""
+    if config.runner != "ray" or resolve_device(config.device).type == "cpu":
+        return nullcontext()
+    from prefect_ray.context import remote_options
+
+    options: AbstractContextManager[None] = remote_options(num_gpus=1)
+    return options
+
+
+def _end_with_the_flow() -> None:
+    """End this process of a pool when the flow's is killed; it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    os.setpgrp()  # Ctrl-C on a terminal reaches the flow only, which passes it on once
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _attempt(
+    config: SweepConfig, conversions: Mapping[str, ConversionConfig], stop: StopRequest
+) -> dict[str, BaseException | None]:
+    """Make bitrates, and return why each of them failed, None if it did not."""
+    if not conversions:
+        return {}
+    workers = (os.cpu_count() or 1) if config.cluster else workers_of(config)
+    with _settings_exported(), tempfile.TemporaryDirectory(prefix="exl2flow-") as folder:
+        share = Share(workers=config.workers or workers, stop=Path(folder) / "stop")
+        messenger = Messenger(config, stop, share.stop)
+        with _running(_runner(config, workers), config) as runner, _demands(config):
+            futures = {
+                name: runner.submit(
+                    make_bitrate,
+                    {
+                        "name": name,
+                        "config": conversion,
+                        "share": None if config.runner == "threads" else share,
+                    },
+                )
+                for name, conversion in conversions.items()
+            }
+            return {name: _outcome(future, messenger) for name, future in futures.items()}
+
+
+class Messenger:
+    """Passes a signal on to those that make bitrates, once."""
+
+    def __init__(self, config: SweepConfig, stop: StopRequest, file: Path) -> None:
+        self.stop = stop
+        self._runner = config.runner
+        self._file = file
+
+    def pass_on(self) -> None:
+        """Ask workers to stop; threads share the flow's request.
+
+        Raises:
+            Interrupted: the workers of a cluster do not listen; they end with it.
+        """
+        signum = self.stop.signum
+        if signum is None or self._file.exists():
+            return
+        write_text(self._file, str(signum))
+        if self._runner in ("dask", "ray"):
+            raise Interrupted("stopped; everything finished is saved", signum=signum)
+        if self._runner == "processes":
+            owners = Slots.of_host("cuda").owners() | Slots.of_host("cpu").owners()
+            for child in multiprocessing.active_children():
+                if child.pid in owners:  # others see the file before they begin
+                    with suppress(ProcessLookupError):
+                        os.kill(child.pid, signum)
+
+
+def _outcome(future: PrefectFuture[Any], messenger: Messenger) -> BaseException | None:
+    """Wait for a bitrate, and return why it failed."""
+    while True:
+        try:
+            future.wait(timeout=POLL_SECONDS)
+        except Exception as error:  # whatever ended the process or the cluster
+            found: BaseException | None = _died(type(error).__name__)
+            break
+        if future.state.is_final():
+            found = _error(future.state)
+            break
+        if (found := _lost(future)) is not None:
+            break
+        messenger.pass_on()
+    signum = messenger.stop.signum
+    if isinstance(found, ProcessDied) and signum is not None:
+        return Interrupted("stopped; everything finished is saved", signum=signum)
+    return found
+
+
+def _lost(future: PrefectFuture[Any]) -> ProcessDied | None:
+    """Return an error if a Dask cluster gave up a task; Prefect's future shows it as pending."""
+    wrapped = getattr(future, "wrapped_future", None)
+    if getattr(wrapped, "status", "pending") not in ("error", "cancelled", "lost"):
+        return None
+    return _died(repr(wrapped.exception(timeout=POLL_SECONDS)))  # type: ignore[union-attr]
+
+
+def _error(state: State[Any]) -> BaseException | None:
+    if state.is_completed():
+        return None
+    error = state.result(raise_on_failure=False)
+    if state.is_crashed() and not isinstance(error, Interrupted):
+        return _died(str(state.message))
+    return error if isinstance(error, BaseException) else ProcessDied(str(state.message))
+
+
+def _died(how: str) -> ProcessDied:
+    return ProcessDied(f"the process that made it died ({how})")

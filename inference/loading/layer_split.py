@@ -1,0 +1,371 @@
+"""Which GPU takes which layers: computed from sizes, so nothing is loaded to find out.
+
+Parts are dealt out in order, each to the device of the one before it if there is room, else to the
+next one. What a device needs never falls when it gets more parts, so this uses the fewest devices,
+and more room never moves a layer to a later one.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Self
+
+import torch
+
+from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
+from exl2flow.core.runtime.memory import free_memory
+from exl2flow.core.words import size
+from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.model import ModelSpec, Placement, TensorFiles
+from exl2flow.model.memory.footprint import Share, Texts, exact_format
+from exl2flow.model.memory.footprint import pages as page_count
+
+GB = 10**9
+EXAMPLES = {
+    "gpu-split": "`20,24` in GB, nor `auto`",
+    "reserve": "`200000000,0` in bytes",
+    "devices": "`0,2`",
+}
+RESERVE = (192 << 20, 64 << 20)  # bytes kept free on the first device, and on every other one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of a model's parts in memory, before growth in GPU layout.
+
+    shared: of `head`, what it takes over from the embedding where both are on one device.
+    """
+
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+    shared: int = 0
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tensors: TensorFiles, dtype: torch.dtype) -> Self:
+        """Read sizes from the headers of files; floating-point numbers are kept in `dtype`."""
+        layers, apart = [0] * spec.num_layers, spec.family.learned_positions
+        embedding = head = 0
+        inside = re.compile(rf"{re.escape(spec.layers_key)}(\d+)\.")
+        for name in tensors.names:
+            nbytes = tensors.nbytes(name)
+            if tensors.dtype(name).is_floating_point and tensors.dtype(name) != dtype:
+                nbytes = prod(tensors.shape(name)) * dtype.itemsize
+            if (layer := inside.match(name)) and int(layer[1]) < spec.num_layers:
+                layers[int(layer[1])] += nbytes
+            elif name.startswith((f"{spec.embedding_key}.", f"{apart}.")):
+                embedding += nbytes
+            elif name.startswith((f"{spec.head.key}.", f"{spec.final_norm.key}.")):
+                head += nbytes
+        has_own = any(name.startswith(f"{spec.head.key}.") for name in tensors.names)
+        shared = embedding if spec.tied_head and not has_own else 0
+        return cls(embedding=embedding, layers=tuple(layers), head=head + shared, shared=shared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a user divides a model among GPUs.
+
+    sizes: bytes per device, 0 to skip one; None: what is free less `reserve`, bytes of the first
+    devices, the last one for all others; devices: indexes of GPUs; None: all, or as many as there
+    are sizes. There must be room for a cache of so many tokens in this format (None: of the longest
+    text, or as many as fit; in the format that stores what is computed), and for the logits of
+    `slots` texts.
+    """
+
+    sizes: tuple[int, ...] | None = None
+    reserve: tuple[int, ...] | None = None
+    devices: tuple[int, ...] | None = None
+    tokens: int | None = None
+    cache: str | None = None
+    slots: int = 16
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if options contradict each other."""
+        given = self.devices
+        if self.sizes is not None and self.reserve is not None:
+            raise ConfigError(
+                "`--reserve` goes with `--gpu-split auto`; sizes reserve by themselves"
+            )
+        if self.sizes is not None and not any(self.sizes):
+            raise ConfigError("`--gpu-split` skips every device; give at least one a size")
+        if given is not None and len({*given}) < len(given):
+            raise ConfigError(f"`--devices {','.join(map(str, given))}` names a device twice")
+        if given is not None and self.sizes is not None and len(self.sizes) != len(given):
+            raise ConfigError(
+                f"`--gpu-split` has {len(self.sizes)} sizes, `--devices` {len(given)} devices; "
+                "give as many, 0 to skip one"
+            )
+
+    @classmethod
+    def parse(
+        cls,
+        gpu_split: str | None,
+        *,
+        reserve: str | None = None,
+        devices: str | None = None,
+        tokens: int | None = None,
+        cache: str | None = None,
+        slots: int = 16,
+    ) -> Self | None:
+        """Return what options mean: `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
+
+        The others are those of `Split`.
+
+        Raises:
+            ConfigError: one of them is no such list, or they contradict each other.
+        """
+        if gpu_split is None and reserve is None and devices is None:
+            return None
+        is_auto = gpu_split is None or gpu_split == "auto"
+        return cls(
+            sizes=None if is_auto else _numbers("gpu-split", gpu_split, _gigabytes),
+            reserve=_numbers("reserve", reserve, int),
+            devices=_numbers("devices", devices, int),
+            tokens=tokens,
+            cache=cache,
+            slots=slots,
+        )
+
+    def rooms(self, free: Sequence[Callable[[], int]]) -> dict[torch.device, int]:
+        """Return the bytes of each CUDA device that a model may take, in order.
+
+        Args:
+            free: of every visible device, a function that returns its free bytes; only those that
+                are used are called, because CUDA takes memory of a device for that.
+
+        Raises:
+            ConfigError: a device is not there.
+        """
+        there, wanted = range(len(free)), len(self.sizes or self.reserve or ())
+        chosen = self.devices if self.devices is not None else there[: len(self.sizes or free)]
+        absent = [index for index in chosen if index not in there]
+        if absent or wanted > len(chosen) or not chosen:
+            named = f"`--devices` names {absent[0]}" if absent else f"{wanted} sizes are given"
+            seen = ", ".join(map(str, there)) or "none"
+            raise ConfigError(f"{named}, but the GPUs that torch sees are {seen}")
+        rooms = dict[torch.device, int]()
+        for order, index in enumerate(chosen):
+            if self.sizes is None:
+                reserve = self.reserve or RESERVE
+                room = free[index]() - reserve[min(order, len(reserve) - 1)]
+            elif not self.sizes[order]:
+                continue
+            else:
+                room = min(self.sizes[order], free[index]())
+            rooms[torch.device("cuda", index)] = max(0, room)
+        return rooms
+
+
+@dataclass(slots=True)
+class _Load:
+    """Parts on one device: names for people, stored bytes, and what they need besides."""
+
+    stored: int = 0
+    share: Share = field(default_factory=Share)
+    has_embedding: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.stored + self.share.total
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part that lies on one device as a whole; `shared`: see `Sizes`."""
+
+    name: str
+    stored: int
+    share: Share
+    shared: int = 0
+    is_embedding: bool = False
+
+    def joined(self, load: _Load) -> _Load:
+        """Return a device's load with this part."""
+        stored = self.stored - (self.shared if load.has_embedding else 0)
+        return _Load(
+            load.stored + stored,
+            load.share + self.share,
+            load.has_embedding or self.is_embedding,
+        )
+
+
+def place(
+    spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts
+) -> Placement:
+    """Deal the parts of a model out to devices.
+
+    Args:
+        spec: the model.
+        sizes: of its parts.
+        rooms: bytes that it may take on each device, in the order in which they are filled.
+        texts: what it is to read and write.
+
+    Raises:
+        OutOfDeviceMemory: it does not fit; the message says what each device takes and has, and
+            what would fit.
+    """
+    parts = _parts(spec, sizes, texts)
+    found, loads = _dealt(parts, rooms)
+    if len(found) < len(parts):
+        raise OutOfDeviceMemory(_refusal(spec, sizes, rooms, texts, found, loads))
+    return Placement(embedding=found[0], layers=tuple(found[1:-1]), head=found[-1])
+
+
+def placed(
+    split: Split,
+    spec: ModelSpec,
+    tensors: TensorFiles,
+    *,
+    device: torch.device,
+    context: int,
+) -> Placement:
+    """Deal a model in files out to the GPUs that torch sees.
+
+    Args:
+        split: how, and what room to leave.
+        spec: the model.
+        tensors: its files.
+        device: that was chosen; it must be CUDA.
+        context: the longest text.
+
+    Raises:
+        ConfigError: the device is no GPU, or one is not there.
+        OutOfDeviceMemory: the model does not fit.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"a model is split among GPUs, and the device is `{device}`; leave out `--gpu-split`, "
+            "`--reserve` and `--devices`"
+        )
+    there = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    rooms = split.rooms([partial(free_memory, device) for device in there])
+    sizes = Sizes.of(spec, tensors, torch.float16)
+    texts = Texts(
+        context=min(context, split.tokens or context),
+        pages=page_count(split.tokens or context),
+        cache_format=split.cache or exact_format(device),
+        sequences=split.slots,
+    )
+    if split.tokens is None:
+        texts = _shortened(texts, largest(spec, sizes, rooms, texts) or texts.pages)
+    return place(spec, sizes, rooms, texts)
+
+
+def needs(
+    spec: ModelSpec, sizes: Sizes, placement: Placement, texts: Texts
+) -> dict[torch.device, int]:
+    """Return the bytes that a placed model takes on each device, at most."""
+    loads = dict[torch.device, _Load]()
+    where = (placement.embedding, *placement.layers, placement.head)
+    for device, part in zip(where, _parts(spec, sizes, texts), strict=True):
+        loads[device] = part.joined(loads.get(device, _Load()))
+    return {device: load.total for device, load in loads.items()}
+
+
+def _parts(spec: ModelSpec, sizes: Sizes, texts: Texts) -> list[_Part]:
+    """Return embedding, layers and head."""
+    embedding, head = Share.of_embedding(spec, texts), Share.of_head(spec, texts)
+    layers = [
+        _Part(f"layer {index}", stored, Share.of_layer(spec, index, texts))
+        for index, stored in enumerate(sizes.layers)
+    ]
+    return [
+        _Part("the embedding", sizes.embedding, embedding, is_embedding=True),
+        *layers,
+        _Part("the head", sizes.head, head, shared=sizes.shared),
+    ]
+
+
+def _dealt(
+    parts: Sequence[_Part], rooms: Mapping[torch.device, int]
+) -> tuple[list[torch.device], dict[torch.device, _Load]]:
+    """Return the devices of the first parts, as many as there is room for, and all loads."""
+    found, loads = list[torch.device](), {device: _Load() for device in rooms}
+    for device, room in rooms.items():
+        for part in parts[len(found) :]:
+            load = part.joined(loads[device])
+            if load.total > room:
+                break
+            loads[device] = load
+            found.append(device)
+    return found, loads
+
+
+def _refusal(
+    spec: ModelSpec,
+    sizes: Sizes,
+    rooms: Mapping[torch.device, int],
+    texts: Texts,
+    found: Sequence[torch.device],
+    loads: Mapping[torch.device, _Load],
+) -> str:
+    """Return the message for a model that does not fit."""
+    parts = _parts(spec, sizes, texts)
+    left = parts[len(found) :]
+    rest = _Load()
+    for part in left:
+        rest = part.joined(rest)
+    names = left[0].name if len(left) == 1 else f"{left[0].name} to {left[-1].name}"
+    taken = ", ".join(
+        f"`{device}` takes {size(loads[device].total)} of {size(room)}"
+        for device, room in rooms.items()
+    )
+    what = f"`{spec.source_dir}` with {texts.pages * PAGE_TOKENS:,} tokens of {texts.cache_format}"
+    return (
+        f"{what} does not fit: {taken or 'no device has room'}, and {names} "
+        f"{'needs' if len(left) == 1 else 'need'} {size(rest.total)} more; "
+        f"{_remedy(spec, sizes, rooms, texts)}"
+    )
+
+
+def _remedy(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts) -> str:
+    """Return what would fit: a smaller cache, else what a lone device would need."""
+    tokens = PAGE_TOKENS * largest(spec, sizes, rooms, texts)
+    if tokens:
+        return f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"
+    least = _Load()
+    for part in _parts(spec, sizes, _shortened(texts, 1)):
+        least = part.joined(least)
+    return (
+        f"with the smallest cache it takes {size(least.total)} on one device; give more devices or "
+        "more room, or a model of fewer bits"
+    )
+
+
+def largest(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts) -> int:
+    """Return the most pages of a cache, those of `texts` at most, with which a model fits, or 0."""
+
+    def fits(pages: int) -> bool:
+        parts = _parts(spec, sizes, _shortened(texts, pages))
+        return len(_dealt(parts, rooms)[0]) == len(parts)
+
+    low, high = 0, texts.pages + 1  # the first one fits, the last one does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _shortened(texts: Texts, pages: int) -> Texts:
+    """Return these texts with a smaller cache."""
+    return replace(texts, pages=pages, context=min(texts.context, pages * PAGE_TOKENS))
+
+
+def _numbers(name: str, text: str | None, read: Callable[[str], int]) -> tuple[int, ...] | None:
+    """Return the numbers of a comma-separated list."""
+    if text is None:
+        return None
+    try:
+        values = tuple(read(word) for word in text.split(","))
+        if min(values) < 0:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ConfigError(f"`--{name} {text}` is no list such as {EXAMPLES[name]}") from None
+    return values
+
+
+def _gigabytes(word: str) -> int:
+    return int(float(word) * GB)

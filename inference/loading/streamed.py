@@ -1,0 +1,109 @@
+"""Run many rows of text through a model with one sublayer in memory at a time.
+
+On a GPU a model computes as at inference: packed matrices, fp16 states, the same kernels. A
+reference keeps fp32 states over fp16 weights there. On a CPU everything is fp32.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.runtime.memory import free_memory
+from exl2flow.inference.loading.load import THREADS, StreamedSublayers
+from exl2flow.kernels import Threads
+from exl2flow.model import (
+    CanonicalTensors,
+    Sublayer,
+    SublayerSpec,
+    build_embedding,
+    build_head,
+    resolve,
+)
+
+FP32 = torch.float32
+TOKENS_TOGETHER = 8192  # that pass a sublayer together on a GPU ...
+WIDE_TENSORS = 12  # ... if this many fp32 tensors of the widest activation fit
+SUBLAYERS_AHEAD = 2  # read while a GPU computes another one
+Look = Callable[[SublayerSpec], None]
+
+
+class StreamedModel:
+    """A model folder; only embedding and head stay in memory."""
+
+    def __init__(self, folder: Path, device: torch.device, *, is_reference: bool = False) -> None:
+        """Open a folder and load its embedding and head.
+
+        Raises:
+            SourceModelError: the folder is not a runnable model.
+        """
+        self.folder = folder
+        self.device = device
+        self.spec = resolve(folder)
+        tensors = CanonicalTensors(self.spec)
+        self.bytes = sum(path.stat().st_size for path in tensors.files)
+        on_gpu = device.type == "cuda"
+        weights = torch.float16 if on_gpu else FP32
+        packed = on_gpu and not is_reference
+        self.dtype = FP32 if is_reference else weights  # of hidden states
+        self.embedding = build_embedding(self.spec, tensors, dtype=self.dtype, device=device)
+        self._sublayers = StreamedSublayers(
+            self.spec, tensors, dtype=weights, device=device, packed=packed
+        )
+        self.head = build_head(
+            self.spec,
+            tensors,
+            dtype=weights,
+            device=device,
+            embedding=self.embedding if self.dtype == weights else None,
+            packed=packed,
+        )
+
+    def states(
+        self, texts: Sequence[torch.Tensor], look: Look = lambda spec: None
+    ) -> list[torch.Tensor]:
+        """Return the states of several texts after the last sublayer, (rows, t, hidden) each.
+
+        Args:
+            texts: int64 (rows, t) each, on the device; row lengths may differ between texts.
+            look: called with each sublayer before it runs; may raise to stop.
+        """
+        found = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
+        for sublayer in self._read():
+            for states in found:
+                for rows in torch.split(states, self._rows_together(states.shape[1])):
+                    look(sublayer.spec)
+                    rows.copy_(sublayer(rows))
+        return found
+
+    def row_bytes(self, tokens: int) -> int:
+        """Return the bytes of a row's hidden states."""
+        return tokens * self.spec.hidden_size * self.dtype.itemsize
+
+    def _rows_together(self, tokens: int) -> int:
+        """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""
+        if self.device.type == "cpu":
+            return 1
+        spec = self.spec
+        attention = max(layer.width for layer in spec.attentions)
+        widest = max(spec.hidden_size, spec.mlp.intermediate_size, attention)
+        room = free_memory(self.device) // (WIDE_TENSORS * widest * FP32.itemsize)
+        return max(1, min(TOKENS_TOGETHER, room) // tokens)
+
+    def _read(self) -> Iterator[Sublayer]:
+        """Yield the sublayers in order; for a GPU, threads prefetch the next ones."""
+        count = len(self._sublayers)
+        if self.device.type == "cpu":
+            yield from (self._sublayers[index] for index in range(count))
+            return
+        works = (partial(self._sublayers.__getitem__, index) for index in range(count))
+        with Threads(THREADS["cuda"], self.device) as threads:
+            waiting = deque[Future[Sublayer]](map(threads.begin, islice(works, SUBLAYERS_AHEAD)))
+            while waiting:
+                sublayer = waiting.popleft().result()
+                waiting.extend(map(threads.begin, islice(works, 1)))
+                yield sublayer

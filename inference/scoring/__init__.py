@@ -1,0 +1,1 @@
+"""Score a model: perplexity, KL divergence, their intervals, the text, a sample."""

@@ -1,0 +1,340 @@
+"""Perplexity of models, and their divergence from a reference, on rows of text.
+
+All models of a comparison share the reference's forward pass; logits exist for a few positions at
+a time and are never stored. Definitions, over positions 1..t-1 of every row: perplexity is
+`exp(-mean ln p(next))`, KL divergence `Σ p_ref ln(p_ref / p)` in nats, top-1 agreement the share of
+positions where both rank the same token first.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.runtime.memory import free_memory
+from exl2flow.inference.loading.streamed import Look, StreamedModel
+from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals
+from exl2flow.model import SublayerSpec, check_ids, with_bos
+
+STATE_BYTES = 1 << 27  # of hidden states held at a time on a CPU, all models together ...
+LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all matrices
+STATE_SHARE = 0.5  # of a GPU's free memory, for hidden states
+LOGIT_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of logits held at a time, per model
+Advance = Callable[[int, int, str], None]
+RowKey = tuple[int, int]  # text, row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One model's results on the rows; the divergence fields are None without a reference.
+
+    text: SHA-256 of the scored ids, rows: sums of each row; both None in files of older versions.
+    intervals: at 95 %, None if there are too few rows.
+    """
+
+    model: str
+    perplexity: float
+    reference_perplexity: float | None
+    kl_divergence: float | None
+    kl_median: float | None
+    kl_p99: float | None
+    top1_agreement: float | None
+    tokens: int
+    bytes: int
+    text: str | None = None
+    rows: RowSums | None = None
+    intervals: Intervals | None = None
+
+    @classmethod
+    def of(cls, model: str, values: Mapping[str, object]) -> Self | None:
+        """Read a score from a file of any version; None if it lacks perplexity or sizes.
+
+        Unknown fields are ignored; missing ones are None.
+        """
+        others = ("model", "text", "rows", "intervals")
+        found = {name: _number(values.get(name)) for name in cls.__slots__ if name not in others}
+        text = values.get("text")
+        whole = [found.pop(name) for name in ("tokens", "bytes")]
+        perplexity = found.pop("perplexity")
+        if perplexity is None or not all(isinstance(value, int) for value in whole):
+            return None
+        tokens, size = (int(value or 0) for value in whole)
+        return cls(
+            model=model,
+            perplexity=perplexity,
+            tokens=tokens,
+            bytes=size,
+            text=text if isinstance(text, str) else None,
+            rows=RowSums.of(values.get("rows")),
+            intervals=Intervals.of(values.get("intervals")),
+            **found,
+        )
+
+
+def _number(value: object) -> float | None:
+    """Return a number from a JSON file, including infinity; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, float) or abs(value) < 2**63 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """Results of one row, for each of m models, in main memory.
+
+    losses: -ln p(next), fp32 (m, t - 1), or (m + 1, t - 1) with the reference's last;
+    divergences: nats, fp32 (m, t - 1); agreements: uint8 (m, t - 1). The last two are empty without
+    a reference.
+    """
+
+    losses: torch.Tensor
+    divergences: torch.Tensor
+    agreements: torch.Tensor
+
+
+class Kept(Protocol):
+    """Storage for row scores that survives an interruption."""
+
+    def load(self) -> dict[RowKey, RowScores]:
+        """Return all stored row scores."""
+        ...
+
+    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
+        """Store the scores of a block of rows."""
+        ...
+
+
+def evaluate(
+    models: Sequence[Path],
+    ids: torch.Tensor,
+    *,
+    reference: Path | None = None,
+    device: torch.device | str = "cpu",
+    advance: Advance | None = None,
+) -> list[Score]:
+    """Score models on the rows of one text; see `evaluate_texts`.
+
+    Args:
+        models: model folders, EXL2 or plain.
+        ids: int64 (rows, t), t at least 2.
+        reference: folder of the model to measure divergence from.
+        device: where to compute.
+        advance: called with (sublayers done, total, current one), at the end with all of them
+            done; may raise to stop.
+    """
+    scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
+    return [score for (score,) in scores]
+
+
+@torch.inference_mode()
+def evaluate_texts(
+    models: Sequence[Path],
+    texts: Sequence[torch.Tensor],
+    *,
+    reference: Path | None = None,
+    device: torch.device | str = "cpu",
+    advance: Advance | None = None,
+    kept: Kept | None = None,
+) -> list[list[Score]]:
+    """Score models on several texts, in one pass over their files if memory allows.
+
+    Args:
+        models: model folders, EXL2 or plain.
+        texts: int64 (rows, t) each, t at least 2.
+        reference: folder of the model to measure divergence from.
+        device: where to compute.
+        advance: called with (sublayers done, total, current one), at the end with all of them
+            done; may raise to stop.
+        kept: scores of an earlier, interrupted call; stores those of each finished block.
+
+    Returns:
+        The scores of each model, one per text.
+
+    Raises:
+        ConfigError: a model's vocabulary differs from the reference's.
+        SourceModelError: a token is not in the vocabulary.
+    """
+    place = torch.device(device)
+    runners = [StreamedModel(Path(folder), place) for folder in models]
+    base = StreamedModel(Path(reference), place, is_reference=True) if reference else None
+    everyone = [*runners, base] if base else runners
+    _check_vocabularies(everyone)
+    texts = [with_bos(ids, everyone[-1].spec) for ids in texts]
+    for ids in texts:
+        check_ids(ids, everyone[-1].spec)
+    found = kept.load() if kept is not None else {}
+    blocks = list(_blocks(everyone, texts, [key for key in _rows(texts) if key not in found]))
+    passes = sum(len(runner.spec.sublayers) for runner in everyone)
+    for number, block in enumerate(blocks):
+        looks = _looks(everyone, advance, done=number * passes, total=len(blocks) * passes)
+        scores = dict(_scored(everyone, texts, block, base is not None, looks))
+        found |= scores
+        if kept is not None:
+            kept.save(scores)
+    if advance is not None and blocks:
+        advance(len(blocks) * passes, len(blocks) * passes, "")
+    digests = [_digest(ids) for ids in texts]
+    return [
+        [
+            replace(
+                _score(everyone, index, [found[text, row] for row in range(len(ids))], bool(base)),
+                text=digests[text],
+            )
+            for text, ids in enumerate(texts)
+        ]
+        for index in range(len(runners))
+    ]
+
+
+def _digest(ids: torch.Tensor) -> str:
+    """Return the SHA-256 of a text's ids (rows, t) and of their shape."""
+    content = ids.cpu().numpy().astype("<i8").tobytes()
+    return hashlib.sha256(f"{tuple(ids.shape)}".encode() + content).hexdigest()
+
+
+def _check_vocabularies(runners: Sequence[StreamedModel]) -> None:
+    for runner in runners[:-1]:
+        if runner.spec.vocab_size != runners[-1].spec.vocab_size:
+            raise ConfigError(
+                f"`{runner.folder}` has {runner.spec.vocab_size} tokens, `{runners[-1].folder}` "
+                f"{runners[-1].spec.vocab_size}; compare models with one vocabulary"
+            )
+
+
+def _looks(
+    everyone: Sequence[StreamedModel], advance: Advance | None, *, done: int, total: int
+) -> list[Look]:
+    """Return callbacks that report each model's progress through a block of rows."""
+    looks: list[Look] = []
+    for runner in everyone:
+        looks.append(partial(_report, advance, done, total))
+        done += len(runner.spec.sublayers)
+    return looks
+
+
+def _report(advance: Advance | None, done: int, total: int, sublayer: SublayerSpec) -> None:
+    if advance is not None:
+        advance(done + sublayer.index, total, sublayer.name)
+
+
+def _rows(texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
+    """Yield (text, row) for all rows."""
+    return ((text, row) for text, ids in enumerate(texts) for row in range(len(ids)))
+
+
+def _blocks(
+    everyone: Sequence[StreamedModel],
+    texts: Sequence[torch.Tensor],
+    rows: Sequence[RowKey],
+) -> Iterator[list[RowKey]]:
+    """Split rows, (text, row) each, into blocks whose hidden states fit in memory together."""
+    device = everyone[0].device
+    on_gpu = device.type == "cuda"
+    room = int(STATE_SHARE * free_memory(device)) if on_gpu else STATE_BYTES
+    tokens = max((texts[text].shape[1] for text, _ in rows), default=1)
+    each = sum(runner.row_bytes(tokens) for runner in everyone)
+    together = max(1 if on_gpu else LEAST_ROWS, room // each)
+    for begin in range(0, len(rows), together):
+        yield list(rows[begin : begin + together])
+
+
+def _scored(
+    everyone: Sequence[StreamedModel],
+    texts: Sequence[torch.Tensor],
+    block: Sequence[RowKey],
+    has_base: bool,
+    looks: Sequence[Look],
+) -> Iterator[tuple[RowKey, RowScores]]:
+    """Yield the scores of a block of rows."""
+    keys = [[key for key in block if key[0] == text] for text in range(len(texts))]
+    parts = [part for part in keys if part]
+    place = everyone[0].device
+    ids = [texts[part[0][0]][[row for _, row in part]].to(place) for part in parts]
+    states = [runner.states(ids, look) for runner, look in zip(everyone, looks, strict=True)]
+    for number, part in enumerate(parts):
+        for index, key in enumerate(part):
+            hidden = [found[number][index] for found in states]
+            yield key, _row_scores(everyone, ids[number][index], hidden, has_base=has_base)
+
+
+def _row_scores(
+    everyone: Sequence[StreamedModel],
+    ids: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    *,
+    has_base: bool,
+) -> RowScores:
+    """Return the scores of one row of ids (t,) from each model's states (t, hidden)."""
+    width = everyone[0].spec.vocab_size * torch.float32.itemsize
+    step = max(1, LOGIT_BYTES[ids.device.type] // width)
+    models = len(everyone) - has_base
+    losses = torch.empty(len(everyone), len(ids) - 1, device=ids.device)
+    divergences = torch.empty(models if has_base else 0, len(ids) - 1, device=ids.device)
+    agreements = torch.empty_like(divergences, dtype=torch.uint8)
+    for span in (slice(i, min(i + step, len(ids) - 1)) for i in range(0, len(ids) - 1, step)):
+        targets = ids[span.start + 1 : span.stop + 1, None]
+        base = _log_probabilities(everyone[-1], states[-1][span]) if has_base else None
+        for index, (model, hidden) in enumerate(zip(everyone, states, strict=True)):
+            is_base = index == models
+            found = (
+                base if is_base and base is not None else _log_probabilities(model, hidden[span])
+            )
+            losses[index, span] = -found.gather(1, targets)[:, 0]
+            if base is not None and not is_base:
+                divergences[index, span] = (base.exp() * (base - found)).sum(dim=1)
+                agreements[index, span] = base.argmax(dim=1) == found.argmax(dim=1)
+    return RowScores(
+        losses=losses.cpu(), divergences=divergences.cpu(), agreements=agreements.cpu()
+    )
+
+
+def _log_probabilities(model: StreamedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Return log probabilities, fp32 (positions, v)."""
+    return torch.log_softmax(model.head(hidden[None])[0].float(), dim=-1)
+
+
+def _score(
+    everyone: Sequence[StreamedModel], index: int, rows: Sequence[RowScores], has_base: bool
+) -> Score:
+    """Return one model's score from the results of all rows of a text."""
+    sums = _sums(rows, index, has_base)
+    kl = None
+    if has_base:
+        kl = np.concatenate([row.divergences[index].double().numpy() for row in rows])
+    return Score(
+        model=str(everyone[index].folder),
+        perplexity=_perplexity(rows, index),
+        reference_perplexity=_perplexity(rows, -1) if has_base else None,
+        kl_divergence=None if kl is None else float(kl.mean()),
+        kl_median=None if kl is None else float(np.median(kl)),
+        kl_p99=None if kl is None else float(np.quantile(kl, 0.99)),
+        top1_agreement=None if kl is None else sum(sums.agreements or ()) / len(kl),
+        tokens=sum(sums.tokens),
+        bytes=everyone[index].bytes,
+        rows=sums,
+        intervals=intervals(sums),
+    )
+
+
+def _sums(rows: Sequence[RowScores], index: int, has_base: bool) -> RowSums:
+    """Return one model's sums over the positions of each row."""
+    divergences = [float(row.divergences[index].double().sum()) for row in rows if has_base]
+    agreements = [int(row.agreements[index].sum()) for row in rows if has_base]
+    return RowSums(
+        tokens=tuple(row.losses.shape[1] for row in rows),
+        losses=tuple(float(row.losses[index].double().sum()) for row in rows),
+        divergences=tuple(divergences) if has_base else None,
+        agreements=tuple(agreements) if has_base else None,
+    )
+
+
+def _perplexity(rows: Sequence[RowScores], index: int) -> float:
+    mean = float(torch.cat([row.losses[index] for row in rows]).double().mean())
+    return math.exp(mean) if mean < 700 else math.inf

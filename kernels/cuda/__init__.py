@@ -1,0 +1,1 @@
+"""The CUDA implementation of `Ops`: compiles and launches the kernels of `csrc/`."""

@@ -1,0 +1,371 @@
+"""The cache operations on a GPU: kernels write and read rows, and attend for a few new tokens.
+
+Everything else is torch on the device.
+"""
+
+import math
+from collections.abc import MutableMapping
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from exl2flow.kernels.cuda.compiler import ATTENTION_STEP, ATTENTION_WARPS, THREADS, launch, limits
+from exl2flow.kernels.interface.attention_rule import AttentionRule
+from exl2flow.kernels.interface.cache_formats import (
+    PAGE_TOKENS,
+    UNIT,
+    CacheRows,
+    Element,
+    LayerStore,
+    padded_width,
+)
+from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
+from exl2flow.kernels.plans.product import filled
+from exl2flow.kernels.reference import cache as torch_cache
+
+PUT_THREADS = 256  # per copying CTA, 16 bytes each
+WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units that cover a head
+HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
+TOGETHER_WIDTH = 128  # of heads that may share a CTA
+MOST_TOGETHER = 4  # of them, of one column each
+LEAST_BUSY = 0.75  # share of processors, for heads to share a CTA
+ROW_BYTES = 256  # most bytes of a position's keys that a CTA of several heads reads
+MOST_SPLITS = 32  # parts of a sequence's positions; each lane handles one
+APART = 256  # least positions of a part, at full length
+MOST_STAGES = 4  # steps that a warp has in flight
+CTAS = 1  # per multiprocessor, at full length
+SHORT, MOST_CTAS = 1024, 4  # positions at full length of which more CTAs share one, and how many
+CODED_CTAS = 2  # the same for one token and key head in 4 bits, which take more time to decode
+ALL = 2**31 - 1  # a window that hides nothing
+SET = 8  # columns of an mma: pairs of a new token and a query head
+WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
+LEAST_BESIDE = 18 << 10  # bytes of shared memory that are never for stages, nor were when measured
+RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
+CALL = np.dtype(
+    [
+        (name, np.uint64)
+        for name in (
+            "q",
+            "k",
+            "v",
+            "keys",
+            "key_scales",
+            "values",
+            "value_scales",
+            "tables",
+            "lengths",
+            "partial",
+            "arrived",
+            "out",
+            "cosines",
+            "sines",
+            "slots",
+            "sinks",
+        )
+    ]
+    + [
+        (name, np.int32)
+        for name in (
+            "tokens",
+            "heads",
+            "kv_heads",
+            "parts",
+            "head_dim",
+            "pages",
+            "splits",
+            "stages",
+            "window",
+            "half",
+            "angle_step",
+            "interleaved",
+        )
+    ]
+    + [("scale", np.float32), ("softcap", np.float32)],
+    align=True,
+)
+
+
+def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """See `Ops.write_cache`."""
+    for rows, x in ((store.keys, k), (store.values, v)):
+        _write_rows(rows, slots, x.reshape(len(slots), rows.width).half())
+
+
+def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
+    is_wide = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    if is_wide and _is_copied(rows):
+        pieces = rows.width // 8
+        launch(
+            "elementwise.cu",
+            "put_rows",
+            (len(slots), -(-pieces // PUT_THREADS)),
+            x.data_ptr(),
+            slots,
+            rows.data,
+            pieces,
+            x.stride(0) // 8,
+            threads=PUT_THREADS,
+            early=True,
+        )
+        return
+    _launch_rows("write_rows", rows, slots, x.contiguous())
+
+
+def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.read_cache`."""
+    shape = (-1, store.kv_heads, store.head_dim)
+    keys, values = (_read_rows(rows, slots).view(shape) for rows in (store.keys, store.values))
+    return keys, values
+
+
+def _read_rows(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
+    if isinstance(slots, slice):
+        if rows.element is Element.HALF:
+            return rows.data[slots].view(torch.float16)[:, : rows.width]
+        slots = torch.arange(slots.start, slots.stop, device=rows.data.device)
+    x = torch.empty(len(slots), rows.width, dtype=torch.float16, device=slots.device)
+    if not _is_copied(rows):
+        _launch_rows("read_rows", rows, slots, x)
+        return x
+    pieces = rows.width // 8
+    launch(
+        "elementwise.cu",
+        "get_rows",
+        (len(slots), -(-pieces // PUT_THREADS)),
+        x,
+        slots,
+        rows.data,
+        pieces,
+        threads=PUT_THREADS,
+        early=True,
+    )
+    return x
+
+
+def _is_copied(rows: CacheRows) -> bool:
+    """Return whether rows are stored as they are, without padding."""
+    return rows.element is Element.HALF and rows.width % UNIT == 0
+
+
+def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """Launch one warp per unit of fp16 rows (t, width) at slots int64 (t,)."""
+    units = padded_width(rows.width) // UNIT
+    grid = (len(slots), -(-units // (THREADS // 32)))
+    element = list(Element).index(rows.element)
+    launch("cache.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
+
+
+def attend_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rule: AttentionRule,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """See `Ops.attend_step`."""
+    if not _is_known(q, store):
+        return torch_cache.attend_step(
+            q, k, v, store, tables, lengths, slots, cos, sin, rule=rule, interleaved=interleaved
+        )
+    (b, t, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
+    width = _width(head_dim)
+    assert width is not None
+    elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
+    bits, most = sum(element.bits for element in elements), 1 if t == 1 else STEP_TOKENS
+    is_coded = all(element.has_scales for element in elements)
+    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS, is_coded=is_coded)
+    processors, most_shared = limits(q.device.index)
+    together = 1
+    if columns == pairs < SET and width == head_dim == TOGETHER_WIDTH:
+        together = _heads_together(
+            pairs, elements[0].bits, kv_heads, batch=b, processors=processors
+        )
+    columns, teams, parts = columns * together, kv_heads // together, -(-pairs // columns)
+    is_small = is_coded and bits == 2 * Element.ROTATED_4.bits and most == 1
+    ctas = CODED_CTAS if is_small and together == 1 else CTAS
+    splits = min(
+        MOST_SPLITS,
+        max(1, ctas * processors // (b * teams * parts)),
+        max(1, pages * PAGE_TOKENS // APART),
+    )
+    if pages * PAGE_TOKENS <= SHORT:
+        ctas = max(ctas, min(MOST_CTAS, -(-b * teams * parts // processors)))
+    warps, stages, shared = _stages(
+        bits,
+        together * width,
+        columns,
+        positions=-(-pages * PAGE_TOKENS // splits),
+        room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
+    )
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out = torch.empty_like(q)
+    partial = torch.empty(b, teams, parts, splits, columns, width + 2, device=q.device)
+    # without rotation, the first angle is read all the same
+    angles = (cos, sin) if cos.numel() else (q, q)
+    arrived = _counters(store, b * teams * parts)
+    call = filled(
+        np.zeros(1, CALL)[0],
+        q=q,
+        k=k,
+        v=v,
+        keys=store.keys.data,
+        key_scales=store.keys.scales,
+        values=store.values.data,
+        value_scales=store.values.scales,
+        tables=tables,
+        lengths=lengths,
+        partial=partial,
+        arrived=arrived,
+        out=out,
+        cosines=angles[0],
+        sines=angles[1],
+        sinks=0 if rule.sinks is None else rule.sinks,
+        slots=slots,
+        tokens=t,
+        heads=heads,
+        kv_heads=kv_heads,
+        parts=parts,
+        head_dim=head_dim,
+        pages=pages,
+        splits=splits,
+        stages=stages,
+        window=rule.window or ALL,
+        half=cos.shape[-1],
+        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
+        scale=rule.scale,
+        softcap=rule.softcap or 0.0,
+        interleaved=interleaved,
+    )
+    formats = ", ".join(element.name for element in elements)
+    name = f"attend<{width}, {formats}, {most}, {columns}, {together}>"
+    launch(
+        "attention.cu",
+        name,
+        (splits, teams * parts, b),
+        call,
+        threads=32 * warps,
+        shared=shared,
+        device=q.device,
+        early=True,
+    )
+    return out
+
+
+def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
+    _, tokens, _, head_dim = q.shape
+    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
+    return is_known and q.dtype == torch.float16
+
+
+def _width(head_dim: int) -> int | None:
+    """Return the elements per position that a kernel reads; None if no kernel fits."""
+    if head_dim % HEAD_STEP:
+        return None
+    reach = head_dim + UNIT - math.gcd(head_dim, UNIT)  # heads may begin anywhere in a unit
+    return next((width for width in WIDTHS if width >= reach), None)
+
+
+def _columns(tokens: int, width: int, pairs: int, positions: int, *, is_coded: bool) -> int:
+    """Return how many pairs of a new token and a query head share a CTA, one or two sets.
+
+    Two sets read positions half as often, but take more time before and after. If keys and values
+    are codes, up to half a set of heads divides an mma's columns among its parts.
+    """
+    if tokens == 1 and is_coded and 2 * pairs <= SET and width < WIDTHS[-1]:
+        return 1 << (pairs - 1).bit_length()
+    is_wide = tokens > 1 and pairs > SET and width < WIDTHS[-1] and positions >= WIDE_FROM
+    return 2 * SET if is_wide else SET
+
+
+def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, processors: int) -> int:
+    """Return how many key heads of `pairs` columns each share a CTA, if all of these keep busy.
+
+    A position's 64 bytes of one head in 4 bits are read at three quarters of memory's rate.
+
+    Args:
+        pairs: a power of two, up to half a set.
+        bits: of an element of a key.
+        kv_heads: of the layer.
+        batch: sequences.
+        processors: of the device.
+    """
+
+    def share_of_busy(together: int) -> float:
+        teams = batch * kv_heads // together
+        ctas = teams * min(MOST_SPLITS, max(1, processors // teams))
+        return ctas / (-(-ctas // processors) * processors)
+
+    together = MOST_TOGETHER if pairs == 1 else 2
+    while together > 1 and (
+        kv_heads % together
+        or together * TOGETHER_WIDTH * bits // 8 > ROW_BYTES
+        or share_of_busy(together) < LEAST_BUSY
+    ):
+        together //= 2
+    return together
+
+
+def _pad(width: int) -> int:
+    """Return the bytes after each key or value of this many elements, in shared memory."""
+    return 48 if width > WIDTHS[-1] else 16
+
+
+def _beside(bits: int, width: int, tokens: int, columns: int, together: int = 1) -> int:
+    """Return most bytes of a CTA's shared memory that are not for stages: arrays of attention.cu.
+
+    Args:
+        bits: of an element of a key and one of a value.
+        width: elements read per position.
+        tokens: most new tokens.
+        columns: of a CTA.
+        together: its key heads.
+    """
+    of_column = width + width // 2 + 4 + 2 * ATTENTION_WARPS + MOST_SPLITS  # and 2 rows of a token
+    new = tokens * together * width
+    fresh = new * bits // 8 + 2 * tokens * _pad(together * width)
+    return 4 * (columns * of_column + 2 * new) + fresh + RESERVED
+
+
+def _stages(
+    bits: int, width: int, columns: int, *, positions: int, room: int
+) -> tuple[int, int, int]:
+    """Return warps per CTA, steps in flight per warp, and bytes for all of them.
+
+    Args:
+        bits: of an element of a key and one of a value.
+        width: elements read per position.
+        columns: of a CTA; their sums of values, fp32, are at last where a warp's stages were.
+        positions: most positions of a CTA.
+        room: available bytes of shared memory.
+    """
+    row = width * bits // 8
+    step = 32 if 32 * row <= ATTENTION_STEP else 16
+    stage, warps = step * (row + 2 * _pad(width)), ATTENTION_WARPS
+    while warps > 1 and 2 * warps * stage > room:
+        warps //= 2
+    least, most = -(-4 * columns * width // stage), max(1, room // (warps * stage))
+    stages = min(MOST_STAGES, most, max(least, -(-positions // (warps * step))))
+    return warps, stages, warps * stages * stage
+
+
+# by a layer's keys and by their number: passes over a layer follow each other
+_COUNTERS: MutableMapping[torch.Tensor, dict[int, torch.Tensor]] = WeakIdKeyDictionary()
+
+
+def _counters(store: LayerStore, count: int) -> torch.Tensor:
+    """Return zeros int32 (count,), for a count always the same; each launch leaves them zero."""
+    of_layer = _COUNTERS.setdefault(store.keys.data, {})
+    found = of_layer.get(count)
+    if found is None:
+        found = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)
+        if not torch.cuda.is_current_stream_capturing():  # a recording frees what it allocates
+            of_layer[count] = found
+    return found

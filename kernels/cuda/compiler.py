@@ -1,0 +1,238 @@
+"""Compile the functions of the CUDA sources in `cuda/` on first use, and launch them.
+
+CuPy compiles with NVRTC for the current device and caches the result on disk.
+"""
+
+import ctypes
+import re
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import cupy
+import numpy as np
+import torch
+
+from exl2flow.kernels.interface import sampler_ops
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
+from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
+from exl2flow.kernels.interface.ops import MOST_COLUMNS
+from exl2flow.kernels.interface.packed import TILE
+from exl2flow.kernels.plans import product, shares
+from exl2flow.kernels.reference import descent as torch_descent
+from exl2flow.kernels.reference import ops as torch_ops
+from exl2flow.kernels.reference import refit as torch_refit
+from exl2flow.kernels.reference import sampler as torch_sampler
+
+FOLDER = Path(__file__).parents[1] / "csrc"
+THREADS = 128  # per CTA, with one column per thread
+WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is no struct; arguments
+ATTENTION_WARPS = 8  # most warps of an attention CTA
+ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
+DECODE_WARPS, DECODE_TILES = 4, 4  # warps of a decoding CTA, and tiles of each, of one panel
+NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
+GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
+PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
+COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
+STRETCH = 2048  # positions of a history that a CTA searches for repetitions
+TEAM = 8  # CTAs for a row of many candidates
+
+DEFINITIONS = {
+    "PANEL_ROWS": PANEL_ROWS,
+    "MOST_COLUMNS": MOST_COLUMNS,
+    "GRID_TOGETHER": GRID_TOGETHER,
+    "GRID_POINTS": torch_ops.GRID_POINTS,
+    "SCALE_LEVELS": SCALE_LEVELS,
+    "TILE_COLUMNS": TILE,
+    "CTA_WARPS": shares.WARPS,
+    "STEP": shares.STEP,
+    "MOST_PANELS": shares.MOST_PANELS,
+    "MOST_MATRICES": product.MOST_MATRICES,
+    "MOST_CHAINED": product.MOST_CHAINED,
+    "MOST_TILES": product.MOST_TILES,
+    "X_PIECES": product.X_PIECES,
+    "ATTENTION_WARPS": ATTENTION_WARPS,
+    "ATTENTION_STEP": ATTENTION_STEP,
+    "DECODE_WARPS": DECODE_WARPS,
+    "DECODE_TILES": DECODE_TILES,
+    "PAGE_TOKENS": PAGE_TOKENS,
+    "NORM_PIECES": NORM_PIECES,
+    "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
+    "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,
+    "LEAST_UNIT": torch_refit.LEAST_UNIT,
+    "MAXIMA": torch_ops.MAXIMA,
+    "WIDEST_COLUMNS": torch_ops.WIDEST_COLUMNS,
+    "CODE_REACH": torch_ops.CODE_REACH,
+    "EXPECTED_SHARE": torch_ops.EXPECTED_SHARE,
+    "EPSILON": torch_ops.EPSILON,
+    "CLASSES": torch_descent.CLASSES,
+    "START_SWEEPS": torch_descent.START_SWEEPS,
+    "RETRIES": torch_descent.RETRIES,
+    "PIECE": PIECE,
+    "SELECT_THREADS": SELECT_THREADS,
+    "COUNTED": COUNTED,
+    "COUNT_THREADS": COUNT_THREADS,
+    "STRETCH": STRETCH,
+    "TEAM": TEAM,
+    "MOST_REPEATED": sampler_ops.MOST_REPEATED,
+    "STRONGEST": str(sampler_ops.STRONGEST),  # fp64
+    "LEAST": str(torch_sampler.LEAST),
+    "NEAR": str(torch_sampler.NEAR),
+}
+OPTIONS = (
+    "-std=c++17",
+    *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
+)
+
+
+def source(file: str) -> str:
+    """Return a source with its headers inlined: CuPy's cache keys on this text alone."""
+    text = (FOLDER / file).read_text(encoding="utf-8")
+    return re.sub(r'#include "(.*)"\n', lambda match: source(match[1]), text)
+
+
+@cache
+def module(file: str, instance: str | None = None) -> cupy.RawModule:
+    """Return a source as a module; CuPy builds it for each device that uses it.
+
+    Args:
+        file: the source.
+        instance: of a template, such as `attend<128, HALF, HALF>`; only it is built, because all
+            instances of a file take 10 s. None: the functions that are not templates.
+    """
+    names = None if instance is None else (instance,)
+    return cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
+
+
+@cache
+def function(file: str, name: str) -> cupy.RawKernel:
+    """Return a function of a source, or an instance of a template."""
+    return module(file, name if "<" in name else None).get_function(name)
+
+
+def build(file: str, name: str, device: int) -> None:
+    """Build a function for a device unless that is done; launches then find it."""
+    with cupy.cuda.Device(device):
+        _ = function(file, name).kernel
+
+
+def launch(
+    file: str,
+    name: str,
+    grid: tuple[int, ...],
+    *arguments: torch.Tensor | int | np.generic,
+    threads: int = THREADS,
+    shared: int = 0,
+    device: torch.device | None = None,
+    early: bool = False,
+    together: bool = False,
+) -> None:
+    """Launch a function of a source.
+
+    Args:
+        file: the source.
+        name: the function.
+        grid: number of CTAs along each axis.
+        arguments: contiguous tensors on one device, and values.
+        threads: per CTA.
+        shared: bytes of dynamic shared memory per CTA.
+        device: where to launch, if no argument is a tensor.
+        early: it may start before the previous launch ends; it waits by itself (early.cuh).
+        together: its CTAs wait for each other, so all must be resident at once.
+    """
+    device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
+    call, words, others = _CALL, _CALL.words, list[tuple[int, np.ndarray]]()
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, int):
+            words[place] = argument
+        elif isinstance(argument, torch.Tensor):
+            assert argument.is_contiguous(), f"{name} needs contiguous tensors"
+            words[place] = argument.data_ptr()
+        elif argument.nbytes <= WORD:
+            words[place] = int.from_bytes(argument.tobytes(), sys.byteorder)
+        else:
+            others.append((place, np.asarray(argument)))
+            call.pointers[place] = others[-1][1].ctypes.data
+    index, how = device.index, call.how
+    how.x, how.y, how.z = (*grid, 1, 1)[:3]
+    how.threads, how.shared, how.stream = threads, shared, _stream(index)
+    how.attributes = _EARLY_AT if not together else _TOGETHER_AT
+    how.count = together + (early and _can_be_early(index))
+    with cupy.cuda.Device(index):
+        kernel = _kernel(file, name, index, shared)
+        status = _driver().cuLaunchKernelEx(call.at, kernel, call.pointers, None)
+    for place, _ in others:
+        call.pointers[place] = call.places[place]
+    if status:
+        raise RuntimeError(f"{name} of {file} could not be launched: CUDA error {status}")
+
+
+@cache
+def _kernel(file: str, name: str, device: int, shared: int) -> ctypes.c_void_p:
+    """Return the handle of a function on the current device, which may use so much memory."""
+    kernel = function(file, name)
+    if shared and shared > kernel.max_dynamic_shared_size_bytes:
+        kernel.max_dynamic_shared_size_bytes = shared
+    return ctypes.c_void_p(kernel.kernel.ptr)
+
+
+def _stream(device: int) -> int:
+    """Return the handle of torch's current stream; that of a `torch.cuda.Stream` takes 2 us."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+@cache
+def limits(device: int) -> tuple[int, int]:
+    """Return the multiprocessor count of a device, and the most shared memory of a CTA in bytes."""
+    attributes = cupy.cuda.Device(device).attributes
+    return attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+@cache
+def _can_be_early(device: int) -> bool:
+    return int(cupy.cuda.Device(device).compute_capability) >= 90
+
+
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`."""
+
+    _fields_ = [("kind", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Launch(ctypes.Structure):
+    """`CUlaunchConfig`; blocks are one-dimensional."""
+
+    _fields_ = [
+        *((axis, ctypes.c_uint) for axis in ("x", "y", "z", "threads", "block_y", "block_z")),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE and _PROGRAMMATIC_STREAM_SERIALIZATION
+_ATTRIBUTES = (_Attribute * 2)(*(_Attribute(kind=kind, value=(1,)) for kind in (2, 6)))
+_TOGETHER_AT = ctypes.addressof(_ATTRIBUTES)
+_EARLY_AT = _TOGETHER_AT + ctypes.sizeof(_Attribute)
+
+
+class _Call(threading.local):
+    """What a thread tells the driver, written anew by each launch: making it would take longer."""
+
+    def __init__(self) -> None:
+        self.words = (ctypes.c_longlong * MOST_ARGUMENTS)()  # tensors and numbers
+        first = ctypes.addressof(self.words)
+        self.places = range(first, first + WORD * MOST_ARGUMENTS, WORD)
+        self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*self.places)
+        self.how = _Launch(block_y=1, block_z=1)
+        self.at = ctypes.byref(self.how)
+
+
+_CALL = _Call()
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

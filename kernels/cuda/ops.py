@@ -1,0 +1,407 @@
+"""The CUDA implementation of `Ops`: the kernels of `cuda/`, on torch's current stream.
+
+Nothing waits for the device. Each method computes what its torch twin does, with sums in another
+order; methods that are not overridden run torch on the device.
+"""
+
+import atexit
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from exl2flow.core.runtime.background import helpers, own_stream
+from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.cuda import packing as cuda_packed
+from exl2flow.kernels.cuda import products as cuda_products
+from exl2flow.kernels.cuda import prompts as cuda_prompts
+from exl2flow.kernels.cuda import sampler as cuda_sampler
+from exl2flow.kernels.cuda import steps as cuda_steps
+from exl2flow.kernels.cuda.compiler import GRID_TOGETHER, THREADS, build, launch
+from exl2flow.kernels.cuda.packing import panel_table
+from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
+from exl2flow.kernels.interface.ops import (
+    MOST_COLUMNS,
+    BegunGroups,
+    Ops,
+    Scales,
+    device_table,
+    half_ranges,
+)
+from exl2flow.kernels.reference.ops import (
+    GRID_EXPONENT,
+    GRID_POINTS,
+    MAXIMA,
+    WIDEST_COLUMNS,
+    TorchOps,
+    sample_step,
+    search_multiples,
+)
+from exl2flow.kernels.reference.refit import REFIT_MAXIMA, STRENGTHS, maxima_multiples, times_output
+
+_RECORDING = threading.Lock()  # recordings register with the random number generator
+
+
+class CudaOps(TorchOps):
+    """See `Ops`."""
+
+    norm = staticmethod(cuda_steps.norm)
+    rotate = staticmethod(cuda_steps.rotate)
+    joined = staticmethod(cuda_steps.joined)
+    gated = staticmethod(cuda_steps.gated)
+    activated = staticmethod(cuda_steps.activated)
+    lay_out = staticmethod(cuda_packed.lay_out)
+    lay_out_scales = staticmethod(cuda_packed.lay_out_scales)
+    write_cache = staticmethod(cuda_cache.write_cache)
+    read_cache = staticmethod(cuda_cache.read_cache)
+    attend_step = staticmethod(cuda_cache.attend_step)
+    decode_packed = staticmethod(cuda_prompts.decode_packed)
+    multiply = staticmethod(cuda_products.multiply)
+    sample = staticmethod(cuda_sampler.sample)
+
+    def _grid_costs(
+        self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
+    ) -> torch.Tensor:
+        j, r, n = x.shape
+        costs = torch.empty(j, GRID_POINTS, _tiles(n), device=x.device)
+        parts = -(-GRID_POINTS // GRID_TOGETHER)
+        weights, tables = steps.pow(GRID_EXPONENT), _group_tables(groups, x.device)
+        launch(
+            "search.cu",
+            "grid_cost",
+            (_tiles(n), parts, j),
+            x.contiguous(),
+            steps,
+            weights,
+            *tables,
+            grid,
+            costs,
+            r,
+            n,
+        )
+        return costs.sum(dim=2)
+
+    def begin_groups(
+        self,
+        rows: torch.Tensor,
+        members: Mapping[int, Group],
+        scales: Scales,
+        half_range: torch.Tensor,
+        row_weights: torch.Tensor | None = None,
+    ) -> None:
+        """See `Ops.begin_groups`."""
+        if row_weights is None:
+            super().begin_groups(rows, members, scales, half_range)
+            return
+        (_, m), n, j, device = rows.shape, scales.codes.shape[2], len(members), rows.device
+        halves, counts = _group_tables(list(members.values()), device)
+        places = device_table(tuple(members), device)
+        searched, base = (rows, places, counts, halves), torch.empty(j, n, device=device)
+        launch("search.cu", "column_ranges", (_tiles(n), j), *searched, base, m, n)
+        order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
+        sampled = min(n, WIDEST_COLUMNS) - (min(0, WIDEST_COLUMNS - n) // step)
+        cost = torch.empty(j, MAXIMA, sampled, device=device)
+        chosen = torch.empty(j, dtype=torch.float16, device=device)
+        multiples = search_multiples(device)
+        launch(
+            "search.cu",
+            "maximum_costs",
+            (_tiles(sampled), MAXIMA, j),
+            *searched,
+            row_weights,
+            base,
+            order,
+            multiples,
+            cost,
+            m,
+            n,
+            step,
+            sampled,
+        )
+        launch(
+            "search.cu",
+            "best_maximum",
+            (j,),
+            places,
+            base,
+            order,
+            multiples,
+            cost,
+            chosen,
+            scales.maxima,
+            n,
+            step,
+            sampled,
+            threads=32 * MAXIMA,
+        )
+        launch(
+            "search.cu",
+            "choose_codes",
+            (_tiles(n), j),
+            *searched,
+            row_weights,
+            base,
+            chosen,
+            scales.codes,
+            scales.decoded,
+            half_range,
+            m,
+            n,
+        )
+
+    def round_panel(
+        self,
+        rows: torch.Tensor,
+        upper: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.round_panel`."""
+        if output is not None and output.shape[1] > MOST_COLUMNS:
+            return super().round_panel(rows, upper, scales, half_range, output)
+        p, m = rows.shape
+        codes = torch.empty(p, m, dtype=torch.uint8, device=rows.device)
+        errors = torch.empty_like(rows)
+        upper = _by_rows(upper)
+        first = (rows, upper.data_ptr(), upper.stride(0), scales, half_range)
+        if output is None:
+            launch("round.cu", "round_panel", (_tiles(m),), *first, codes, errors, p, m)
+        else:
+            blocks, b, _ = output.shape
+            last = (output, codes, errors, torch.empty_like(rows), p, m, b)
+            launch("round.cu", "round_coupled", (blocks,), *first, *last, threads=_warps(b))
+        return codes, errors
+
+    def descend_panel(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.descend_panel`."""
+        if output is not None and output.shape[1] > MOST_COLUMNS:
+            return super().descend_panel(steps, gradient, hessian, scales, half_range, output)
+        p, m = steps.shape
+        change = torch.empty_like(steps)
+        hessian = _by_rows(hessian)
+        first = (steps, gradient, hessian.data_ptr(), hessian.stride(0), scales, half_range)
+        if output is None:
+            launch("descend.cu", "descend_panel", (_tiles(m),), *first, change, p, m)
+        else:
+            blocks, b, _ = output.shape
+            last = (output, change, p, m, b)
+            launch("descend.cu", "descend_coupled", (blocks,), *first, *last, threads=_warps(b))
+        return change
+
+    def refit_scales(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        begun: BegunGroups,
+        scales: Scales,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.refit_scales`."""
+        (r, m), (_, j, n) = steps.shape, scales.decoded.shape
+        tiles, device, b = _tiles(n), steps.device, 1 if output is None else output.shape[1]
+        new = partial(torch.empty, device=device)
+        steps = begun.only(steps)
+        pushed = times_output(gradient, output)
+        curvature, wanted = new(2, m)
+        launch(
+            "refit.cu",
+            "wanted_scales",
+            (_tiles(m),),
+            steps,
+            hessian @ steps,
+            pushed,
+            0 if output is None else output,
+            scales.decoded,
+            curvature,
+            wanted,
+            r,
+            m,
+            b,
+        )
+        multiples, misses = maxima_multiples(device), new(STRENGTHS * j, REFIT_MAXIMA, tiles)
+        launch(
+            "refit.cu",
+            "scale_misses",
+            (tiles, STRENGTHS * j),
+            wanted,
+            curvature,
+            scales.decoded,
+            scales.maxima,
+            multiples,
+            misses,
+            n,
+            j,
+        )
+        codes, maxima = new(STRENGTHS, m, dtype=torch.uint8), new(STRENGTHS, j, dtype=torch.float16)
+        found, change = new(STRENGTHS, m), new(STRENGTHS, r, m)
+        launch(
+            "refit.cu",
+            "nearest_scales",
+            (tiles, STRENGTHS * j),
+            wanted,
+            scales.decoded,
+            scales.maxima,
+            multiples,
+            misses,
+            steps,
+            codes,
+            maxima,
+            found,
+            change,
+            r,
+            n,
+            j,
+        )
+        moved = hessian @ times_output(change.view(-1, m), output).view(change.shape)
+        rises, taken = new(STRENGTHS * j, tiles), new(r, m)
+        launch(
+            "refit.cu", "scale_rises", (tiles, STRENGTHS * j), moved, pushed, change, rises, r, n, j
+        )
+        launch(
+            "refit.cu",
+            "take_scales",
+            (tiles, j),
+            rises,
+            codes,
+            maxima,
+            found,
+            change,
+            begun.rows,
+            scales.codes,
+            scales.maxima,
+            scales.decoded,
+            taken,
+            r,
+            n,
+            j,
+            STRENGTHS,
+        )
+        return taken
+
+    def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """See `Ops.decode_scales`."""
+        n = codes.shape[-1]
+        scales = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
+        grid = (_tiles(n), max_scales.numel())
+        launch(
+            "pack.cu", "decode_scales", grid, codes.contiguous(), max_scales.contiguous(), scales, n
+        )
+        return scales
+
+    def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.pack`."""
+        k, n = codes.shape
+        table, words = panel_table(tuple(groups), codes.device)
+        packed = torch.empty(words, n, dtype=torch.int32, device=codes.device)
+        grid = (_tiles(n), k // PANEL_ROWS)
+        launch("pack.cu", "pack", grid, codes.contiguous(), table, packed, n)
+        return packed
+
+    def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.unpack`."""
+        n = packed.shape[1]
+        table, _ = panel_table(tuple(groups), packed.device)
+        codes = torch.empty(len(table) * PANEL_ROWS, n, dtype=torch.uint8, device=packed.device)
+        launch("pack.cu", "unpack", (_tiles(n), len(table)), packed.contiguous(), table, codes, n)
+        return codes
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
+    ) -> torch.Tensor:
+        """See `Ops.decode`."""
+        n = codes.shape[1]
+        table, _ = panel_table(tuple(groups), codes.device)
+        matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
+        grid = (_tiles(n), len(table))
+        launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
+        return matrix
+
+    def prepare(self) -> None:
+        """See `Ops.prepare`."""
+        helpers().submit(build, "product.cu", "product<1, false>", torch.cuda.current_device())
+
+    def repeat(self, work: Callable[[], None], times: int) -> None:
+        """See `Ops.repeat`: launches are recorded, because Python is slower than the device.
+
+        A recording has its own memory; without enough of it, nothing is recorded.
+        """
+        if times == 0:
+            return
+        current = torch.cuda.current_stream()
+        with _RECORDING, suppress(torch.OutOfMemoryError):
+            stream, first = _recorder(current)
+            stream.wait_stream(current)
+            graph = _recorded(work, stream, first.pool())
+            for _ in range(times):
+                graph.replay()
+            del graph  # launches in flight continue
+            return
+        super().repeat(work, times)
+
+
+@lru_cache(maxsize=16)
+def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """Return the stream that records for `current`, and a first recording, which owns their memory.
+
+    Torch hands out its 32 streams in turn: creating new ones would record other streams' work.
+    """
+    stream = own_stream(current.device, ("recordings of", current))
+    pool = torch.cuda.graph_pool_handle()
+    return stream, _recorded(lambda: torch.zeros(1, device=current.device), stream, pool)
+
+
+atexit.register(_recorder.cache_clear)  # while the driver is still loaded
+
+
+def _recorded(
+    work: Callable[[], object], stream: torch.cuda.Stream, pool: Any
+) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the recording is discarded anyway
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph
+
+
+def _group_tables(
+    groups: Sequence[Group], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the half ranges fp32 (j,) and rows int64 (j,) of groups."""
+    rows = device_table(tuple(group.rows for group in groups), device)
+    return half_ranges(tuple(group.bits for group in groups), device), rows
+
+
+def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows are contiguous; cuSOLVER's are not."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _tiles(n: int) -> int:
+    return -(-n // THREADS)
+
+
+def _warps(columns: int) -> int:
+    """Return the number of threads in whole warps that cover the columns."""
+    return -(-columns // 32) * 32
+
+
+CUDA_OPS: Ops = CudaOps()

@@ -1,0 +1,252 @@
+"""Products of few rows with packed matrices on a GPU: kernels read the codes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from exl2flow.core.options.config import tuning_file
+from exl2flow.core.store.files import digest_of
+from exl2flow.kernels.cuda import prompts as cuda_prompts
+from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits, source
+from exl2flow.kernels.cuda.graphs import bucket
+from exl2flow.kernels.cuda.steps import activated, add_normed, norm
+from exl2flow.kernels.cuda.timing import ColdTimer
+from exl2flow.kernels.interface.ops import FEW_ROWS
+from exl2flow.kernels.interface.packed import Product
+from exl2flow.kernels.plans import batched
+from exl2flow.kernels.plans.product import (
+    MOST_ROWS,
+    Plan,
+    are_known,
+    filled,
+    has_own_norm,
+    needs_more,
+    plan_of,
+)
+from exl2flow.kernels.plans.shares import WARPS
+from exl2flow.kernels.plans.tuning import Parts, Tuning, candidates, fastest, key_of
+
+
+def multiply(
+    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """See `Ops.multiply`."""
+    is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
+    if len(x) > FEW_ROWS or not is_one_form:
+        return cuda_prompts.multiply(x, products, hidden)
+    runs = [*_runs(products, len(x))]
+    if len(runs) == 1 and are_known(products, len(x)):
+        plan = _plan(tuple(products), bucket(len(x)))
+        if plan is not None:
+            return _launched(plan, x, products, hidden)
+        if len(products) == 1:
+            return _halved(x, products, hidden)
+        runs = [[product] for product in products]
+    found: list[torch.Tensor] = [x]
+    for run in runs:
+        found, hidden = _run(found[0], run, hidden)
+    return found, found[0] if hidden is None else hidden
+
+
+def _halved(
+    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Multiply rows that do not fit the device, half of them at a time."""
+    half = bucket(len(x)) // 2
+    states = [None, None] if hidden is None else [hidden[:half], hidden[half:]]
+    parts = [
+        multiply(rows, products, state)
+        for rows, state in zip((x[:half], x[half:]), states, strict=True)
+    ]
+    results = [torch.cat(same) for same in zip(*(part[0] for part in parts), strict=True)]
+    return results, torch.cat([part[1] for part in parts])
+
+
+def _runs(products: Sequence[Product], rows: int) -> Iterator[list[Product]]:
+    """Divide a chain before norms and after results that are not the kernel's work."""
+    run: list[Product] = []
+    for product in products:
+        if run and (needs_more(run[-1], product, rows) or has_own_norm(product)):
+            yield run
+            run = []
+        run.append(product)
+    yield run
+
+
+def _run(
+    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Multiply as `multiply` does, with launches for what the kernel leaves out; or no hidden."""
+    first, last = products[0], products[-1]
+    if first.norm is not None and has_own_norm(first):
+        x = norm(x, first.norm)
+    cores = [_core(product, is_last=product is last) for product in products]
+    found, states = multiply(x, cores, hidden)
+    if any(core.adds for core in cores):
+        hidden = states
+    if not needs_more(last, None, len(x)):
+        return found, hidden
+    [y] = found
+    if last.activation is not None and not last.is_gated:
+        y = activated(y, last.activation)
+    if last.after is not None:
+        y = add_normed(y, last.after, hidden if last.adds else None, last.multiplier)
+    else:
+        y = y if last.multiplier == 1.0 else y * last.multiplier
+        y = y + hidden if last.adds and hidden is not None else y
+    return [y], y if last.adds else hidden
+
+
+_CORES: WeakKeyDictionary[Product, dict[bool, Product]] = WeakKeyDictionary()
+
+
+def _core(product: Product, *, is_last: bool) -> Product:
+    """Return what the kernel computes of a product: always the same object, for its plans."""
+    drops_norm, drops_rest = has_own_norm(product), is_last and needs_more(product, None, 1)
+    if not drops_norm and not drops_rest:
+        return product
+    cores = _CORES.setdefault(product, {})
+    if is_last not in cores:
+        core = replace(product, norm=None) if drops_norm else product
+        if drops_rest:
+            activation = product.activation if product.is_gated else None
+            core = replace(core, activation=activation, after=None, multiplier=1.0, adds=False)
+        cores[is_last] = core
+    return cores[is_last]
+
+
+def _launched(
+    plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    argument, x = filled(plan.argument.copy(), rows=len(x)), x.contiguous()
+    by = products[0].norm
+    if by is not None and not argument["stages"][0]["norm"]:
+        x = norm(x, by)
+    found: list[torch.Tensor] = []
+    used = [x]  # kept until the launch: stages must not share memory
+    before: Product | None = None
+    for stage, product in zip(argument["stages"], products, strict=False):
+        filled(stage, x=x)
+        if plan.adds_normed and product.after is not None:
+            y, total, x = (x.new_empty(len(x), product.matrices[0].columns) for _ in range(3))
+            filled(stage["of"][0], y=y)
+            filled(stage, hidden=0 if hidden is None else hidden, sum=total, next=x)
+            hidden = total
+            used += [y, total, x]
+            continue
+        if before is not None and before.after is not None and not plan.adds_normed:
+            total = torch.empty_like(x)
+            filled(stage, sum=total, hidden=0 if hidden is None else hidden)
+            hidden = total
+            used.append(total)
+        before = product
+        first = 1 if product.activation else 0  # a gate has no result of its own
+        matrices, entries = product.matrices[first:], stage["of"][first:]
+        adds = product.adds and product.after is None
+        if adds and hidden is not None:
+            filled(entries[0], residual=hidden)
+        if adds or product is products[-1]:
+            dtype = torch.float32 if product.exact else x.dtype
+            found = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
+            for entry, result in zip(entries, found, strict=False):
+                filled(entry, **{"exact" if product.exact else "y": result})
+            used += found
+        if adds:
+            hidden = found[0]
+        if product is not products[-1]:
+            x = x.new_empty(len(x), matrices[0].columns)
+            used.append(x)
+            filled(entries[0], copy=x)
+    launch(
+        plan.file,
+        plan.name,
+        (plan.ctas,),
+        argument,
+        threads=32 * WARPS,
+        shared=plan.shared,
+        device=x.device,
+        early=True,
+        together=plan.meets,
+    )
+    return found, found[0] if hidden is None else hidden
+
+
+_PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionary()
+
+
+def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
+    """Return how to divide products for at most so many rows; computed once."""
+    plans = _PLANS.setdefault(products[0], {})
+    key = (rows, *products[1:])  # holds the others, so no later product reuses their address
+    if key not in plans:
+        processors, most_shared = limits(_device(products).index)
+        if rows > MOST_ROWS:
+            plans[key] = batched.plan_of(
+                products, rows, processors=processors, most_shared=most_shared
+            )
+        else:
+            plans[key] = plan_of(
+                products,
+                rows,
+                processors=processors,
+                most_shared=most_shared,
+                parts=_parts(products, rows),
+            )
+    return plans[key]
+
+
+def _parts(products: Sequence[Product], rows: int) -> Parts | None:
+    """Return how many parts to divide rows into, measured at the next power of two of `rows`.
+
+    None: the default.
+    """
+    file = tuning_file()
+    if file is None:
+        return None
+    rows, device = 1 << (rows - 1).bit_length(), _device(products)
+    key = key_of(
+        products,
+        rows,
+        gpu=torch.cuda.get_device_name(device),
+        kernel=[_kernel(), limits(device.index)],
+    )
+    return _tuning(file).choice(key, len(products), lambda: _measured(products, rows))
+
+
+@cache
+def _kernel() -> str:
+    return digest_of([source("product.cu"), OPTIONS])
+
+
+@cache
+def _tuning(file: Path) -> Tuning:
+    return Tuning(file)
+
+
+def _measured(products: Sequence[Product], rows: int) -> Parts | None:
+    """Return the fastest parts; None during stream capture or when memory is short."""
+    device = _device(products)
+    processors, most_shared = limits(device.index)
+    with torch.cuda.device(device), suppress(torch.OutOfMemoryError):
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        plans = candidates(products, rows, processors=processors, most_shared=most_shared)
+        if not plans:
+            return None
+        draws = torch.Generator(device).manual_seed(0)  # leaves the user's random draws unchanged
+        x = torch.randn(rows, len(products[0].order), generator=draws, device=device).half()
+        sums = [x.new_zeros(rows, p.matrices[0].columns) for p in products if p.adds]
+        hidden, timer = sums[0] if sums else None, ColdTimer(device)
+        return fastest(
+            plans, lambda plan: timer(lambda: _launched(plan, x, products, hidden))
+        ).parts
+    return None
+
+
+def _device(products: Sequence[Product]) -> torch.device:
+    return products[0].matrices[0].codes.device

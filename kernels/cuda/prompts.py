@@ -1,0 +1,158 @@
+"""Products with many rows on a GPU: matrices are decoded to fp16, and cuBLAS multiplies."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from exl2flow.kernels.cuda.compiler import DECODE_TILES, DECODE_WARPS, launch
+from exl2flow.kernels.cuda.packing import panel_table
+from exl2flow.kernels.cuda.steps import activated, add_normed, gated, norm
+from exl2flow.kernels.interface.groups import PANEL_ROWS
+from exl2flow.kernels.interface.ops import MOST_BESIDE
+from exl2flow.kernels.interface.packed import TILE, PackedMatrix, Product
+from exl2flow.kernels.plans.product import MOST_MATRICES, filled
+
+PART = np.dtype(  # `Part` in decode.cu
+    [(name, np.uint64) for name in ("codes", "scales", "table", "order")]
+    + [("tile_bytes", np.int64)]
+    + [(name, np.int32) for name in ("tiles", "groups", "column", "first")],
+    align=True,
+)
+WORK = np.dtype(  # `Work`
+    [("of", PART, MOST_MATRICES), ("y", np.uint64), ("step", np.int64), ("count", np.int32)],
+    align=True,
+)
+
+
+def multiply(
+    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """See `Ops.multiply`."""
+    found, is_own = [x], False  # whether the hidden state was made here
+    for p in products:
+        x = found[0] if p.norm is None else norm(found[0], p.norm)
+        if hidden is not None and _is_sum(p):
+            weight = _decoded(p.matrices)
+            if is_own:
+                hidden.addmm_(x, weight, alpha=p.multiplier)
+            else:
+                hidden = torch.addmm(hidden, x, weight, alpha=p.multiplier)
+            found = [hidden]
+        else:
+            found = _finished(p, _results(x, p), hidden if p.adds else None)
+            hidden = found[0] if p.adds else hidden
+        is_own = is_own or p.adds
+    return found, found[0] if hidden is None else hidden
+
+
+def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
+    """See `Ops.decode_packed`."""
+    return _decoded([matrix])
+
+
+def _is_sum(p: Product) -> bool:
+    """Return whether cuBLAS can add the product to the hidden state."""
+    is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
+    return p.adds and is_plain
+
+
+def _results(x: torch.Tensor, p: Product) -> list[torch.Tensor]:
+    """Return x Q + bias of each matrix; those of several may be columns of one tensor."""
+    found: list[torch.Tensor] = []
+    for matrices in [p.matrices] if _bytes(p.matrices) <= MOST_BESIDE else zip(p.matrices):
+        weight = _decoded(matrices)
+        y = torch.mm(x, weight, out_dtype=torch.float32) if p.exact else x @ weight
+        begin = 0
+        for matrix in matrices:
+            found.append(y[:, begin : begin + matrix.columns])
+            begin += _width(matrix)
+    return [
+        y if matrix.bias is None else y + matrix.bias
+        for y, matrix in zip(found, p.matrices, strict=True)
+    ]
+
+
+def _finished(
+    p: Product, found: list[torch.Tensor], hidden: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Apply what follows a product."""
+    if p.activation is not None:
+        first, *up = found
+        found = [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
+    if p.after is not None:
+        return [add_normed(y, p.after, hidden, p.multiplier) for y in found]
+    found = found if p.multiplier == 1.0 else [y * p.multiplier for y in found]
+    return found if hidden is None else [found[0] + hidden]
+
+
+# by the first matrix and the others, which are held so that no later ones get their addresses
+_WORKS: WeakKeyDictionary[PackedMatrix, dict[tuple[PackedMatrix, ...], list["_Work"]]] = (
+    WeakKeyDictionary()
+)
+
+
+def _decoded(matrices: Sequence[PackedMatrix]) -> torch.Tensor:
+    """Return matrices side by side as fp16 (k, columns); padding columns lie between them."""
+    first, *others = matrices
+    works = _WORKS.setdefault(first, {})
+    key = tuple(others)
+    if key not in works:
+        works[key] = _works(matrices)
+    rows, width, device = len(first.order), sum(map(_width, matrices)), first.codes.device
+    room = torch.empty(rows, width, dtype=torch.float16, device=device)
+    for name, grid, work in works[key]:
+        launch(
+            "decode.cu",
+            name,
+            grid,
+            filled(work.copy(), y=room),
+            threads=32 * DECODE_WARPS,
+            device=device,
+            early=True,
+        )
+    last = matrices[-1]
+    return room[:, : width - _width(last) + last.columns]
+
+
+_Work = tuple[str, tuple[int, int], np.void]  # of a launch: the function, the grid, the argument
+
+
+def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
+    """Return the launches that decode matrices: one, unless their forms differ."""
+    found: list[_Work] = []
+    column, width = 0, sum(map(_width, matrices))
+    for has_zeros, alike in groupby(matrices, lambda matrix: matrix.has_zeros):
+        work = filled(np.zeros(1, WORK)[0], step=width)
+        ctas = count = 0
+        for matrix in alike:
+            tiles = len(matrix.codes)
+            table = panel_table(matrix.groups, matrix.codes.device)[0]
+            filled(
+                work["of"][count],
+                codes=matrix.codes,
+                scales=matrix.scales,
+                table=table,
+                order=matrix.order,
+                tile_bytes=4 * matrix.codes.shape[1],
+                tiles=tiles,
+                groups=len(matrix.groups),
+                column=column,
+                first=ctas,
+            )
+            column, count = column + TILE * tiles, count + 1
+            ctas += -(-tiles // (DECODE_WARPS * DECODE_TILES))
+        work["count"] = count
+        panels = len(matrices[0].order) // PANEL_ROWS
+        found.append(("decode_gptq" if has_zeros else "decode_exl2", (ctas, panels), work))
+    return found
+
+
+def _width(matrix: PackedMatrix) -> int:
+    return TILE * len(matrix.codes)
+
+
+def _bytes(matrices: Sequence[PackedMatrix]) -> int:
+    return 2 * len(matrices[0].order) * sum(map(_width, matrices))

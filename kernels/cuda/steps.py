@@ -1,0 +1,221 @@
+"""The steps between products on a GPU: kernels for fp16 without gradients."""
+
+import numpy as np
+import torch
+
+from exl2flow.kernels.cuda.compiler import NORM_PIECES, THREADS, launch
+from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.reference import steps as torch_steps
+
+STEP_THREADS, NORM_THREADS = 256, 512
+MOST_THREADS = 1024  # per CTA
+MOST_ROWS = 65535  # of a grid's second axis
+WIDE = 8  # numbers in 16 bytes
+
+
+def norm(x: torch.Tensor, by: Norm) -> torch.Tensor:
+    """See `Ops.norm`."""
+    if not _is_plain(*(tensor for tensor in (x, by.weight, by.bias) if tensor is not None)):
+        return torch_steps.norm(x, by)
+    y = _room_like(x)
+    if y is None:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+    d, eps, where = x.shape[-1], np.float32(by.eps), (x.data_ptr(), by.weight, y.data_ptr())
+    rows, of_row = x.numel() // d, _whole_warps(-(-d // (WIDE * NORM_PIECES)))
+    if not by.is_plain:
+        _add_normed(x, by, None, y)
+    elif _is_wide(d, x, by.weight) and of_row <= MOST_THREADS:
+        threads = THREADS if of_row == 32 else of_row
+        launch(
+            "elementwise.cu",
+            "rms_norm_8",
+            (-(-rows * of_row // threads),),
+            *where,
+            rows,
+            d // WIDE,
+            eps,
+            of_row,
+            threads=threads,
+            early=True,
+        )
+    else:
+        launch(
+            "elementwise.cu",
+            "rms_norm",
+            (rows,),
+            *where,
+            d,
+            eps,
+            threads=min(NORM_THREADS, _whole_warps(d)),
+            early=True,
+        )
+    return y
+
+
+def add_normed(
+    x: torch.Tensor, by: Norm, hidden: torch.Tensor | None, multiplier: float = 1.0
+) -> torch.Tensor:
+    """Return hidden + norm(x) · multiplier for rows fp16 (r, d), added in fp32.
+
+    Without hidden rows, return norm(x) · multiplier.
+    """
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _add_normed(x, by, None if hidden is None else hidden.contiguous(), y, multiplier)
+    return y
+
+
+def _add_normed(
+    x: torch.Tensor, by: Norm, hidden: torch.Tensor | None, y: torch.Tensor, multiplier: float = 1.0
+) -> None:
+    """Write to y, whose memory is laid out as that of x."""
+    d, heads, head_step = x.shape[-1], 1, 1
+    if by.weight.dim() == 2:  # the head of a row follows from its place in memory
+        heads, head_step = x.shape[-3], max(1, x.stride(-3) // d)
+    launch(
+        "elementwise.cu",
+        "add_normed",
+        (x.numel() // d,),
+        x.data_ptr(),
+        by.weight,
+        0 if by.bias is None else by.bias,
+        0 if hidden is None else hidden,
+        y.data_ptr(),
+        d,
+        heads,
+        head_step,
+        int(by.centered),
+        np.float32(by.eps),
+        np.float32(multiplier),
+        threads=min(NORM_THREADS, _whole_warps(d)),
+        early=True,
+    )
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See `Ops.rotate`."""
+    half = cos.shape[-1]
+    if not half or not _is_plain(x) or x.stride(-1) != 1:
+        return torch_steps.rotate(x, cos, sin)
+    y = torch.empty_like(x)  # its axes in memory are ordered as those of x
+    b, heads, t, head_dim = x.shape
+    of_row, steps = cos.stride(0) if cos.dim() == 4 else 0, (*x.stride()[:3], *y.stride()[:3])
+    is_wide = _is_wide(half, x, cos, sin) and all(n % WIDE == 0 for n in (head_dim, *steps))
+    width = WIDE if is_wide else 1
+    units = heads * (head_dim - half) // width  # pairs, and elements that are not rotated
+    threads = min(STEP_THREADS, _whole_warps(units))
+    launch(
+        "elementwise.cu",
+        f"rotate_{width}",
+        (t, -(-units // threads), b),
+        x.data_ptr(),
+        cos,
+        sin,
+        y.data_ptr(),
+        heads,
+        head_dim,
+        half,
+        *steps,
+        of_row,
+        cos.stride(-2),
+        threads=threads,
+        early=True,
+    )
+    return y
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `Ops.gated`."""
+    if not _is_plain(gate, up) or gate.shape != up.shape:
+        return torch_steps.gated(gate, up, activation)
+    rows, step = len(gate), gate.stride(0)
+    is_beside = gate.dim() == 2 and gate.stride() == up.stride() == (step, 1) and rows <= MOST_ROWS
+    if not is_beside or gate.is_contiguous():
+        gate, up = gate.contiguous(), up.contiguous()
+        rows, step = 1, gate.numel()
+    y, each = torch.empty_like(gate, memory_format=torch.contiguous_format), gate.numel() // rows
+    width = WIDE if _is_wide(each, gate, up) and step % WIDE == 0 else 1
+    launch(
+        "elementwise.cu",
+        f"gated_{activation}_{width}",
+        (-(-each // width // STEP_THREADS), rows),
+        gate.data_ptr(),
+        up.data_ptr(),
+        y,
+        each // width,
+        step // width,
+        threads=STEP_THREADS,
+        early=True,
+    )
+    return y
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `Ops.activated`."""
+    if not _is_plain(x):
+        return torch_steps.activated(x, activation)
+    x = x.contiguous()
+    y, width = torch.empty_like(x), WIDE if _is_wide(x.numel(), x) else 1
+    count = x.numel() // width
+    launch(
+        "elementwise.cu",
+        f"activated_{activation}_{width}",
+        (-(-count // STEP_THREADS),),
+        x,
+        y,
+        count,
+        threads=STEP_THREADS,
+        early=True,
+    )
+    return y
+
+
+def joined(
+    a: torch.Tensor, b: torch.Tensor, a_sums: torch.Tensor, b_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.joined`."""
+    (rows, heads, t, head_dim), y = a.shape, torch.empty_like(a)
+    in_order, strides = a.transpose(1, 2), y.stride()
+    is_plain = _is_plain(a, b) and in_order.is_contiguous() and a.stride() == b.stride() == strides
+    if rows != 1 or not is_plain or not _is_wide(head_dim, a, b):
+        return torch_steps.joined(a, b, a_sums, b_sums)
+    sums = torch.empty_like(a_sums, memory_format=torch.contiguous_format)
+    launch(
+        "elementwise.cu",
+        "joined",
+        (-(-a.numel() // WIDE // STEP_THREADS),),
+        in_order,
+        b.data_ptr(),
+        a_sums.contiguous(),
+        b_sums.contiguous(),
+        y.data_ptr(),
+        sums,
+        t,
+        heads,
+        head_dim // WIDE,
+        threads=STEP_THREADS,
+        early=True,
+    )
+    return y, sums
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    is_half = all(x.dtype == torch.float16 and x.numel() > 0 for x in tensors)
+    return is_half and not needs_gradient
+
+
+def _room_like(x: torch.Tensor) -> torch.Tensor | None:
+    """Allocate a result with the strides of x; None unless rows of x fill its memory."""
+    y = torch.empty_like(x)
+    return y if x.stride(-1) == 1 and y.stride() == x.stride() else None
+
+
+def _is_wide(d: int, *tensors: torch.Tensor) -> bool:
+    """Return whether rows of d numbers and the tensors' addresses are multiples of 16 bytes."""
+    return d % WIDE == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def _whole_warps(threads: int) -> int:
+    return -(-threads // 32) * 32

@@ -1,0 +1,1 @@
+"""What both implementations share: `Ops`, formats of codes and caches, attention rules."""

@@ -1,0 +1,303 @@
+"""The layout of a quantized matrix in memory at inference, converted from the file on load.
+
+Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
+warp holds the codes that it feeds to a tensor core as bytes; narrow ones share a byte.
+`docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch.nn import functional
+
+from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, Group
+from exl2flow.kernels.interface.norm import Norm
+
+TILE = 32  # columns
+LANES = 32
+# registers whose codes lie below those of others, by bits and register: words, place in the byte
+# and bits of each piece, the lowest first
+SPREAD = {
+    (3, 6): [(2, 0, 2), (1, 0, 1)],
+    (3, 7): [(1, 1, 1), (0, 0, 2)],
+    (5, 5): [(1, 0, 2), (0, 0, 3)],
+    (5, 6): [(3, 0, 2), (2, 0, 3)],
+    (5, 7): [(3, 2, 1), (1, 2, 1), (4, 0, 3)],
+    (6, 6): [(2, 0, 2), (1, 0, 2), (0, 0, 2)],
+    (6, 7): [(5, 0, 2), (4, 0, 2), (3, 0, 2)],
+}
+# adjacent words of a lane
+PIECES = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [4, 4]}
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+class PackedMatrix:
+    """A quantized matrix (k, columns) as kernels read it, padded to whole tiles.
+
+    codes: int32 (tiles, words), panels in row order, bits · 32 words each.
+    scales: int32 (tiles, groups, 8), by lane: a nibble per column, and the fp16 unit
+    above them; for GPTQ (tiles, groups, 8, 4): four fp16 scales and four fp16 zeros.
+    order: int64 (k,), the in-feature of each row.
+    bias: fp16 (columns,), added to a product; or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    groups: tuple[Group, ...]
+    order: torch.Tensor
+    columns: int
+    bias: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.order), self.columns
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether the matrix has scales and zeros as in GPTQ."""
+        return self.scales.dim() == 4
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales per tile and group."""
+        return 4 * self.scales[0, 0].numel()
+
+    def panels(self) -> tuple[tuple[int, int, int], ...]:
+        """Return bits, first word and group of every panel."""
+        kinds = [
+            (group.bits, index)
+            for index, group in enumerate(self.groups)
+            for _ in range(group.rows // PANEL_ROWS)
+        ]
+        words = accumulate((LANES * bits for bits, _ in kinds), initial=0)
+        return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
+
+    def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
+        """Return the matrix without its padding columns, with a bias."""
+        return replace(self, columns=columns, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+class Product:
+    """Multiply one x with matrices whose rows have the same order.
+
+    norm: normalizes x first; or None.
+    activation: of `ACTIVATIONS`; the result is then activation(x Q₀) · (x Q₁), or activation(x Q)
+        of one matrix.
+    after: normalizes the result, if it is one; or None.
+    multiplier: multiplies the result after that.
+    adds: add the result, if it is one, to the hidden state; the sum is the next hidden state.
+    exact: give results in fp32 as they are summed; only without activation, `after` and `adds`, at
+        the end.
+    """
+
+    matrices: tuple[PackedMatrix, ...]
+    norm: Norm | None = None
+    activation: str | None = None
+    after: Norm | None = None
+    multiplier: float = 1.0
+    adds: bool = False
+    exact: bool = False
+
+    @property
+    def order(self) -> torch.Tensor:
+        """The in-feature of each row, int64 (k,)."""
+        return self.matrices[0].order
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether one matrix gates the other."""
+        return self.activation is not None and len(self.matrices) == 2
+
+
+@cache
+def places(bits: int) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+    """Return the places of a lane's 32 codes: word, place, first bit and bits of each piece.
+
+    Code `4 r + i` belongs to byte i of the lane's operand r = 4 m + 2 h + j: rows 4 h + i of its 8
+    and column c = 2 m + j of its 4.
+    """
+
+    def pieces(r: int, i: int) -> Iterator[tuple[int, int, int, int]]:
+        c, h, byte = r // 4 * 2 + r % 2, r // 2 % 2, 8 * i
+        shared = _columns_of_byte(bits)
+        place = byte + 8 - bits * (shared - c % shared)
+        if (bits, r) in SPREAD:
+            first = 0
+            for word, low, width in SPREAD[bits, r]:
+                yield word, byte + low, first, width
+                first += width
+        else:
+            yield h if bits == 2 else r if shared == 1 else r // 2, place, 0, bits
+
+    return tuple(tuple(pieces(r, i)) for r in range(8) for i in range(4))
+
+
+@cache
+def inverted(bits: int) -> tuple[int, ...]:
+    """Return the bits of a lane's 32 codes that are stored inverted: the last code of a byte.
+
+    It is then signed, without its zero point.
+    """
+    shared = _columns_of_byte(bits)
+    columns = [r // 4 * 2 + r % 2 for r in range(8)]
+    return tuple(0 if (c + 1) % shared else 1 << (bits - 1) for c in columns for _ in range(4))
+
+
+def _columns_of_byte(bits: int) -> int:
+    return {2: 4, 3: 2, 4: 2}.get(bits, 1)
+
+
+def _owned(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column in a panel of all lanes' codes, each int64 (32 codes, 32 lanes)."""
+    lane = torch.arange(LANES, device=device)
+    m, h, j, i = (
+        x.reshape(-1, 1)
+        for x in torch.meshgrid(
+            *(torch.arange(c, device=device) for c in (2, 2, 2, 4)), indexing="ij"
+        )
+    )
+    return 8 * (lane % 4) + 4 * h + i, 16 * m + 8 * j + lane // 4
+
+
+def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """Lay out codes uint8 (k, n), n a multiple of 32, as `PackedMatrix.codes`."""
+    _, n = codes.shape
+    rows, columns = _owned(codes.device)
+    parts = []
+    for bits, start, stop in _runs(groups):
+        panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
+        words = codes.new_zeros(n // TILE, panels.shape[1], bits, LANES, dtype=torch.int32)
+        for index, pieces in enumerate(places(bits)):
+            code = panels[:, :, rows[index], columns[index]].int() ^ inverted(bits)[index]
+            for word, place, first, width in pieces:
+                part = code.bitwise_right_shift(first).bitwise_and((1 << width) - 1)
+                words[:, :, word] |= part.bitwise_left_shift(place)
+        by_piece = torch.split(words, PIECES[bits], dim=2)
+        parts.append(torch.cat([p.transpose(2, 3).flatten(2) for p in by_piece], 2).flatten(1))
+    return torch.cat(parts, 1)
+
+
+def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
+    """Invert `pack_codes`: codes uint8 (k, n), padding included."""
+    packed, tiles = matrix.codes, len(matrix.codes)
+    rows, columns = _owned(packed.device)
+    codes = packed.new_zeros(tiles, len(matrix.order), TILE, dtype=torch.uint8)
+    word = 0
+    for bits, start, stop in _runs(matrix.groups):
+        count = (stop - start) // PANEL_ROWS
+        run = packed[:, word : word + count * bits * LANES].view(tiles, count, -1)
+        word += count * bits * LANES
+        pieces = torch.split(run, [LANES * size for size in PIECES[bits]], dim=2)
+        words = torch.cat([p.view(tiles, count, LANES, -1) for p in pieces], 3)
+        panels = codes[:, start:stop].view(tiles, count, PANEL_ROWS, TILE)
+        for index, parts in enumerate(places(bits)):
+            value = torch.zeros_like(words[..., 0])
+            for place_word, place, first, width in parts:
+                bits_there = words[..., place_word].bitwise_right_shift(place)
+                value |= bits_there.bitwise_and((1 << width) - 1).bitwise_left_shift(first)
+            panels[:, :, rows[index], columns[index]] = (value ^ inverted(bits)[index]).byte()
+    return codes.transpose(0, 1).flatten(1)
+
+
+def pack_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+    """Lay out scale codes uint8 (g, n) and their maxima fp16 (g,) as `PackedMatrix.scales`."""
+    units = (max_scales.float() / SCALE_LEVELS**2).half().view(torch.int16).int()
+    nibbles = codes.view(len(codes), -1, 4, 8).int()
+    words = units[:, None, None].bitwise_left_shift(16).expand(-1, nibbles.shape[1], 8).clone()
+    for index in range(4):
+        words |= nibbles[:, :, index].bitwise_left_shift(4 * index)
+    return words.transpose(0, 1).contiguous()
+
+
+def pack_zeros(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Lay out GPTQ scales and zeros fp16 (g, n) as `PackedMatrix.scales`."""
+    both = torch.stack([scales, zeros]).view(2, len(scales), -1, 4, 8)
+    return both.permute(2, 1, 4, 0, 3).flatten(3).contiguous().view(torch.int32)
+
+
+def decoded_scales(matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return scales, and zeros if there are any, fp16 (g, n)."""
+    if matrix.has_zeros:
+        halves = matrix.scales.view(torch.float16)
+        both = halves.view(*halves.shape[:3], 2, 4).permute(3, 1, 0, 4, 2)
+        scales, zeros = both.flatten(2)
+        return scales, zeros
+    shifts = 4 * torch.arange(4, device=matrix.scales.device)[:, None]
+    words = matrix.scales.transpose(0, 1)
+    levels = words[:, :, None].bitwise_right_shift(shifts).bitwise_and(15).float() + 1
+    units = words[:, 0, 0].bitwise_right_shift(16).to(torch.int16).view(torch.float16).float()
+    return (levels.square() * units[:, None, None, None]).half().flatten(1), None
+
+
+def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
+    """See `Ops.decode_packed`."""
+    scales, zeros = decoded_scales(matrix)
+    rows = torch.tensor([group.rows for group in matrix.groups], device=scales.device)
+    of_row = torch.arange(len(rows), device=scales.device).repeat_interleave(rows)
+    halves = torch.tensor([group.half_range for group in matrix.groups], device=scales.device)
+    lower = halves.half()[:, None].expand_as(scales) if zeros is None else zeros
+    values = (unpack_codes(matrix).half() - lower[of_row]) * scales[of_row]
+    return torch.empty_like(values).index_copy_(0, matrix.order, values)[:, : matrix.columns]
+
+
+def multiply(
+    x: torch.Tensor,
+    products: Sequence[Product],
+    hidden: torch.Tensor | None,
+    *,
+    norm: Callable[[torch.Tensor, Norm], torch.Tensor],
+    gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
+    activated: Callable[[torch.Tensor, str], torch.Tensor],
+    product: Callable[[torch.Tensor, PackedMatrix, torch.dtype], torch.Tensor],
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Implement `Ops.multiply` with a device's norms, activations and product."""
+    found: list[torch.Tensor] = []
+    for index, p in enumerate(products):
+        if index:
+            x = found[0]
+        if p.norm is not None:
+            x = norm(x, p.norm)
+        dtype = torch.float32 if p.exact else torch.float16
+        found = [product(x, matrix, dtype) for matrix in p.matrices]
+        found = [
+            y if m.bias is None else y + m.bias for y, m in zip(found, p.matrices, strict=True)
+        ]
+        if p.activation:
+            found = [
+                gated(found[0], found[1], p.activation)
+                if p.is_gated
+                else activated(found[0], p.activation)
+            ]
+        if p.after is not None:
+            found = [norm(y, p.after) for y in found]
+        if p.multiplier != 1.0:
+            found = [y * p.multiplier for y in found]
+        if p.adds:
+            found = [found[0] if hidden is None else found[0] + hidden]
+            hidden = found[0]
+    return found, found[0] if hidden is None else hidden
+
+
+def exact_product(x: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return x Q (r, columns), summed in fp32."""
+    return (x.float() @ decode_packed(matrix).float()).to(dtype)
+
+
+def whole_tiles(x: torch.Tensor) -> torch.Tensor:
+    """Return rows (r, n), zero-padded until n is a multiple of 32."""
+    return functional.pad(x, (0, -x.shape[1] % TILE))
+
+
+def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
+    """Yield bits, first row and end of each run of rows of one width."""
+    start = 0
+    for index, group in enumerate(groups):
+        stop = group.start + group.rows
+        if index + 1 == len(groups) or groups[index + 1].bits != group.bits:
+            yield group.bits, start, stop
+            start = stop

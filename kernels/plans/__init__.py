@@ -1,0 +1,1 @@
+"""How the work of a matrix product is divided among CTAs and warps."""

@@ -1,0 +1,360 @@
+"""How products of 5 to 32 rows are divided: the plan that `cuda/batched.cu` follows.
+
+A warp has a part of the rows of some tiles of 32 columns, a CTA of 16 warps one part of a matrix.
+CTAs meet after each product and add up its parts together.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
+from exl2flow.kernels.interface.packed import TILE, PackedMatrix, Product
+from exl2flow.kernels.plans.product import FIXED_SHARED, MOST_CHAINED, MOST_MATRICES, Plan, filled
+from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS, kinds_of
+
+ROWS = (8, 16, 32)  # kernels, by the most rows of x
+LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
+LIST_ROOM = 4 << 10  # bytes that lists of steps take at most
+X_SHARE = 0.5  # of shared memory, at most, for x
+MOST_PARTS = 64
+LIST_HEADER = 4  # ints of a list before its steps
+PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
+READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
+MATRIX = np.dtype(
+    [
+        (name, np.uint64)
+        for name in (
+            "codes",
+            "scales",
+            "lists",
+            "bias",
+            "residual",
+            "y",
+            "exact",
+            "copy",
+            "partial",
+        )
+    ]
+    + [
+        (name, np.int32)
+        for name in (
+            "columns",
+            "tiles",
+            "tile_bytes",
+            "scale_bytes",
+            "parts",
+            "each",
+            "first_cta",
+            "ctas",
+        )
+    ],
+    align=True,
+)
+STAGE = np.dtype(
+    [("of", MATRIX, MOST_MATRICES)]
+    + [
+        (name, np.uint64)
+        for name in (
+            "x",
+            "norm",
+            "squares",
+            "squared",
+            "after",
+            "hidden",
+            "sum",
+            "next",
+            "summed",
+            "to",
+        )
+    ]
+    + [(name, np.int32) for name in ("k", "matrices", "words", "list_at", "gathers", "activation")]
+    + [(name, np.float32) for name in ("eps", "multiplier", "after_eps", "after_multiplier")],
+    align=True,
+)
+CHAIN = np.dtype(
+    [("stages", STAGE, MOST_CHAINED), ("meetings", np.uint64)]
+    + [(name, np.int32) for name in ("count", "rows", "slots", "x_bytes")],
+    align=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How a matrix is divided: CTAs = parts · teams, a warp of a team has `each` tiles.
+
+    cost: bytes of codes in whose time a warp does its work; panels: most of a part.
+    """
+
+    parts: int
+    each: int
+    ctas: int
+    cost: float
+    panels: int
+
+
+def kernel_rows(rows: int) -> int:
+    """Return the rows of x that the kernel for so many has room for."""
+    return next(most for most in ROWS if rows <= most)
+
+
+def plan_of(
+    products: Sequence[Product], rows: int, *, processors: int, most_shared: int
+) -> Plan | None:
+    """Divide products, each of which reads the previous one's result.
+
+    Args:
+        products: up to `MOST_CHAINED` that the kernel knows, matrices on the device, all EXL2 or
+            all GPTQ. The first one's norm is not its work.
+        rows: rows of x, 5 to 32.
+        processors: multiprocessors of the device, all of which get a CTA.
+        most_shared: bytes of shared memory that a CTA can have.
+
+    Returns:
+        The plan, or None if x does not fit.
+    """
+    held, slot = kernel_rows(rows), WARPS * (slot_bytes(products[0]) + 8)
+    room, panel_bytes = most_shared - FIXED_SHARED, held * 2 * PANEL_ROWS
+    most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)
+    divided = []
+    for product in products:
+        found = divide(
+            product.matrices,
+            rows,
+            processors=processors,
+            most_panels=most_x // (panel_bytes + 4 * PANEL_ROWS),
+        )
+        if found is None:
+            return None
+        divided.append(found)
+    lists = [
+        [
+            lists_of(matrix, own.parts, product.order if product is products[0] else None)
+            for matrix, own in zip(product.matrices, of, strict=True)
+        ]
+        for product, of in zip(products, divided, strict=True)
+    ]
+    words = [max(len(part) for matrix in of for part in matrix) for of in lists]
+    x_bytes = panel_bytes * max(own.panels for of in divided for own in of)
+    fixed = x_bytes + 4 * sum(words)
+    slots = min(MOST_SLOTS, (room - fixed) // slot)
+    if slots < LEAST_SLOTS:
+        return None
+    device = products[0].matrices[0].codes.device
+    meetings = torch.zeros(1, dtype=torch.int32, device=device)
+    squares = 4 * rows * max(len(matrix.codes) for p in products for matrix in p.matrices)
+    scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
+    argument, kept = np.zeros(1, CHAIN)[0], [meetings, scratch]
+    filled(
+        argument, meetings=meetings, count=len(products), rows=rows, slots=slots, x_bytes=x_bytes
+    )
+    for index, (product, of, of_lists) in enumerate(zip(products, divided, lists, strict=True)):
+        entry = argument["stages"][index]
+        kept += _fill(entry, product, of, of_lists, words[index], scratch[2 * squares :], held)
+        filled(entry, list_at=sum(words[:index]))
+        if index:
+            before = argument["stages"][index - 1], products[index - 1]
+            kept += _join(*before, entry, product, [scratch, scratch[squares:]])
+        else:
+            filled(entry, gathers=True)
+    has_zeros = products[0].matrices[0].has_zeros
+    return Plan(
+        parts=tuple(own.parts for of in divided for own in of),
+        file="batched.cu",
+        name=f"batched<{held}, {str(has_zeros).lower()}>",
+        ctas=processors,
+        shared=fixed + slots * slot,
+        meets=True,
+        adds_normed=True,
+        argument=argument,
+        kept=kept,
+    )
+
+
+_SCRATCH: dict[torch.device, torch.Tensor] = {}
+
+
+def _scratch(device: torch.device, count: int) -> torch.Tensor:
+    """Return at least so many numbers fp32 that all launches share, because none overlaps another.
+
+    They begin at a multiple of 16 bytes.
+    """
+    found = _SCRATCH.get(device)
+    if found is None or len(found) < count:
+        found = _SCRATCH[device] = torch.empty(count, device=device)
+    return found
+
+
+def slot_bytes(product: Product) -> int:
+    """Return the bytes of a warp's step, with the scales of its groups."""
+    return STEP + MOST_PANELS * product.matrices[0].scale_bytes
+
+
+def divide(
+    matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_panels: int
+) -> list[Division] | None:
+    """Give each matrix CTAs such that all warps end as early as can be; None if x does not fit."""
+    options = [_divisions(m.groups, len(m.codes), rows, processors, most_panels) for m in matrices]
+    if not all(options):
+        return None
+    costs = sorted({own.cost for of in options for own in of})
+
+    def within(cost: float) -> list[Division] | None:
+        """Return the fewest CTAs for each matrix within a cost, if there are so many."""
+        fitting = [[own for own in of if own.cost <= cost] for of in options]
+        if not all(fitting):
+            return None
+        found = [min(of, key=lambda own: (own.ctas, own.cost)) for of in fitting]
+        return found if sum(own.ctas for own in found) <= processors else None
+
+    least = bisect_left(costs, True, key=lambda cost: within(cost) is not None)
+    return within(costs[least]) if least < len(costs) else None
+
+
+@lru_cache(maxsize=1024)
+def _divisions(
+    groups: tuple[Group, ...], tiles: int, rows: int, processors: int, most_panels: int
+) -> list[Division]:
+    """Return divisions of a matrix whose parts have up to `most_panels`."""
+    before, found = _bytes_before(groups), list[Division]()
+    for parts in range(1, min(len(before) - 1, processors, MOST_PARTS) + 1):
+        cuts = _cuts(before, parts)
+        longest = int(np.diff(cuts).max())
+        if longest > most_panels:
+            continue
+        most_bytes = int(np.diff(before[cuts]).max()) + PART_BYTES * rows
+        last = 0
+        for teams in range(1, processors // parts + 1):
+            each = -(-tiles // (WARPS * teams))
+            if each == last:
+                continue
+            last, cost = each, float(each * most_bytes + READ_BYTES * parts)
+            ctas = parts * teams
+            found.append(Division(parts=parts, each=each, ctas=ctas, cost=cost, panels=longest))
+    return found
+
+
+def _bytes_before(groups: Sequence[Group]) -> np.ndarray:
+    """Return the bytes of a tile's codes before each panel, and of all."""
+    bits = [group.bits for group in groups for _ in range(group.rows // PANEL_ROWS)]
+    return np.concatenate([[0], np.cumsum(bits)]) * (4 * TILE)
+
+
+def _cuts(before: np.ndarray, parts: int) -> np.ndarray:
+    """Return where parts of about equal bytes begin, in panels, and the end; none is empty."""
+    panels = len(before) - 1
+    wanted = before[-1] * np.arange(1, parts) / parts
+    above = np.searchsorted(before, wanted)
+    nearest = above - (wanted - before[above - 1] < before[above] - wanted)
+    least = np.arange(1, parts)
+    inner = np.maximum.accumulate(nearest - least) + least  # each at least one more than the last
+    return np.concatenate([[0], np.clip(inner, least, panels - parts + least), [panels]])
+
+
+def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> list[tuple[int, ...]]:
+    """Return the list of each part: see `Work` in batched.cu.
+
+    order: of the rows of x, if they are gathered.
+    """
+    panels, all_places = matrix.panels(), [] if order is None else order.tolist()
+    lists = []
+    for begin, end in pairwise(_cuts(_bytes_before(matrix.groups), parts).tolist()):
+        _, word, group = panels[begin]
+        header = (begin, end - begin, 4 * word, matrix.scale_bytes * group)
+        places = all_places[begin * PANEL_ROWS : end * PANEL_ROWS]
+        lists.append((*header, *places, *kinds_of(panels[begin:end])))
+    return lists
+
+
+def _sums(product: Product, divided: Sequence[Division]) -> int:
+    """Return how many sums are kept of each row of x."""
+    matrices = zip(product.matrices, divided, strict=True)
+    return sum(len(matrix.codes) * own.parts * TILE for matrix, own in matrices)
+
+
+def _fill(
+    entry: np.void,
+    product: Product,
+    divided: Sequence[Division],
+    lists: Sequence[Sequence[Sequence[int]]],
+    words: int,
+    sums: torch.Tensor,
+    held: int,
+) -> list[torch.Tensor]:
+    """Fill a `STAGE` except inputs and results; return the tensors it points to."""
+    kept: list[torch.Tensor] = []
+    first_cta = first_sum = 0
+    for of, matrix, own, parts in zip(entry["of"], product.matrices, divided, lists, strict=False):
+        table = torch.tensor(
+            [[*part, *[0] * (words - len(part))] for part in parts], dtype=torch.int32
+        ).to(matrix.codes.device)
+        filled(
+            of,
+            codes=matrix.codes,
+            scales=matrix.scales,
+            lists=table,
+            partial=sums[first_sum:],
+            columns=matrix.columns,
+            tiles=len(matrix.codes),
+            tile_bytes=4 * matrix.codes.shape[1],
+            scale_bytes=matrix.scale_bytes * len(matrix.groups),
+            parts=own.parts,
+            each=own.each,
+            first_cta=first_cta,
+            ctas=own.ctas,
+        )
+        kept += [matrix.codes, matrix.scales, table]
+        if matrix.bias is not None:
+            filled(of, bias=matrix.bias)
+            kept.append(matrix.bias)
+        first_cta += own.ctas
+        first_sum += len(matrix.codes) * own.parts * TILE * held
+    activation = product.activation
+    filled(
+        entry,
+        k=len(product.order),
+        matrices=len(product.matrices),
+        words=words,
+        activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
+        multiplier=1.0 if product.after is not None else product.multiplier,
+    )
+    return kept
+
+
+def _join(
+    stage: np.void,
+    before: Product,
+    entry: np.void,
+    product: Product,
+    squares: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Fill what a stage does for the one behind it; return the tensors they point to.
+
+    squares: room for those of a result, and of its sum with hidden states.
+    """
+    to = torch.argsort(product.order).int()
+    filled(stage, to=to)
+    kept, x_squares, name = [to], squares[0], "squared"
+    if before.after is not None:
+        by = before.after
+        filled(
+            stage,
+            after=by.weight,
+            squared=x_squares,
+            after_eps=by.eps,
+            after_multiplier=before.multiplier,
+        )
+        kept.append(by.weight)
+        x_squares, name = squares[1], "summed"
+    if product.norm is not None:
+        weight = product.norm.weight[product.order].contiguous()
+        filled(stage, **{name: x_squares})
+        filled(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
+        kept.append(weight)
+    return kept

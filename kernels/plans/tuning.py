@@ -1,0 +1,165 @@
+"""The fastest plan of a launch on a GPU: measured once, kept in a file.
+
+Another division sums in another order and so changes last bits. A choice once made therefore stays:
+within a process, and for everything that reads the file.
+"""
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import groupby, product
+from pathlib import Path
+from statistics import median
+
+from exl2flow.core.errors import StoreError, WriteFailed
+from exl2flow.core.store.files import digest, digest_of, read_json, write_json
+from exl2flow.kernels.interface.packed import PackedMatrix, Product
+from exl2flow.kernels.plans.product import Plan, plan_of
+
+Parts = tuple[int, ...]  # one number per product of a launch
+
+MOST_CANDIDATES = 6
+STEPS = (1, -1, 2, 3)  # added to the default number of parts
+ROUNDS = 5  # the median of which counts
+LEAST_GAIN = 0.02  # share of the time; less may be noise
+log = logging.getLogger(__name__)
+
+
+def candidates(
+    products: Sequence[Product], rows: int, *, processors: int, most_shared: int
+) -> list[Plan]:
+    """Return up to `MOST_CANDIDATES` plans, the default first; arguments are those of `plan_of`.
+
+    The others divide one product into other parts. No plans if the default does not fit.
+    """
+    first = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    if first is None:
+        return []
+    found = {first.parts: first}
+    for step, index in product(STEPS, range(len(products))):
+        parts = list(first.parts)
+        parts[index] += step
+        if parts[index] < 1:
+            continue
+        plan = plan_of(products, rows, processors=processors, most_shared=most_shared, parts=parts)
+        if plan is not None:
+            found.setdefault(plan.parts, plan)
+        if len(found) == MOST_CANDIDATES:
+            break
+    return list(found.values())
+
+
+def fastest(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
+    """Return the fastest plan: the first one unless another gains `LEAST_GAIN`.
+
+    Plans take turns; the first turn does not count.
+    """
+    turns = [[time(plan) for plan in plans] for _ in range(1 + ROUNDS)]
+    times = [median(of_plan) for of_plan in zip(*turns[1:], strict=True)]
+    best = min(range(len(plans)), key=times.__getitem__)
+    return plans[best if times[best] < (1 - LEAST_GAIN) * times[0] else 0]
+
+
+def key_of(products: Sequence[Product], rows: int, *, gpu: str, kernel: object) -> str:
+    """Return the key of a choice: launches with the same key share it.
+
+    Args:
+        products: of the launch.
+        rows: of x.
+        gpu: its name.
+        kernel: what else decides its speed, as JSON: its source, limits of the device.
+    """
+    shapes = [
+        {
+            "matrices": [_shape(matrix) for matrix in one.matrices],
+            "norm": one.norm is not None,
+            "after": one.after is not None,
+            "activation": one.activation,
+            "adds": one.adds,
+        }
+        for one in products
+    ]
+    return f"{gpu}, {rows} rows, {digest_of([shapes, kernel, _planning()])}"
+
+
+def _shape(matrix: PackedMatrix) -> object:
+    kinds = groupby((group.bits, group.rows) for group in matrix.groups)
+    groups = [[*kind, len(list(same))] for kind, same in kinds]
+    return [*matrix.shape, len(matrix.codes), matrix.has_zeros, matrix.bias is not None, groups]
+
+
+@cache
+def _planning() -> str:
+    """Return a digest of the rules and constants of plans."""
+    return "".join(digest(Path(__file__).with_name(name)) for name in ("product.py", "shares.py"))
+
+
+class Tuning:
+    """Choices by key: each is made once per process, and kept in a file.
+
+    Threads and processes may share a file. A file that cannot be read counts as empty; a choice
+    that cannot be written is not kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._chosen = dict[str, Parts | None]()
+
+    def choice(self, key: str, count: int, measure: Callable[[], Parts | None]) -> Parts | None:
+        """Return the parts of `count` products: those chosen before, or those measured now.
+
+        None, if nothing can be measured, holds for this process and is not kept in the file.
+        """
+        with self._lock:
+            if key not in self._chosen:
+                self._chosen[key] = self._stored(key, count) or self._made(key, measure())
+            return self._chosen[key]
+
+    def _stored(self, key: str, count: int) -> Parts | None:
+        parts = self._read().get(key, ())
+        return parts if len(parts) == count else None
+
+    def _made(self, key: str, parts: Parts | None) -> Parts | None:
+        """Keep a choice, or return the one another process has made meanwhile."""
+        if parts is None:
+            return None
+        try:
+            with _locked(self._path):
+                parts = self._stored(key, len(parts)) or parts
+                write_json(self._path, {**self._read(), key: parts})
+        except (OSError, WriteFailed) as error:
+            log.info("tuning=%s kept=no reason=%s", self._path, error)
+        return parts
+
+    def _read(self) -> dict[str, Parts]:
+        try:
+            table = read_json(self._path)
+        except StoreError:
+            return {}
+        rows = table.items() if isinstance(table, dict) else ()
+        return {key: tuple(value) for key, value in rows if _is_choice(value)}
+
+
+def _is_choice(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(x, int) and x > 0 for x in value)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file next to `path`, so that processes write in turn.
+
+    Raises:
+        OSError: the lock file cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

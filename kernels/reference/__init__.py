@@ -1,0 +1,1 @@
+"""The torch implementation of `Ops`, the reference for every CUDA kernel."""

@@ -1,0 +1,142 @@
+"""The torch implementation of the cache operations: the reference for every kernel."""
+
+import torch
+from torch.nn import functional
+
+from exl2flow.kernels.interface.attention_rule import AttentionRule
+from exl2flow.kernels.interface.cache_formats import (
+    LARGEST_HALF,
+    PAGE_TOKENS,
+    RUN,
+    UNIT,
+    CacheRows,
+    Element,
+    LayerStore,
+    padded_width,
+    slots_of,
+)
+from exl2flow.kernels.reference.steps import halved, rotate
+from exl2flow.kernels.streams import kept, sent
+
+
+def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stored form of rows (t, width): uint8 (t, bytes), scales fp16 (t, runs)."""
+    x = x.float() if element is Element.FULL else x.half()
+    x = functional.pad(x, (0, padded_width(x.shape[-1]) - x.shape[-1]))
+    none = x.new_empty(len(x), 0, dtype=torch.float16)
+    if element in (Element.HALF, Element.FULL):
+        return x.contiguous().view(torch.uint8), none
+    if element is Element.UPPER_BYTE:
+        return (x.view(torch.int16) >> 8).to(torch.uint8), none
+    runs = _rotated(x).view(len(x), x.shape[1] // RUN, RUN)
+    center = 1 << (element.bits - 1)
+    largest = runs.abs().amax(-1, keepdim=True).clamp(max=LARGEST_HALF * center)
+    codes = torch.where(largest > 0, runs / largest, 0.0) * center + center
+    codes = codes.round().clamp(0, 2 * center - 1).to(torch.uint8).flatten(1)
+    if element is Element.ROTATED_4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return codes, (largest[..., 0] / center).half()
+
+
+def decode(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
+    """Return the rows at slots, int64 (t,) or a slice, as fp16 (t, width); fp32 if they are."""
+    data, element = rows.data[slots], rows.element
+    if element in (Element.HALF, Element.FULL):
+        dtype = torch.float16 if element is Element.HALF else torch.float32
+        return data.view(dtype)[:, : rows.width]
+    if element is Element.UPPER_BYTE:
+        return (data.to(torch.int16) << 8).view(torch.float16)[:, : rows.width]
+    if element is Element.ROTATED_4:
+        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+    runs = data.view(len(data), data.shape[1] // RUN, RUN).float() - (1 << (element.bits - 1))
+    values = (runs * rows.scales[slots][..., None].float()).flatten(1)
+    return (_rotated(values) / RUN)[:, : rows.width].half()
+
+
+def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """See `Ops.write_cache`."""
+    for rows, x in ((store.keys, k), (store.values, v)):
+        data, scales = encode(rows.element, x.reshape(len(slots), rows.width))
+        rows.data[slots], rows.scales[slots] = data, scales
+
+
+def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.read_cache`."""
+    return _read(store, slots)
+
+
+def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (-1, store.kv_heads, store.head_dim)
+    return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
+
+
+def attend_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: LayerStore,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rule: AttentionRule,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """See `Ops.attend_step`."""
+    if interleaved:
+        q, k = (halved(x.transpose(1, 2), 2 * cos.shape[-1]).transpose(1, 2) for x in (q, k))
+    q, k = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+    write_cache(store, slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
+    outputs = []
+    for row, length in enumerate(lengths.tolist()):
+        held = _read(store, _slots(tables[row], length + q.shape[1]))
+        keys, values = (x.float() for x in held)
+        outputs.append(_attention(q[row].float(), keys, values, rule))
+    return torch.stack(outputs).to(q.dtype)
+
+
+def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:
+    """Return the slots of the first positions; a slice, which copies nothing, if they are one."""
+    first, *others = table[: max(1, -(-length // PAGE_TOKENS))].tolist()
+    if all(page == first + i for i, page in enumerate(others, 1)):
+        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
+    return slots_of(table, 0, length)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """Attend causally, fp32: q (t, heads, d) are the last positions of k and v (p, kv_heads, d)."""
+    count, positions, mask = len(q), len(k), None
+    if count > 1 or (rule.window is not None and rule.window < positions):
+        queries = torch.arange(positions - count, positions, device=q.device)
+        mask = rule.visible(queries, torch.arange(positions, device=q.device))
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    if rule.is_fused:
+        found = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=rule.scale, enable_gqa=True
+        )
+        return found[0].transpose(0, 1)
+    k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+    return (rule.weights(q @ k.mT, mask) @ v).transpose(0, 1)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the even places of every unit, and the odd ones, by H₃₂: rows (t, n), fp32."""
+    units = x.float().view(len(x), x.shape[1] // UNIT, UNIT // 2, 2)
+    return torch.einsum("ij,tujp->tuip", hadamard(UNIT // 2, x.device), units).reshape(x.shape)
+
+
+@kept
+def hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """Return the Hadamard matrix in natural order, fp32 (size, size); `size` a power of two."""
+    return sent(_hadamard(size), device)
+
+
+def _hadamard(size: int) -> torch.Tensor:
+    if size == 1:
+        return torch.ones(1, 1)
+    half = _hadamard(size // 2)
+    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))

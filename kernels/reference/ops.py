@@ -1,0 +1,397 @@
+"""The torch implementation of `Ops`: the specification for every kernel.
+
+fp16 rounding is `.half()` of an exact fp32 product, so every step is the round to nearest even of
+the format's dequantization law (`docs/format.md` section 3), subnormals included.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from math import gcd
+
+import torch
+
+from exl2flow.kernels.interface import packed
+from exl2flow.kernels.interface.groups import SCALE_LEVELS, Group
+from exl2flow.kernels.interface.ops import BegunGroups, Ops, Scales, device_table, half_ranges
+from exl2flow.kernels.interface.packed import Product
+from exl2flow.kernels.reference import cache as torch_cache
+from exl2flow.kernels.reference import refit as torch_refit
+from exl2flow.kernels.reference import sampler as torch_sampler
+from exl2flow.kernels.reference import steps as torch_steps
+from exl2flow.kernels.reference.descent import descent_of
+from exl2flow.kernels.streams import kept, sent
+
+GRID_POINTS = 97  # multipliers tried on a group's maximum scale
+GRID_START, GRID_END = 0.70, 1.20
+GRID_EXPONENT = 3.5  # exponent of the absolute error that ranks multipliers
+MAXIMA = 12  # multiples of a group's largest range tried as its maximum by a column search
+MAXIMA_START, MAXIMA_END = 0.50, 1.15
+SAMPLED_COLUMNS = 128  # about this many others judge the maximum, in addition to
+WIDEST_COLUMNS = 32  # the ones with the largest ranges
+CODE_REACH = 2  # scale codes tried on either side of the expected one
+EXPECTED_SHARE = 0.9  # the best scale is expected at this share of a column's range
+EPSILON = 1e-12  # keeps an all-zero column's scale positive
+CACHED_ELEMENTS = 1 << 14  # per piece of the grid search, so that it fits in one core's cache
+
+
+class TorchOps:
+    """Vectorized over columns, and over matrices that share a Hessian."""
+
+    write_cache = staticmethod(torch_cache.write_cache)
+    read_cache = staticmethod(torch_cache.read_cache)
+    attend_step = staticmethod(torch_cache.attend_step)
+    decode_packed = staticmethod(packed.decode_packed)
+    norm = staticmethod(torch_steps.norm)
+    gated = staticmethod(torch_steps.gated)
+    activated = staticmethod(torch_steps.activated)
+    rotate = staticmethod(torch_steps.rotate)
+    joined = staticmethod(torch_steps.joined)
+    sample = staticmethod(torch_sampler.sample)
+
+    def multiply(
+        self, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """See `Ops.multiply`."""
+        return packed.multiply(
+            x,
+            products,
+            hidden,
+            norm=self.norm,
+            gated=self.gated,
+            activated=self.activated,
+            product=packed.exact_product,
+        )
+
+    def search_grid(
+        self, x: torch.Tensor, groups: Sequence[Group]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.search_grid`; `docs/format.md` section 4 has the formulas."""
+        base = self._column_ranges(x, groups)  # (j, n)
+        largest = base.amax(dim=1, keepdim=True)
+        levels = (SCALE_LEVELS * (base / largest).sqrt()).round().clamp(1, SCALE_LEVELS)
+        steps = (levels / SCALE_LEVELS).square() * largest  # (j, n)
+        grid = _grid(x.device)
+        best = grid[self._grid_costs(x, groups, steps, grid).argmin(dim=1)]  # the first minimum
+        return (levels - 1).to(torch.uint8), (largest[:, 0] * best).half()
+
+    def search_columns(
+        self, x: torch.Tensor, groups: Sequence[Group], row_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.search_columns`."""
+        base = self._column_ranges(x, groups)  # (j, n)
+        multiples = search_multiples(x.device)
+        maxima = (base.amax(dim=1, keepdim=True) * multiples).half()  # (j, MAXIMA)
+        sample, weights = _sample(base)  # (j, s), (s,)
+        seen = x.gather(2, sample[:, None].expand(-1, x.shape[1], -1))  # (j, r, s)
+        _, cost = self._best_codes(seen, groups, row_weights, base.gather(1, sample), maxima)
+        best = (cost * weights).sum(dim=2).argmin(dim=1, keepdim=True)
+        chosen = maxima.gather(1, best)  # (j, 1)
+        codes, _ = self._best_codes(x, groups, row_weights, base, chosen)
+        return codes[:, 0], chosen[:, 0]
+
+    def begin_groups(
+        self,
+        rows: torch.Tensor,
+        members: Mapping[int, Group],
+        scales: Scales,
+        half_range: torch.Tensor,
+        row_weights: torch.Tensor | None = None,
+    ) -> None:
+        """See `Ops.begin_groups`."""
+        _, j, n = scales.codes.shape
+        groups, places = list(members.values()), device_table(tuple(members), rows.device)
+        x = rows.view(-1, j, n).transpose(0, 1)[places]
+        if row_weights is None:
+            codes, maxima = self.search_grid(x, groups)
+        else:
+            codes, maxima = self.search_columns(x, groups, row_weights)
+        scales.codes[0, places] = codes
+        scales.maxima[0, places] = maxima
+        scales.decoded[0, places] = self.decode_scales(codes, maxima).float()
+        halves = half_ranges(tuple(group.bits for group in groups), rows.device)
+        half_range.view(j, n)[places] = halves[:, None].expand(-1, n)
+
+    def _column_ranges(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """Return the scales at which codes just span each column: x fp32 (j, r, n) → (j, n)."""
+        parts = zip(x, groups, strict=True)
+        ranges = [
+            (rows[: g.rows].abs().amax(dim=0) + EPSILON) / (g.half_range - 0.5) for rows, g in parts
+        ]
+        return torch.stack(ranges)
+
+    def _grid_costs(
+        self, x: torch.Tensor, groups: Sequence[Group], steps: torch.Tensor, grid: torch.Tensor
+    ) -> torch.Tensor:
+        """Return each multiplier's cost over all columns, (j, 97), for steps (j, n)."""
+        parts = zip(x, steps, groups, strict=True)
+        costs = [_grid_cost(rows[: g.rows], step, g.half_range, grid) for rows, step, g in parts]
+        return torch.stack(costs)
+
+    def _best_codes(
+        self,
+        x: torch.Tensor,
+        groups: Sequence[Group],
+        row_weights: torch.Tensor,
+        base: torch.Tensor,
+        maxima: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each column's best scale code under each maximum (j, m), and its cost.
+
+        x fp32 (j, r, n), base fp32 (j, n) → uint8 and fp32 (j, m, n).
+        """
+        share = EXPECTED_SHARE * base[:, None] / maxima[:, :, None].float()
+        reach = torch.arange(-CODE_REACH, CODE_REACH + 1, device=x.device)
+        levels = (SCALE_LEVELS * share.sqrt()).round()[:, :, None] + reach[:, None]
+        codes = (levels.clamp(1, SCALE_LEVELS) - 1).to(torch.uint8)  # (j, m, reach, n)
+        scales = self.decode_scales(codes, maxima[:, :, None].expand(codes.shape[:3])).float()
+        cost = torch.stack(
+            [
+                _weighted_cost(
+                    x[j, : g.rows], scales[j].flatten(0, 1), g.half_range, row_weights[: g.rows]
+                )
+                for j, g in enumerate(groups)
+            ]
+        )
+        least, chosen = cost.view(codes.shape).min(dim=2)  # (j, m, n)
+        return codes.gather(2, chosen[:, :, None])[:, :, 0], least
+
+    def round_panel(
+        self,
+        rows: torch.Tensor,
+        upper: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.round_panel`."""
+        row = descent_of(scales, half_range, output)
+        rows = row.ordered(rows)
+        divisors = torch.where(row.scales > 0, row.scales, torch.inf)  # scale 0: the zero point
+        steps, errors = torch.empty_like(rows), torch.empty_like(rows)
+        for r in range(rows.shape[0]):
+            step = torch.div(rows[r], divisors, out=steps[r]).round_()
+            torch.clamp(step, row.low, row.high, out=step)
+            row.settle(step, rows[r])
+            error = torch.sub(rows[r], (step * row.scales).half().float(), out=errors[r])
+            error /= upper[r, r]
+            rows[r + 1 :].addr_(upper[r, r + 1 :], error, alpha=-1)
+        return row.restored(steps.sub_(row.low).to(torch.uint8)), row.restored(errors)
+
+    def descend_panel(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        scales: torch.Tensor,
+        half_range: torch.Tensor,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.descend_panel`."""
+        row = descent_of(scales, half_range, output)
+        before, slopes = row.ordered(steps), row.ordered(gradient)
+        found = before.clone()
+        for r, curvature in enumerate(hessian.diagonal().tolist()):
+            pushed = row.descend(found[r], slopes[r], curvature)
+            slopes[r + 1 :].addr_(hessian[r + 1 :, r], pushed)
+        change = torch.sub(found, before).mul_(row.scales)
+        steps.copy_(row.restored(found))
+        return row.restored(change)
+
+    def refit_scales(
+        self,
+        steps: torch.Tensor,
+        gradient: torch.Tensor,
+        hessian: torch.Tensor,
+        begun: BegunGroups,
+        scales: Scales,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Ops.refit_scales`."""
+        return torch_refit.refit_scales(
+            self.decode_scales, steps, gradient, hessian, begun, scales, output
+        )
+
+    def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.pack`; bit `b * i` of a unit's integer begins code `i`."""
+        n = codes.shape[1]
+        parts = []
+        for bits, start, rows in _runs(groups):
+            unit, words = _unit(bits)
+            values = codes[start : start + rows].view(-1, unit, n).to(torch.int64)
+            packed = torch.zeros(values.shape[0], words, n, dtype=torch.int64, device=codes.device)
+            for i, word, shift, spill in _places(bits):
+                packed[:, word] |= values[:, i] << shift
+                if spill:
+                    packed[:, word + 1] |= values[:, i] >> (bits - spill)
+            packed = packed & 0xFFFFFFFF
+            parts.append(packed.view(-1, n))
+        return _to_int32(torch.cat(parts))
+
+    def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """See `Ops.unpack`."""
+        n = packed.shape[1]
+        parts = []
+        word_start = 0
+        for bits, _, rows in _runs(groups):
+            unit, words = _unit(bits)
+            count = rows * bits // 32
+            values = packed[word_start : word_start + count].to(torch.int64) & 0xFFFFFFFF
+            values = values.view(-1, words, n)
+            codes = torch.empty(values.shape[0], unit, n, dtype=torch.uint8, device=packed.device)
+            for i, word, shift, spill in _places(bits):
+                code = values[:, word] >> shift
+                if spill:
+                    code = code | values[:, word + 1] << (bits - spill)
+                codes[:, i] = code & (2**bits - 1)
+            parts.append(codes.view(-1, n))
+            word_start += count
+        return torch.cat(parts)
+
+    def pack_scales(self, codes: torch.Tensor) -> torch.Tensor:
+        """See `Ops.pack_scales`."""
+        shifts = torch.arange(0, 32, 4, device=codes.device)
+        nibbles = codes.to(torch.int64).view(codes.shape[0], -1, 8) << shifts
+        return _to_int32(nibbles.sum(dim=2))
+
+    def unpack_scales(self, packed: torch.Tensor) -> torch.Tensor:
+        """See `Ops.unpack_scales`."""
+        shifts = torch.arange(0, 32, 4, device=packed.device)
+        codes = (packed.to(torch.int64).unsqueeze(2) >> shifts) & 15
+        return codes.view(packed.shape[0], -1).to(torch.uint8)
+
+    def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """See `Ops.decode_scales`: RN16((code + 1)² · RN16(max / 256))."""
+        unit = (max_scales.float() / 256).half().float()
+        return ((codes.float() + 1).square() * unit[..., None]).half()
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
+    ) -> torch.Tensor:
+        """See `Ops.decode`: RN16((code - 2^(bits-1)) · scale)."""
+        matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
+        for index, group in enumerate(groups):
+            rows = slice(group.start, group.start + group.rows)
+            steps = codes[rows].float() - group.half_range
+            matrix[rows] = (steps * scales[index].float()).half()
+        return matrix
+
+    def lay_out(
+        self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Ops.lay_out`."""
+        codes = self.unpack(words, groups)  # of one width, so any groups do
+        codes = codes if order is None else codes[order]
+        return packed.pack_codes(packed.whole_tiles(codes), groups)
+
+    def lay_out_scales(self, words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+        """See `Ops.lay_out_scales`."""
+        return packed.pack_scales(packed.whole_tiles(self.unpack_scales(words)), max_scales)
+
+    def repeat(self, work: Callable[[], None], times: int) -> None:
+        """See `Ops.repeat`."""
+        for _ in range(times):
+            work()
+
+    def prepare(self) -> None:
+        """See `Ops.prepare`: nothing is built here."""
+
+
+TORCH_OPS: Ops = TorchOps()
+
+
+@kept
+def search_multiples(device: torch.device) -> torch.Tensor:
+    """Return the multiples of the largest range to try as a maximum, fp32 (MAXIMA,)."""
+    return sent(torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA), device)
+
+
+def sample_step(n: int) -> int:
+    """Return n when every n-th column beyond the widest judges the maximum."""
+    return max(1, n // SAMPLED_COLUMNS)
+
+
+def _sample(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a sample (j, s) of the columns of base (j, n), and how many each represents, (s,)."""
+    order = base.argsort(dim=1, descending=True, stable=True)
+    step = sample_step(base.shape[1])
+    sample = torch.cat([order[:, :WIDEST_COLUMNS], order[:, WIDEST_COLUMNS::step]], dim=1)
+    weights = torch.full_like(base[0, : sample.shape[1]], step)
+    weights[:WIDEST_COLUMNS] = 1
+    return sample, weights
+
+
+def _weighted_cost(
+    x: torch.Tensor, scales: torch.Tensor, half: float, row_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ w (x - s clamp(rint(x / s)))² over the rows, fp32 (c, n), for scales (c, n)."""
+    r, n = x.shape
+    cost = torch.empty_like(scales)
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    width = max(1, CACHED_ELEMENTS // r)
+    for begin in range(0, n, width):
+        columns = slice(begin, begin + width)
+        part = x[:, columns].contiguous()
+        rounded = torch.empty_like(part)
+        for index in range(len(scales)):
+            torch.mul(part, inverse[index, columns], out=rounded).round_().clamp_(-half, half - 1)
+            error = rounded.mul_(scales[index, columns]).sub_(part)
+            torch.mv(error.square_().t(), row_weights, out=cost[index, columns])
+    return cost
+
+
+def _grid(device: torch.device) -> torch.Tensor:
+    """Return the multipliers, fp32 (97,)."""
+    t = torch.arange(GRID_POINTS, dtype=torch.float64, device=device) / (GRID_POINTS - 1)
+    return (GRID_START * (1 - t) + GRID_END * t).float()
+
+
+def _grid_cost(
+    x: torch.Tensor, steps: torch.Tensor, half: float, grid: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ |clamp(rint(x / (t p))) t p - x| ** 3.5 over a group for every multiplier p.
+
+    Works on y = x / t: the sum over rows is the column's t ** 3.5 times that for y.
+    """
+    r, n = x.shape
+    weights = steps.pow(GRID_EXPONENT)
+    cost = torch.zeros(len(grid), dtype=torch.float32, device=x.device)
+    multipliers = grid.tolist()
+    width = max(1, CACHED_ELEMENTS // r)
+    for begin in range(0, n, width):
+        columns = slice(begin, begin + width)
+        y = x[:, columns] / steps[columns]
+        rounded, root = torch.empty_like(y), torch.empty_like(y)
+        sums = torch.empty(len(multipliers), y.shape[1], dtype=y.dtype, device=y.device)
+        for i, p in enumerate(multipliers):
+            torch.mul(y, 1 / p, out=rounded).round_().clamp_(-half, half - 1)
+            error = rounded.mul_(p).sub_(y).abs_()
+            torch.sqrt(error, out=root)
+            root.mul_(error).mul_(error).mul_(error)  # |e| ** 3.5
+            torch.sum(root, dim=0, out=sums[i])
+        cost += (sums * weights[columns]).sum(dim=1)
+    return cost
+
+
+def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
+    """Yield (bits, first row, rows) of consecutive groups of one bit width."""
+    for bits, run in groupby(groups, key=lambda group: group.bits):
+        members = list(run)
+        yield bits, members[0].start, sum(group.rows for group in members)
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """Return (codes, words) of the smallest run of codes that fills whole words."""
+    divisor = gcd(bits, 32)
+    return 32 // divisor, bits // divisor
+
+
+def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (code index, word, shift, bits that spill into the next word) of a unit."""
+    for i in range(_unit(bits)[0]):
+        word, shift = divmod(bits * i, 32)
+        yield i, word, shift, max(0, shift + bits - 32)
+
+
+def _to_int32(values: torch.Tensor) -> torch.Tensor:
+    """Reinterpret int64 values from 0 to 2³² - 1 as two's complement int32."""
+    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)

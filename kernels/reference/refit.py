@@ -1,0 +1,99 @@
+"""The scale refit: the part of the torch twin that chooses a group's scales again.
+
+See `docs/concepts/quality.md`, section 4.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
+from exl2flow.kernels.interface.ops import BegunGroups, Scales
+from exl2flow.kernels.streams import kept, sent
+
+REFIT_MAXIMA = 31  # maxima tried around the current one
+REFIT_SPAN = 0.15  # their reach, relative to it
+STRENGTHS = 2  # fractions of the wanted change of scales to try: 1, 1/2, ...
+LEAST_CURVATURE = 1e-30
+LEAST_UNIT = 1e-12
+
+Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `Ops.decode_scales`
+
+
+def times_output(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+    """Return x O for x (r, m) and O fp32 (blocks, b, b); None: the identity."""
+    if output is None:
+        return x
+    blocks, b, _ = output.shape
+    wide = torch.bmm(x.view(-1, blocks, b).transpose(0, 1), output)
+    return wide.transpose(0, 1).reshape(x.shape)
+
+
+def refit_scales(
+    decode: Decode,
+    steps: torch.Tensor,
+    gradient: torch.Tensor,
+    hessian: torch.Tensor,
+    begun: BegunGroups,
+    scales: Scales,
+    output: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `Ops.refit_scales`."""
+    (r, m), rows = steps.shape, begun.rows
+    j = len(rows)
+    n = m // j
+    steps = begun.only(steps)
+    before = scales.decoded[0].clone()  # (j, n)
+    pushed = times_output(gradient, output)
+    curvature = ((hessian @ steps) * steps).sum(dim=0)
+    if output is not None:
+        curvature *= output.diagonal(dim1=1, dim2=2).flatten()
+    slope = (pushed * steps).sum(dim=0)
+    wanted = (-slope / curvature.clamp(min=LEAST_CURVATURE) * (curvature > 0)).view(j, n)
+    panels = torch.arange(r // PANEL_ROWS, device=steps.device)[:, None] < rows // PANEL_ROWS
+    is_open = rows > 0
+    for attempt in range(STRENGTHS):
+        target = before + wanted * 0.5**attempt
+        codes, maxima = nearest_scales(decode, scales.maxima[0], target, curvature.view(j, n))
+        found = decode(codes, maxima).float()
+        change = steps * (found - before).view(-1)  # (r, m)
+        moved = hessian @ times_output(change, output)
+        rise = ((moved + 2 * pushed) * change).view(r, j, n).sum(dim=(0, 2))
+        taken = is_open & (rise < 0)
+        is_open = is_open & ~taken
+        decoded = torch.where((taken & panels)[:, :, None], found, scales.decoded)
+        scales.decoded.copy_(decoded)
+        scales.codes[0] = torch.where(taken[:, None], codes, scales.codes[0])
+        scales.maxima[0] = torch.where(taken, maxima, scales.maxima[0])
+    return steps * (scales.decoded[0] - before).view(-1)
+
+
+@kept
+def maxima_multiples(device: torch.device) -> torch.Tensor:
+    """Return the multiples of a maximum to try, fp32 (REFIT_MAXIMA,)."""
+    return sent(1 + torch.linspace(-REFIT_SPAN, REFIT_SPAN, REFIT_MAXIMA), device)
+
+
+def nearest_scales(
+    decode: Decode, present: torch.Tensor, wanted: torch.Tensor, curvature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes uint8 (j, n) and maxima fp16 (j,) whose scales are nearest `wanted`.
+
+    Args:
+        decode: maps codes and maxima to scales.
+        present: current maxima fp16 (j,).
+        wanted: scales fp32 (j, n).
+        curvature: fp32 (j, n), weight of each column's squared error.
+    """
+    multiples = maxima_multiples(wanted.device)
+    maxima = (present[:, None].float() * multiples).half()  # (j, REFIT_MAXIMA)
+    unit = (maxima.float() / SCALE_LEVELS**2).half().float().clamp(min=LEAST_UNIT)
+    root = (wanted.clamp(min=0)[:, None] / unit[:, :, None]).sqrt().floor()
+    levels = torch.stack([root, root + 1]).clamp(1, SCALE_LEVELS)  # (2, j, REFIT_MAXIMA, n)
+    codes = (levels - 1).to(torch.uint8)
+    scales = decode(codes, maxima.expand(2, *maxima.shape)).float()
+    miss, chosen = (scales - wanted[:, None]).abs().min(dim=0)  # (j, REFIT_MAXIMA, n)
+    best = (miss.square() * curvature[:, None]).sum(dim=2).argmin(dim=1)
+    place = best[:, None, None].expand(-1, 1, wanted.shape[1])
+    nearest = torch.where(chosen == 0, codes[0], codes[1]).gather(1, place)[:, 0]
+    return nearest, maxima.gather(1, best[:, None])[:, 0]

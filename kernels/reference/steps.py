@@ -1,0 +1,63 @@
+"""The torch implementation of the steps between products: the specification of `cuda/steps.py`."""
+
+import torch
+
+from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.interface.ops import device_table
+
+
+def norm(x: torch.Tensor, by: Norm) -> torch.Tensor:
+    """See `Ops.norm`."""
+    wide = x.float()
+    if by.centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + by.eps)
+    y = normed.to(x.dtype) * _by_head(by.weight)
+    return y if by.bias is None else y + _by_head(by.bias)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `Ops.gated`."""
+    return ACTIVATIONS[activation](gate) * up
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `Ops.activated`."""
+    return ACTIVATIONS[activation](x)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See `Ops.rotate`."""
+    half = cos.shape[-1]
+    if not half:
+        return x
+    wide = x[..., : 2 * half].float()
+    first, second = wide[..., :half], wide[..., half:]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rest = x[..., 2 * half :]
+    found = rotated.to(x.dtype)
+    return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
+
+
+def joined(
+    a: torch.Tensor, b: torch.Tensor, a_sums: torch.Tensor, b_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.joined`."""
+    share = torch.sigmoid(b_sums - a_sums)[..., None]
+    found = torch.lerp(a.float(), b.float(), share).to(a.dtype)
+    return found, torch.logaddexp(a_sums, b_sums)
+
+
+def halved(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Bring the pairs (2i, 2i + 1) of the first `dim` elements of heads to (i, i + dim/2).
+
+    x: (b, h, t, head_dim), as a transpose of (b, t, h, head_dim); so is the result.
+    """
+    order = (*range(0, dim, 2), *range(1, dim, 2), *range(dim, x.shape[-1]))
+    return x.transpose(1, 2).index_select(-1, device_table(order, x.device)).transpose(1, 2)
+
+
+def _by_head(weight: torch.Tensor) -> torch.Tensor:
+    """Return weights (d,), or (heads, 1, d) where each head has its own."""
+    return weight if weight.dim() == 1 else weight[:, None]

@@ -1,0 +1,1 @@
+"""Configs: families as table rows, and `config.json` resolved to a `ModelSpec`."""

@@ -1,0 +1,241 @@
+"""What configs say about attention, layer by layer: heads, windows, scores, positions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.kernels import AttentionRule
+from exl2flow.model.config.family import Family, HeadNorms, NopeRule, WindowRule
+from exl2flow.model.config.fields import WIDEST, Fields, quoted
+from exl2flow.model.config.rope_spec import FULL, LAYER_TYPES, SLIDING, RopeSpec, read_ropes
+from exl2flow.model.config.spec import AttentionSpec
+from exl2flow.model.config.unsupported import LAYER_NEEDS, PAGES
+
+MOST_HEADS = 1 << 14  # also dimensions of a head
+NAMES = {"attention": FULL}  # layer types in the words of earlier configs
+PATTERN = "sliding_window_pattern"
+LETTERS = {"G": FULL, "L": SLIDING}  # of patterns that are written out
+
+Windows = tuple[int | None, ...]
+
+
+def read_attentions(
+    config: Fields, family: Family, *, num_layers: int, max_positions: int
+) -> tuple[AttentionSpec, ...]:
+    """Read the keys of attention and rope, in either config form.
+
+    Raises:
+        UnsupportedArchitecture: a kind of layer or rope that is not implemented.
+        SourceModelError: a key is missing or impossible.
+    """
+    types = _layer_types(config, family, num_layers)
+    windows = _WINDOWS[family.window_rule](config, family, types)
+    layer = _common(config, family, max_positions)
+    rotated = _ROTATED[family.nope_rule](config, family, windows)
+    full = local = nowhere = layer.rope
+    if any(rotated):
+        full, local = read_ropes(
+            config, family, head_dim=layer.head_dim, max_positions=max_positions
+        )
+    ropes = (local if kind == SLIDING else full for kind in types)
+    return tuple(
+        replace(
+            layer,
+            rule=replace(layer.rule, window=window),
+            rope=rope if rotates else nowhere,
+        )
+        for window, rope, rotates in zip(windows, ropes, rotated, strict=True)
+    )
+
+
+def bias_of(config: Fields, rule: bool | str) -> bool:
+    """Return whether there are biases by the rule of a row."""
+    return config.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _common(config: Fields, family: Family, max_positions: int) -> AttentionSpec:
+    """Return what all layers share, without window and positions."""
+    num_heads = config.integer("num_attention_heads", most=MOST_HEADS)
+    is_single = family.single_head_key is not None and config.flag(family.single_head_key, True)
+    default = 1 if is_single else num_heads
+    num_kv_heads = config.integer("num_key_value_heads", default, most=MOST_HEADS)
+    if num_heads % num_kv_heads:
+        raise SourceModelError(
+            f"{config.named('num_key_value_heads')} in `{config.path}` is {num_kv_heads}; it must "
+            f"divide {config.named('num_attention_heads')}, {num_heads}"
+        )
+    head_dim = _head_dim(config, family, num_heads)
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rule=_rule(config, family, head_dim),
+        rope=RopeSpec.none(max_positions),
+        norm_after_rope=family.norm_after_rope,
+        qkv_bias=bias_of(config, family.qkv_bias),
+        o_bias=bias_of(config, family.o_bias),
+        head_norms=_head_norms(config, family),
+    )
+
+
+def _head_dim(config: Fields, family: Family, num_heads: int) -> int:
+    """Return `head_dim`, by default the family's or hidden size / heads."""
+    if family.default_head_dim or config.has("head_dim"):
+        return config.integer("head_dim", family.default_head_dim, most=MOST_HEADS)
+    hidden_size = config.integer("hidden_size", most=WIDEST)
+    if hidden_size % num_heads:
+        raise SourceModelError(
+            f"{config.named('num_attention_heads')} in `{config.path}` is {num_heads}; it must "
+            f"divide {config.named('hidden_size')}, {hidden_size}, or `head_dim` must be there"
+        )
+    return hidden_size // num_heads
+
+
+def _head_norms(config: Fields, family: Family) -> HeadNorms:
+    if isinstance(family.head_norms, HeadNorms):
+        return family.head_norms
+    key, norms = family.head_norms
+    return norms if config.flag(key, False) else HeadNorms.NONE
+
+
+def _rule(config: Fields, family: Family, head_dim: int) -> AttentionRule:
+    scale, softcap = head_dim**-0.5, None
+    if family.score_scale_key is not None:
+        scale = config.number(family.score_scale_key) ** family.score_scale_power
+    if family.softcap_key is not None and config.has(family.softcap_key):
+        softcap = config.number(family.softcap_key)
+    return AttentionRule(scale=scale, softcap=softcap)
+
+
+def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
+    """Return each layer's type: as listed, by the pattern, or the family's only one."""
+    if not config.has("layer_types"):
+        return _patterned(config, family, num_layers)
+    listed = config.texts("layer_types", num_layers)
+    types = tuple(NAMES.get(kind, kind) for kind in listed)
+    unknown = [kind for kind in dict.fromkeys(types) if kind not in LAYER_TYPES]
+    if unknown:
+        needs = dict.fromkeys(LAYER_NEEDS[kind] for kind in unknown if kind in LAYER_NEEDS)
+        why = f", which needs {' and '.join(needs)}" if needs else ""
+        raise UnsupportedArchitecture(
+            f"`{config.prefix}layer_types` in `{config.path}` holds {quoted(unknown)}{why}; "
+            f"supported are {quoted(LAYER_TYPES)}; {PAGES}"
+        )
+    return types
+
+
+def _patterned(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
+    """Return the types of a pattern: letters that repeat, or every n-th layer is a full one."""
+    if family.window_rule is not WindowRule.LAYER_TYPES:
+        return (FULL,) * num_layers
+    if not family.default_window_pattern:
+        return (SLIDING,) * num_layers
+    given = config.values.get(PATTERN, family.default_window_pattern)
+    if given is None:
+        return (FULL,) * num_layers
+    if isinstance(given, str):
+        if not given or set(given) - set(LETTERS):
+            raise config.refusal(PATTERN, f"a number, or {quoted(LETTERS)} repeated")
+        letters = (given * num_layers)[: num_layers - 1] + "G"  # the last layer is a full one
+        return tuple(LETTERS[letter] for letter in letters)
+    every = config.integer(PATTERN, family.default_window_pattern)
+    return tuple(SLIDING if layer % every else FULL for layer in range(1, num_layers + 1))
+
+
+def _window(config: Fields, family: Family) -> int | None:
+    """Return the window of the layers that have one; null, unlike an absent key, means none."""
+    if "sliding_window" not in config.values:
+        return family.default_window
+    return config.integer("sliding_window") if config.has("sliding_window") else None
+
+
+def _no_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
+    return (None,) * len(types)
+
+
+def _windows_everywhere(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
+    return (_window(config, family),) * len(types)
+
+
+def _typed_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
+    window = _window(config, family)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _upper_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
+    if not config.flag("use_sliding_window", False):
+        return _no_windows(config, family, types)
+    if config.has("layer_types"):
+        return _typed_windows(config, family, types)
+    window = _window(config, family)
+    first = config.integer("max_window_layers", family.default_max_window_layers, least=0)
+    return tuple(window if layer >= first else None for layer in range(len(types)))
+
+
+def _windows_without_positions(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
+    if not config.flag("use_sliding_window", False):
+        if SLIDING in types:  # in transformers the way to compute attention decides
+            raise SourceModelError(
+                f"`{config.prefix}layer_types` in `{config.path}` holds `{SLIDING}`, but "
+                "`use_sliding_window` is not true; correct the one that is wrong"
+            )
+        return _no_windows(config, family, types)
+    if config.has("layer_types"):
+        return _typed_windows(config, family, types)
+    window, without = _window(config, family), (None,) * len(types)
+    listed = _listed(config, family, without)
+    return tuple(None if rotates else window for rotates in listed)
+
+
+_WINDOWS: dict[WindowRule, Callable[[Fields, Family, tuple[str, ...]], Windows]] = {
+    WindowRule.NONE: _no_windows,
+    WindowRule.ALL_LAYERS: _windows_everywhere,
+    WindowRule.UPPER_LAYERS: _upper_windows,
+    WindowRule.LAYER_TYPES: _typed_windows,
+    WindowRule.NOPE_LAYERS: _windows_without_positions,
+}
+
+
+def _all(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    return (True,) * len(windows)
+
+
+def _no_layer(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    return (False,) * len(windows)
+
+
+def _windowed(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    return tuple(window is not None for window in windows)
+
+
+def _windowed_of_hybrids(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    is_hybrid = _window(config, family) is not None
+    return (_windowed if is_hybrid else _all)(config, family, windows)
+
+
+def _listed(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    count = len(windows)
+    if config.has("no_rope_layers"):  # 1: the layer has a rope
+        return tuple(map(bool, config.integers("no_rope_layers", count, least=0, most=1)))
+    every = config.integer("no_rope_layer_interval", 4)
+    return tuple(layer % every != 0 for layer in range(1, count + 1))
+
+
+def _by_position_type(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    key = "position_embedding_type"
+    name = config.text(key, "nope")
+    if name not in ("rope", "nope"):
+        raise UnsupportedArchitecture(
+            f"`{config.prefix}{key}` in `{config.path}` is `{name}`; supported are `rope`, `nope`"
+        )
+    return (name == "rope",) * len(windows)
+
+
+_ROTATED: dict[NopeRule, Callable[[Fields, Family, Windows], tuple[bool, ...]]] = {
+    NopeRule.NONE: _all,
+    NopeRule.ALL_LAYERS: _no_layer,
+    NopeRule.FULL_LAYERS: _windowed,
+    NopeRule.FULL_LAYERS_OF_HYBRIDS: _windowed_of_hybrids,
+    NopeRule.LISTED: _listed,
+    NopeRule.POSITION_TYPE: _by_position_type,
+}

@@ -1,0 +1,194 @@
+"""Resolving: a model folder's `config.json`, in either form, to a `ModelSpec`."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.model.config.activations import ACTIVATIONS
+from exl2flow.model.config.families import FAMILIES
+from exl2flow.model.config.family import Family
+from exl2flow.model.config.fields import WIDEST, Fields, quoted
+from exl2flow.model.config.layers_config import bias_of, read_attentions
+from exl2flow.model.config.multipliers import MULTIPLIER_KEYS, read_multipliers
+from exl2flow.model.config.spec import MlpSpec, ModelSpec
+from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
+
+# Far above every model that exists, and small enough that loops over them end at once.
+MOST_LAYERS = 2048
+MOST_TOKENS = 1 << 24  # of a vocabulary
+NEAR = 0.75  # how alike names of architectures must be for advice, of 1
+TEXT = "text_config"  # of a wrapper: the keys of its text model
+NEUTRAL = (None, 0, 1)  # values of a key that change nothing; `False` is 0
+UNSUPPORTED = (  # keys with which the graph would differ, where a family does not know them
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "clip_qkv",
+    "use_qk_norm",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "scale_emb",
+    "scale_depth",
+    "scale_attn_by_inverse_layer_idx",
+    "use_bidirectional_attention",
+    "norm_head",
+    "add_cross_attention",
+)
+
+
+EXPECTED = ("scale_attn_weights",)  # keys that must be true where they are present
+
+
+def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") -> ModelSpec:
+    """Read `config.json`, in the form of transformers 4 or 5, of a dense or an EXL2 model.
+
+    Args:
+        source_dir: the model's folder.
+        wanted: the kinds of models that the caller can use, for advice.
+
+    Raises:
+        UnsupportedArchitecture: no family row, or a variant that is not implemented.
+        SourceModelError: a key is missing or impossible.
+    """
+    whole = Fields.load(source_dir / "config.json", wanted=wanted)
+    family, config = _family(whole)
+    config = replace(config, values=_values(config, family), names=_names(config, family))
+    _check_keys(config, family)
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    max_positions = config.integer("max_position_embeddings")
+    attentions = read_attentions(config, family, num_layers=num_layers, max_positions=max_positions)
+    reaches = [one.rope.reach(max_positions) for one in attentions if one.rope.rotary_dim]
+    bos_ids, eos_ids = (
+        config.token_ids(key) or whole.token_ids(key) for key in ("bos_token_id", "eos_token_id")
+    )
+    embedding, residual, logits = read_multipliers(config, family.multipliers)
+    scale = family.residual_scale
+    hidden_size = config.integer("hidden_size", most=WIDEST)
+    inner = family.default_inner * hidden_size or None
+    return ModelSpec(
+        family=family,
+        source_dir=source_dir,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        vocab_size=config.integer("vocab_size", most=MOST_TOKENS),
+        norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
+        tied_head=any(part.flag("tie_word_embeddings", False) for part in (whole, config)),
+        attentions=attentions,
+        mlp=MlpSpec(
+            intermediate_size=config.integer("intermediate_size", inner, most=WIDEST),
+            activation=_activation(config, family),
+            has_bias=bias_of(config, family.mlp_bias),
+            gated=family.is_gated,
+        ),
+        embedding_multiplier=embedding * scale,
+        residual_multiplier=residual * (1.0 if family.post_norms else scale),
+        logit_multiplier=logits,
+        logit_softcap=_softcap(config, family),
+        has_unit_head=_has_unit_head(config, family),
+        max_positions=min(reaches, default=max_positions),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=eos_ids,
+        config=whole.values,
+    )
+
+
+def _family(config: Fields) -> tuple[Family, Fields]:
+    """Return the row, and the part of the config that holds the text model's keys."""
+    (name,) = config.texts("architectures", 1)
+    rows = {kind: row for (known, kind), row in FAMILIES.items() if known == name}
+    if None in rows:
+        return rows[None], config
+    if rows:
+        return _wrapped(config, name, rows)
+    raise UnsupportedArchitecture(
+        f"architecture `{name}` in `{config.path}` is not supported{_reason(name)}; {PAGES}"
+    )
+
+
+def _reason(name: str) -> str:
+    """Return what an architecture needs, if that is known, else the nearest names if any are."""
+    if need := need_of(name):
+        return f": it needs {need}"
+    stems = {SUFFIX.sub("", row).lower(): row for row, _ in FAMILIES}
+    near = difflib.get_close_matches(SUFFIX.sub("", name).lower(), stems, n=2, cutoff=NEAR)
+    return f"; nearest are {quoted(stems[stem] for stem in near)}" if near else ""
+
+
+def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tuple[Family, Fields]:
+    """Return the row of a wrapper for its text model, and that model's config."""
+    if not config.has(TEXT):
+        flat = [row for row in rows.values() if row.is_flat_too]
+        if flat and config.has("hidden_size"):
+            return flat[0], config
+        raise SourceModelError(
+            f"`{TEXT}` is missing in `{config.path}`, although `{name}` wraps a text model; fetch "
+            "the file again"
+        )
+    inner = config.inner(TEXT)
+    kind = inner.text("model_type")
+    if kind not in rows:
+        need = need_of(kind)
+        why = f": it needs {need}" if need else ""
+        supported = quoted(str(row) for row in rows)
+        raise UnsupportedArchitecture(
+            f"`{name}` around a text model of type `{kind}` in `{config.path}` is not supported"
+            f"{why}; supported around it: {supported}; {PAGES}"
+        )
+    return rows[kind], inner
+
+
+def _values(config: Fields, family: Family) -> dict[str, object]:
+    """Return the config's values by the keys of Llama's configs, with the family's defaults."""
+    stored = {**dict(family.defaults), **config.values}
+    return stored | {key: stored[name] for key, name in family.keys if name in stored}
+
+
+def _names(config: Fields, family: Family) -> dict[str, str]:
+    """Return how the file calls keys, by those of Llama's configs."""
+    is_llamas = {key for key in config.values if config.has(key)}
+    return {key: name for key, name in family.keys if name in is_llamas or key not in is_llamas}
+
+
+def _check_keys(config: Fields, family: Family) -> None:
+    """Refuse values that change the graph in ways that it does not know."""
+    known = {*family.known, family.softcap_key, *MULTIPLIER_KEYS[family.multipliers]}
+    for key in (*UNSUPPORTED, *EXPECTED):
+        value = config.values.get(key)
+        if key not in known and not _is_neutral(key, value):
+            raise UnsupportedArchitecture(
+                f"{config.named(key)} in `{config.path}` is {value!r}, which is not supported: the "
+                "model would compute something else"
+            )
+
+
+def _is_neutral(key: str, value: object) -> bool:
+    return value in (None, True) if key in EXPECTED else value is not True and value in NEUTRAL
+
+
+def _activation(config: Fields, family: Family) -> str:
+    name = config.text("hidden_act", family.default_activation)
+    if name not in ACTIVATIONS:
+        raise UnsupportedArchitecture(
+            f"{config.named('hidden_act')} `{name}` in `{config.path}` is not supported; supported "
+            f"are {quoted(ACTIVATIONS)}"
+        )
+    return name
+
+
+def _softcap(config: Fields, family: Family) -> float | None:
+    key = family.logit_softcap_key
+    return config.number(key) if key is not None and config.has(key) else None
+
+
+def _has_unit_head(config: Fields, family: Family) -> bool:
+    key = family.unit_head_key
+    if key is None or not config.has(key):
+        return False
+    value = config.values[key]
+    return value if isinstance(value, bool) else bool(config.integer(key, least=0, most=1))

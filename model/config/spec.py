@@ -1,0 +1,340 @@
+"""A family row resolved against one `config.json`: everything other code needs to know of a model.
+
+Sublayers state their projections and what each reads, so nothing downstream branches on the kind
+of a sublayer or the name of a family.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from exl2flow.kernels import AttentionRule
+from exl2flow.model.config.family import Family, HeadNorms
+from exl2flow.model.config.rope_spec import RopeSpec
+from exl2flow.model.config.sublayer_spec import (
+    NormRole,
+    NormSpec,
+    ProjectionSpec,
+    Role,
+    SublayerPart,
+    SublayerSpec,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention of one layer: its heads, what it does with scores, its positions.
+
+    norm_after_rope: queries and keys are normalized after their rotation, not before.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rule: AttentionRule
+    rope: RopeSpec
+    norm_after_rope: bool = False
+    qkv_bias: bool
+    o_bias: bool
+    head_norms: HeadNorms = HeadNorms.NONE
+
+    @property
+    def width(self) -> int:
+        """Elements of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all keys of a token, and as many values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """Shape of the MLP; if `gated`, its activation is multiplied with a second product."""
+
+    intermediate_size: int
+    activation: str
+    has_bias: bool
+    gated: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model as its config describes it.
+
+    attentions: of each layer; config: the raw `config.json`.
+    """
+
+    family: Family
+    source_dir: Path
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    norm_eps: float
+    tied_head: bool
+    attentions: tuple[AttentionSpec, ...]
+    mlp: MlpSpec
+    max_positions: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    has_unit_head: bool = False
+    config: Mapping[str, object] = field(compare=False, repr=False)
+
+    @cached_property
+    def sublayers(self) -> tuple[SublayerSpec, ...]:
+        """All sublayers in walk order: attention 0, MLP 0, attention 1, …"""
+        return tuple(s for layer in range(self.num_layers) for s in _layer(self, layer))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different ropes of the layers, in the order of the layers."""
+        return tuple(dict.fromkeys(attention.rope for attention in self.attentions))
+
+    @property
+    def embedding_key(self) -> str:
+        """The embedding's name."""
+        return f"{self.family.prefix}embed_tokens"
+
+    @property
+    def final_norm(self) -> NormSpec:
+        """The norm before the head."""
+        return _state_norm(self, "final", f"{self.family.prefix}norm", self.logit_multiplier)
+
+    @property
+    def layers_key(self) -> str:
+        """What precedes a layer's index in names."""
+        return f"{self.family.prefix}layers."
+
+    @property
+    def head(self) -> ProjectionSpec:
+        """The projection to the vocabulary; it reads the final norm's output."""
+        return ProjectionSpec(
+            name=self.family.head.rpartition(".")[2],
+            key=self.family.head,
+            role="head",
+            in_features=self.hidden_size,
+            out_features=self.vocab_size,
+            has_bias=False,
+            capture="input",
+        )
+
+    @property
+    def quant_method(self) -> str | None:
+        """The quantization that the config declares; tensor names alone decide how it loads."""
+        method = self._quantization.get("quant_method")
+        return None if method is None else str(method)
+
+    @property
+    def zero_offset(self) -> int:
+        """The amount by which stored zeros of GPTQ matrices are too small."""
+        return 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
+
+    @property
+    def _quantization(self) -> Mapping[str, object]:
+        block = self.config.get("quantization_config")
+        return block if isinstance(block, Mapping) else {}
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether positions are rows of a table, `max_positions` of them."""
+        return bool(self.family.learned_positions)
+
+    def with_rope(
+        self, *, scale: float | None = None, alpha: float | None = None, yarn: float | None = None
+    ) -> "ModelSpec":
+        """Return this model with positions divided by `scale`, NTK factor `alpha`, YaRN `yarn`.
+
+        YaRN takes the place of the config's own kind, and stretches the original positions. Layers
+        without positions stay as they are.
+        """
+        rotating = [rope for rope in self.ropes if rope.rotary_dim]
+        ropes = {rope: rope.scaled(scale=scale, alpha=alpha) for rope in rotating}
+        reach = self.max_positions
+        if yarn is not None and ropes:
+            original = min(reach, *(rope.original_max_positions for rope in ropes))
+            ropes = {old: rope.with_yarn(yarn, original) for old, rope in ropes.items()}
+            reach = int(original * max(yarn, 1.0))
+        layers = (
+            replace(layer, rope=ropes.get(layer.rope, layer.rope)) for layer in self.attentions
+        )
+        return replace(self, attentions=tuple(layers), max_positions=reach)
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of the dense model's tensors.
+
+    Embedding and head may have more rows in the files. A tied head is left out.
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{spec.embedding_key}.weight": (spec.vocab_size, spec.hidden_size),
+        **_norm_shapes(spec.final_norm),
+    }
+    learned = spec.family.learned_positions
+    if learned is not None:
+        shapes[f"{learned}.weight"] = (spec.max_positions, spec.hidden_size)
+    for sublayer in spec.sublayers:
+        for norm in sublayer.norms:
+            shapes |= _norm_shapes(norm)
+        for projection in sublayer.projections:
+            shapes |= _linear_shapes(projection)
+    return shapes if spec.tied_head else shapes | _linear_shapes(spec.head)
+
+
+def _norm_shapes(norm: NormSpec) -> dict[str, tuple[int, ...]]:
+    return {name: norm.shape for name in norm.names}
+
+
+def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
+    n, k = projection.out_features, projection.in_features
+    shapes: dict[str, tuple[int, ...]] = {f"{projection.key}.weight": (n, k)}
+    if projection.has_bias:
+        shapes[f"{projection.key}.bias"] = (n,)
+    return shapes
+
+
+LINEARS: dict[str, str] = {  # where a family has no other name
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_Row = tuple[Role, int, int, bool, str]  # role, in- and out-features, bias, capture
+
+
+def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
+    """Return the sublayers of a layer."""
+    name = f"{spec.layers_key}{layer}"
+    head_norms = _head_norms(spec, layer)
+    if spec.family.is_parallel:
+        parts = (
+            _attention_part(spec, layer, inner="self_attn.inner"),
+            _mlp_part(spec, layer, inner="mlp.inner"),
+        )
+        return (
+            SublayerSpec(
+                index=layer,
+                layer_index=layer,
+                name=name,
+                kind="parallel",
+                norms=(*_norms(spec, name, 0), *head_norms),
+                parts=parts,
+            ),
+        )
+    attention, mlp = _attention_part(spec, layer), _mlp_part(spec, layer)
+    return (
+        SublayerSpec(
+            index=2 * layer,
+            layer_index=layer,
+            name=attention.name,
+            kind="attention",
+            norms=(*_norms(spec, name, 0), *head_norms),
+            parts=(attention,),
+        ),
+        SublayerSpec(
+            index=2 * layer + 1,
+            layer_index=layer,
+            name=mlp.name,
+            kind="mlp",
+            norms=_norms(spec, name, 1),
+            parts=(mlp,),
+        ),
+    )
+
+
+def _attention_part(spec: ModelSpec, layer: int, inner: str = "inner") -> SublayerPart:
+    attention, hidden = spec.attentions[layer], spec.hidden_size
+    rows: tuple[_Row, ...] = (
+        ("q", hidden, attention.width, attention.qkv_bias, "input"),
+        ("k", hidden, attention.kv_width, attention.qkv_bias, "input"),
+        ("v", hidden, attention.kv_width, attention.qkv_bias, "input"),
+        ("o", attention.width, hidden, attention.o_bias, inner),
+    )
+    return _part(spec, f"{spec.layers_key}{layer}", "self_attn", rows)
+
+
+def _mlp_part(spec: ModelSpec, layer: int, inner: str = "inner") -> SublayerPart:
+    hidden, width, bias = spec.hidden_size, spec.mlp.intermediate_size, spec.mlp.has_bias
+    rows: tuple[_Row, ...] = (
+        ("gate", hidden, width, bias, "input"),
+        ("up", hidden, width, bias, "input"),
+        ("down", width, hidden, bias, inner),
+    )
+    return _part(spec, f"{spec.layers_key}{layer}", "mlp", rows[not spec.mlp.gated :])
+
+
+def _part(spec: ModelSpec, layer: str, name: str, rows: tuple[_Row, ...]) -> SublayerPart:
+    names = LINEARS | dict(spec.family.linears)
+    projections = tuple(
+        ProjectionSpec(
+            name=names[role].rpartition(".")[2],
+            key=f"{layer}.{names[role]}",
+            role=role,
+            in_features=in_features,
+            out_features=out_features,
+            has_bias=has_bias,
+            capture=capture,
+        )
+        for role, in_features, out_features, has_bias, capture in rows
+    )
+    return SublayerPart(name=f"{layer}.{name}", projections=projections)
+
+
+def _norms(spec: ModelSpec, layer: str, place: int) -> tuple[NormSpec, ...]:
+    """Return the norms before and after attention (place 0) or the MLP (1) of a layer."""
+    before, after, norms = spec.family.norms, spec.family.post_norms, list[NormSpec]()
+    if before:
+        norms.append(_state_norm(spec, "before", f"{layer}.{before[place]}"))
+    if after:  # it reads what has no scale yet
+        norm = _state_norm(spec, "after", f"{layer}.{after[place]}", spec.family.residual_scale)
+        norms.append(replace(norm, eps=spec.norm_eps))
+    return tuple(norms)
+
+
+def _state_norm(spec: ModelSpec, role: NormRole, key: str, multiplier: float = 1.0) -> NormSpec:
+    """Describe a norm of hidden states, which are held smaller by the residual scale."""
+    family = spec.family
+    return NormSpec(
+        role=role,
+        key=key,
+        shape=(spec.hidden_size,),
+        eps=spec.norm_eps * family.residual_scale**2,
+        centered=family.is_centered,
+        has_bias=family.norm_bias,
+        offset=family.norm_offset,
+        multiplier=multiplier,
+    )
+
+
+def _head_norms(spec: ModelSpec, layer: int) -> tuple[NormSpec, ...]:
+    """Return the norms of queries and keys."""
+    attention, family = spec.attentions[layer], spec.family
+    size = attention.head_dim
+    shapes: dict[HeadNorms, tuple[tuple[int, ...], ...]] = {
+        HeadNorms.NONE: (),
+        HeadNorms.HEAD: ((size,), (size,)),
+        HeadNorms.HEADS: ((attention.num_heads, size), (attention.num_kv_heads, size)),
+        HeadNorms.WHOLE: ((attention.width,), (attention.kv_width,)),
+    }
+    roles: tuple[NormRole, NormRole] = ("q", "k")
+    return tuple(
+        NormSpec(
+            role=role,
+            key=f"{spec.layers_key}{layer}.self_attn.{name}",
+            shape=shape,
+            eps=spec.norm_eps,
+            centered=family.is_centered,
+            offset=family.norm_offset,
+        )
+        for role, name, shape in zip(
+            roles, family.qk_norms, shapes[attention.head_norms], strict=False
+        )
+    )

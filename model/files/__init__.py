@@ -1,0 +1,1 @@
+"""Model files: safetensors, and weights as fp8, mxfp4, GPTQ and EXL2."""

@@ -1,0 +1,345 @@
+"""Lazy reading of tensors from the safetensors files of a folder.
+
+Weights in fp8 appear decoded, as fp16, and their scales not at all. An index file is ignored.
+Tensors are read rather than mapped, so the resident memory of a walk is that of the tensors still
+referred to. Tensors for a GPU pass through a small pinned buffer.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from exl2flow.core.errors import (
+    Exl2FlowError,
+    MissingTensor,
+    NonFiniteState,
+    SourceModelError,
+    TensorShapeError,
+)
+from exl2flow.core.runtime.background import helpers, on_its_way
+from exl2flow.core.store.model_files import is_weights
+from exl2flow.model.config.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
+from exl2flow.model.files import fp8
+from exl2flow.model.files.entry import Entry
+
+DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+PIECE_BYTES = 16 << 20  # read at a time, through pinned memory that torch reuses
+_LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
+
+
+class TensorFiles:
+    """The tensors of all `*.safetensors` in a folder, by name; a second copy is ignored."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            SourceModelError: no file, a damaged file, or a name that occurs in two files.
+        """
+        self.folder = folder
+        self._ahead: dict[str, Future[torch.Tensor]] = {}
+        found = sorted(folder.glob("*.safetensors"))
+        self.files = tuple(path for path in found if is_weights(path.name)) or tuple(found)
+        if not self.files:
+            raise SourceModelError(
+                advice(folder)
+                or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
+                "this format"
+            )
+        self._entries: dict[str, Entry] = {}
+        for path in self.files:
+            for name, entry in _read_header(path).items():
+                if name in self._entries:
+                    raise SourceModelError(
+                        f"`{name}` is both in `{self._entries[name].path}` and in `{path}`; "
+                        "remove the file that does not belong to the model"
+                    )
+                self._entries[name] = entry
+        self._join_scales()
+
+    def _join_scales(self) -> None:
+        """Give fp8 weights their scales, which then have no names of their own."""
+        weights = self.in_fp8
+        block = fp8.read_block(self.folder) if weights else None
+        for name in weights:
+            scale = fp8.scale_name(name, self._entries)
+            if scale is not None:
+                scales = self._entries.pop(scale)
+                self._entries[name] = replace(
+                    self._entries[name], scales=scales, scale_name=scale, block=block
+                )
+            for unused in fp8.unused_names(name):
+                self._entries.pop(unused, None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, in the order of the files."""
+        return tuple(self._entries)
+
+    @property
+    def in_fp8(self) -> tuple[str, ...]:
+        """The names of the weights that are decoded from fp8."""
+        return tuple(n for n, entry in self._entries.items() if _is_fp8_weight(n, entry))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self._entry(name).shape
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor as `read` returns it."""
+        entry = self._entry(name)
+        is_decoded = _is_fp8_weight(name, entry)
+        return prod(entry.shape) * fp8.DECODED.itemsize if is_decoded else entry.nbytes
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor as `read` returns it.
+
+        Raises:
+            SourceModelError: it is not one of `DTYPES`.
+            MissingTensor, TensorShapeError: the scales of an fp8 weight are absent or do not fit.
+        """
+        entry = self._entry(name)
+        if _is_fp8_weight(name, entry):
+            _grid(name, entry)
+            return fp8.DECODED
+        if entry.dtype not in DTYPES:
+            raise SourceModelError(
+                f"`{name}` in `{entry.path}` has dtype {entry.dtype}; supported are "
+                f"{', '.join(DTYPES)}: use an unquantized model"
+            )
+        return DTYPES[entry.dtype]
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Start reading tensors into pinned memory in the background; `read` returns each once."""
+        for name in names:
+            if name in self and name not in self._ahead:
+                self._ahead[name] = helpers().submit(self._read, name, pinned=True)
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return a tensor in its own memory; a copy to a GPU may still be in flight.
+
+        Raises:
+            MissingTensor: no file holds it.
+            SourceModelError: the file cannot be read or is shorter than its header says.
+            NonFiniteState: an fp8 weight does not fit fp16.
+        """
+        ahead = self._ahead.pop(name, None)
+        return self._read(name, device) if ahead is None else on_its_way(ahead.result(), device)
+
+    def read_floating(self, name: str) -> torch.Tensor:
+        """Return a tensor as `read` does, if its elements are floating-point numbers.
+
+        Raises:
+            SourceModelError: they are integers.
+        """
+        check_floating(self, [name])
+        return self.read(name)
+
+    def undecodable(self) -> list[str]:
+        """Return a line for each fp8 weight that cannot be decoded; reads scales, seldom weights.
+
+        NaN among a weight's own elements are found by `read`.
+        """
+        lines = []
+        for name in self.in_fp8:
+            try:
+                self._check_scales(name, self._entries[name])
+            except Exl2FlowError as error:
+                lines.append(str(error))
+        return lines
+
+    def _check_scales(self, name: str, entry: Entry) -> None:
+        _grid(name, entry)
+        scales = _scales(entry)
+        if not scales.isfinite().all():
+            raise NonFiniteState(
+                f"`{entry.scale_name}` in `{entry.path}` holds NaN or infinity in "
+                f"{int((~scales.isfinite()).sum())} of {scales.numel()} scales; download or export "
+                "the model again"
+            )
+        most = torch.finfo(fp8.DECODED).max
+        if scales.numel() and float(scales.abs().max()) * fp8.LARGEST > most:
+            self._read(name)
+
+    def _read(
+        self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
+    ) -> torch.Tensor:
+        entry, dtype = self._entry(name), self.dtype(name)
+        if entry.dtype == fp8.FP8:
+            return on_its_way(_decoded(name, entry, pinned=pinned), device)
+        return _raw(name, entry, dtype, device, pinned=pinned)
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise MissingTensor(
+                f"`{name}` is in none of the {len(self.files)} files of `{self.folder}`; fetch "
+                "what is missing, or check that `config.json` belongs to these files"
+            )
+        return entry
+
+
+def _is_fp8_weight(name: str, entry: Entry) -> bool:
+    return entry.dtype == fp8.FP8 and name.endswith(fp8.SUFFIX)
+
+
+def _grid(name: str, entry: Entry) -> tuple[int, int]:
+    """Return the rows and columns of an fp8 weight that share a scale."""
+    if entry.scales is None:
+        key = name.removesuffix(fp8.SUFFIX)
+        wanted = " or ".join(f"`{key}.{scale}`" for scale in fp8.SCALES)
+        raise MissingTensor(
+            f"`{name}` in `{entry.path}` is fp8, and its scales, {wanted}, are in no file; fetch "
+            "what is missing"
+        )
+    if entry.scales.dtype not in fp8.SCALE_DTYPES:
+        raise SourceModelError(
+            f"`{entry.scale_name}` in `{entry.scales.path}` has dtype {entry.scales.dtype}; "
+            f"supported for scales are {', '.join(fp8.SCALE_DTYPES)}: use an unquantized model"
+        )
+    if entry.is_rearranged and prod(entry.scales.shape) != 1:
+        raise TensorShapeError(
+            f"`{entry.scale_name}` in `{entry.scales.path}` has shape {entry.scales.shape}; a "
+            f"matrix that is stored transposed or interleaved, as `{name}` is, can only be decoded "
+            "with one scale for all of it: use an unquantized model"
+        )
+    shape = (entry.whole_rows, *entry.shape[1:]) if entry.whole_rows else entry.shape
+    names = (name, entry.scale_name)
+    return fp8.grid_of(shape, entry.scales.shape, entry.block, names=names)
+
+
+def _scales(entry: Entry) -> torch.Tensor:
+    """Read the scales of an fp8 weight, fp32."""
+    assert entry.scales is not None
+    dtype = fp8.SCALE_DTYPES[entry.scales.dtype]
+    return _raw(entry.scale_name, entry.scales, dtype).float()
+
+
+def _decoded(name: str, entry: Entry, *, pinned: bool) -> torch.Tensor:
+    """Read an fp8 weight and its scales; return the values, fp16 on the CPU."""
+    grid, scales = _grid(name, entry), _scales(entry)
+    codes = _raw(name, entry, torch.float8_e4m3fn)
+    found = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
+    if not fp8.decode(codes, scales, grid, found, first=entry.first):
+        raise NonFiniteState(
+            f"`{name}` in `{entry.path}`, decoded from fp8, holds NaN or what does not fit fp16 in "
+            f"{int((~found.isfinite()).sum()):,} of {found.numel():,} elements; download the model "
+            "again, or use an unquantized one"
+        )
+    return found
+
+
+def _raw(
+    name: str,
+    entry: Entry,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    pinned: bool = False,
+) -> torch.Tensor:
+    """Read a tensor as it is stored; a copy to a GPU may still be in flight."""
+    shape = entry.shape[::-1] if entry.is_transposed else entry.shape
+    tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    if not entry.nbytes:
+        return tensor
+    with _opened(entry) as file:
+        left = tensor.view(-1).view(torch.uint8)
+        for offset, size in entry.spans():
+            file.seek(offset)
+            _fill(name, entry, file, left[:size])
+            left = left[size:]
+    return tensor.T.contiguous() if entry.is_transposed else tensor
+
+
+def _fill(name: str, entry: Entry, file: BufferedReader, room: torch.Tensor) -> None:
+    """Read bytes into memory, uint8 (n,); a copy to a GPU may still be in flight."""
+    for part in torch.split(room, PIECE_BYTES):
+        # torch reuses pinned memory once it is copied
+        piece = torch.empty_like(part, device="cpu", pin_memory=True) if part.is_cuda else part
+        if file.readinto(memoryview(piece.numpy().data)) != len(part):
+            raise SourceModelError(
+                f"`{entry.path}` ends within `{name}`; it was cut short, fetch it again"
+            )
+        if part.is_cuda:
+            part.copy_(piece, non_blocking=True)
+
+
+def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
+    """Check from headers alone that weights can be read as floating-point numbers.
+
+    Raises:
+        SourceModelError: a dtype is unknown or an integer; it names one such tensor.
+    """
+    integers = [name for name in names if not tensors.dtype(name).is_floating_point]
+    if integers:
+        raise SourceModelError(
+            f"weights of `{tensors.folder}` are integers: `{integers[0]}` is "
+            f"{tensors.dtype(integers[0])}, {len(integers)} in all; give the model that it was "
+            "quantized from"
+        )
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """Return name → entry of one file that the safetensors library finds consistent."""
+    try:
+        with path.open("rb") as file:
+            with safe_open(path, framework="pt"):
+                pass
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            if is_lfs_pointer(file.read(len(LFS_START))):
+                raise SourceModelError(pointer_advice(path)) from error
+        raise SourceModelError(
+            f"`{path}` is not a whole safetensors file ({error}); fetch it again"
+        ) from error
+    header.pop("__metadata__", None)
+    data = _LENGTH_BYTES + length
+    return {
+        name: Entry(
+            path=path,
+            dtype=value["dtype"],
+            shape=tuple(value["shape"]),
+            offset=data + value["data_offsets"][0],
+            nbytes=value["data_offsets"][1] - value["data_offsets"][0],
+        )
+        for name, value in header.items()
+    }
+
+
+@contextmanager
+def _opened(entry: Entry) -> Iterator[BufferedReader]:
+    """Open the file of a tensor."""
+    try:
+        with entry.path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise _unreadable(entry.path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> SourceModelError:
+    return SourceModelError(
+        f"cannot read `{path}`: {error.strerror or error}; check the file and its permissions"
+    )

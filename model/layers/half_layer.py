@@ -1,0 +1,106 @@
+"""What all kinds of sublayers do alike: norms, projections, and what is added to hidden states."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import reduce
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from exl2flow.kernels import Product
+from exl2flow.model.config.sublayer_spec import NormRole, Role, SublayerSpec
+from exl2flow.model.layers.linear import Linear
+from exl2flow.model.layers.norms import Norm
+from exl2flow.model.layers.products import product_of
+from exl2flow.model.layers.rope import RopeTable
+
+if TYPE_CHECKING:
+    from exl2flow.model.layers.attention import LayerCache  # which imports this module
+
+Together = Mapping[str, Callable[[torch.Tensor], list[torch.Tensor]]]  # by capture
+
+
+class HalfLayer(ABC):
+    """Base of sublayers.
+
+    norms: by role. linears: by name of the projection. Of both, one may be replaced at any time.
+    multiplier: of the output before it is added to the hidden state.
+    """
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        *,
+        norms: dict[str, Norm],
+        linears: dict[str, Linear],
+        multiplier: float = 1.0,
+    ) -> None:
+        self.spec = spec
+        self.norms = norms
+        self.linears = linears
+        self.multiplier = multiplier
+        self.together: Together = {}
+        captures = dict.fromkeys(p.capture for p in spec.projections)
+        self._readers = {c: [p.name for p in spec.reading(c)] for c in captures}
+        self._last = [p.capture for p in spec.projections if p.is_last]
+
+    def replaced(self, together: Together) -> Self:
+        """See `Sublayer.replaced`."""
+        made = copy(self)
+        made.together = together
+        return made
+
+    def normed(self, role: NormRole, x: torch.Tensor) -> torch.Tensor:
+        """Apply the norm of a role, if there is one."""
+        norm = self.norms.get(role)
+        return x if norm is None else norm(x)
+
+    def multiplied(self, capture: str, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the outputs of the projections that read an activation, in their order."""
+        together = self.together.get(capture)
+        if together is not None:
+            return together(x)
+        return [self.linears[name](x) for name in self._readers[capture]]
+
+    def with_roles(self, *roles: Role) -> list[Linear]:
+        """Return the linears of roles, in this order; those that there are."""
+        names = {p.role: p.name for p in self.spec.projections}
+        return [self.linears[names[role]] for role in roles if role in names]
+
+    def adding(self, role: Role) -> Product | None:
+        """Return the product that a part of the sublayer adds to hidden states, if packed."""
+        if self.together:
+            return None
+        return product_of(
+            self.with_roles(role),
+            after=self.norms.get("after"),
+            multiplier=self.multiplier,
+            adds=True,
+        )
+
+    @abstractmethod
+    def reads(
+        self,
+        hidden: torch.Tensor,
+        *,
+        start: int | RopeTable = 0,
+        cache: "LayerCache | None" = None,
+    ) -> dict[str, torch.Tensor]:
+        """See `Sublayer.reads`."""
+
+    def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the next hidden state, (b, t, hidden)."""
+        puts = (self.multiplied(capture, reads[capture])[0] for capture in self._last)
+        put = self.normed("after", reduce(torch.add, puts))
+        return hidden + (put if self.multiplier == 1.0 else put * self.multiplier)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        *,
+        start: int | RopeTable = 0,
+        cache: "LayerCache | None" = None,
+    ) -> torch.Tensor:
+        """Map hidden states to the next hidden states, (b, t, hidden)."""
+        return self.output(hidden, self.reads(hidden, start=start, cache=cache))

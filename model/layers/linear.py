@@ -1,0 +1,294 @@
+"""Linear maps: dense, quantized and decoded on load, or quantized in the layout of the kernels.
+
+Padding is cut off when a map is built, so outputs have exactly `out_features` columns.
+"""
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from exl2flow.core.errors import MissingTensor, TensorShapeError
+from exl2flow.core.runtime.background import on_its_way
+from exl2flow.kernels import LARGEST_HALF, PackedMatrix, Product, get_ops
+from exl2flow.model.config.sublayer_spec import ProjectionSpec
+from exl2flow.model.files.exl2 import (
+    QuantizedMatrix,
+    host_names,
+    is_quantized,
+    padded_columns,
+    tensor_names,
+)
+from exl2flow.model.files.gptq import GptqMatrix, gptq_host_names, gptq_names, is_gptq
+from exl2flow.model.files.weights import TensorFiles
+
+SENT_ELEMENTS = 8 << 20  # of a tensor are sent and converted at a time
+
+
+class Linear(Protocol):
+    """y = x Wᵀ + bias over the last axis; `weight` is (n, k) without padded rows."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        ...
+
+
+class DenseLinear:
+    """A map with a floating-point weight."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out_features: int | None = None,
+    ) -> None:
+        """Take a weight (n, k) and a bias (n,), of which the first `out_features` are used."""
+        self.weight = weight[:out_features]
+        self.bias = None if bias is None else bias[:out_features]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        return product(x, self.weight, self.bias)
+
+
+class StoredMatrix(Protocol):
+    """A quantized matrix as a file stores it, in any format."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield slices of columns and their decoded values, fp16 (k, c)."""
+        ...
+
+    @property
+    def order(self) -> torch.Tensor:
+        """The in-features, int64 (k,), in the order in which kernels read them."""
+        ...
+
+    def laid_out(self, order: torch.Tensor) -> PackedMatrix:
+        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
+        ...
+
+
+class QuantizedLinear:
+    """A map stored in quantized form and decoded on load; `matrix` is the stored form."""
+
+    def __init__(
+        self,
+        matrix: StoredMatrix,
+        *,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Dequantize the first `out_features` of the padded columns to `dtype`."""
+        self.matrix = matrix
+        k, n = matrix.shape
+        self.weight = torch.empty(min(out_features, n), k, dtype=dtype, device=device)
+        for columns, part in matrix.parts():
+            rows = self.weight[columns]
+            rows.copy_(part.T[: len(rows)])
+        bias = matrix.bias
+        self.bias = None if bias is None else bias[:out_features].to(device=device, dtype=dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        return product(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """A map that stays quantized in device memory and computes in fp16."""
+
+    def __init__(self, matrix: StoredMatrix, *, out_features: int, orders: "RowOrders") -> None:
+        """Lay out the first `out_features` of the padded columns of a stored matrix."""
+        bias = None if matrix.bias is None else matrix.bias[:out_features].half()
+        self.matrix = matrix.laid_out(orders.sent(matrix.order)).cut(out_features, bias)
+        self._product = Product(matrices=(self.matrix,))
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, fp16 (n,)."""
+        return self.matrix.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The decoded matrix fp16 (n, k), decoded on every access."""
+        return get_ops(self.matrix.codes.device).decode_packed(self.matrix).T
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        flat = narrowed(x).reshape(-1, x.shape[-1])
+        [y], _ = get_ops(x.device).multiply(flat, [self._product])
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+class RowOrders:
+    """Row orders on a device, one copy of each: linears that share one are multiplied together."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._sent: dict[bytes, torch.Tensor] = {}
+
+    def sent(self, order: torch.Tensor) -> torch.Tensor:
+        """Return the device's copy of an order in main memory, int64 (k,)."""
+        key = order.numpy().tobytes()
+        if key not in self._sent:
+            self._sent[key] = on_its_way(order, self._device)
+        return self._sent[key]
+
+
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """Return x as fp16, clamped to its range."""
+    return x if x.dtype == torch.float16 else x.half().clamp_(-LARGEST_HALF, LARGEST_HALF)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x Wᵀ + bias, (…, n), in the dtype of x.
+
+    An fp32 input is narrowed to fp16 for an fp16 weight; a GPU sums the products in fp32.
+    """
+    if x.dtype == weight.dtype:
+        return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    flat = torch.mm(narrowed(x).flatten(0, -2), weight.t(), out_dtype=x.dtype)
+    put = flat.view(*x.shape[:-1], -1)
+    return put if bias is None else put + bias
+
+
+def is_packed(key: str, names: Container[str]) -> bool:
+    """Tell whether the linear `key` is stored in EXL2 or GPTQ form among these tensor names."""
+    return is_quantized(key, names) or is_gptq(key, names)
+
+
+def load_linear(
+    tensors: TensorFiles,
+    projection: ProjectionSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    any_rows: bool = False,
+    zero_offset: int = 1,
+    packed: bool = False,
+    orders: RowOrders | None = None,
+) -> Linear:
+    """Load a projection as the files store it: EXL2, GPTQ or plain.
+
+    Args:
+        tensors: the model's files.
+        projection: what to load.
+        dtype: of weight and bias in memory.
+        device: where they go.
+        any_rows: accept more or fewer out-features than the projection states; more are cut.
+        zero_offset: of GPTQ matrices, as of `ModelSpec.zero_offset`.
+        packed: leave quantized matrices quantized; then they compute in fp16.
+        orders: of maps with the same input, which may have their rows in the same order.
+
+    Raises:
+        MissingTensor: its weight, or a bias that the config implies, is absent.
+        TensorShapeError: its shape is not the one that the config implies.
+    """
+    key = projection.key
+    if projection.has_bias and f"{key}.bias" not in tensors:
+        raise MissingTensor(
+            f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
+        )
+    matrix = _read_matrix(tensors, projection, zero_offset, device)
+    if matrix is not None:
+        _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
+        if packed:
+            orders = orders or RowOrders(device)
+            return PackedLinear(matrix, out_features=projection.out_features, orders=orders)
+        return QuantizedLinear(
+            matrix, out_features=projection.out_features, dtype=dtype, device=device
+        )
+    weight = read_to(tensors, f"{key}.weight", device, dtype)
+    _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
+    bias = _read_bias(tensors, projection) if projection.has_bias else None
+    return DenseLinear(
+        weight,
+        None if bias is None else moved(bias, device, dtype),
+        out_features=projection.out_features,
+    )
+
+
+def read_to(
+    tensors: TensorFiles, name: str, device: torch.device | str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read a floating-point tensor, in its dtype through pinned memory alone; see `moved`."""
+    if tensors.dtype(name) == dtype:
+        return tensors.read(name, device)
+    return moved(tensors.read_floating(name), device, dtype)
+
+
+def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on a device, sent in its own dtype and converted there."""
+    if torch.device(device).type == "cpu":
+        return tensor.to(device, dtype)
+    found = torch.empty(tensor.shape, dtype=dtype, device=device)
+    rows = max(1, SENT_ELEMENTS * len(tensor) // tensor.numel())
+    for part, source in zip(torch.split(found, rows), torch.split(tensor, rows), strict=True):
+        part.copy_(on_its_way(source, device))
+    return found
+
+
+def _read_matrix(
+    tensors: TensorFiles,
+    projection: ProjectionSpec,
+    zero_offset: int,
+    device: torch.device | str,
+) -> StoredMatrix | None:
+    """Read a quantized matrix, its large tensors onto the device; None if it is not quantized."""
+    key = projection.key
+
+    def read(names: Iterable[str], on_host: Container[str]) -> dict[str, torch.Tensor]:
+        bias = [f"{key}.bias"] if projection.has_bias else []
+        return {
+            name: tensors.read(name, "cpu" if name in on_host else device)
+            for name in (*names, *bias)
+            if name in tensors
+        }
+
+    if is_quantized(key, tensors):
+        found = read(tensor_names(key), host_names(key))
+        return QuantizedMatrix.from_tensors(key, found)
+    if not is_gptq(key, tensors):
+        return None
+    bias = f"{key}.bias"  # some programs write zeros where there is none
+    if not projection.has_bias and bias in tensors and tensors.read(bias).any():
+        raise TensorShapeError(
+            f"`{bias}` is not zero, `config.json` implies none; check that both belong to one model"
+        )
+    found = read(gptq_names(key), gptq_host_names(key))
+    return GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
+
+
+def _read_bias(tensors: TensorFiles, projection: ProjectionSpec) -> torch.Tensor:
+    bias = tensors.read_floating(f"{projection.key}.bias")
+    if bias.shape != (projection.out_features,):
+        raise TensorShapeError(
+            f"`{projection.key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
+            f"{(projection.out_features,)}; check that both belong to one model"
+        )
+    return bias
+
+
+def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:
+    """Compare a stored (n, k) with the config; rows may have the padding of the format."""
+    n, k = projection.out_features, projection.in_features
+    is_known = shape in ((n, k), (padded_columns(n), k))
+    if not is_known and not (any_rows and shape[1:] == (k,)):
+        raise TensorShapeError(
+            f"`{projection.key}` has shape {shape}, `config.json` implies {(n, k)}; check that "
+            "both belong to one model"
+        )

@@ -1,0 +1,56 @@
+"""The MLP's half-layer: hidden + down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
+
+from collections.abc import Sequence
+
+import torch
+
+from exl2flow.kernels import get_ops
+from exl2flow.model.config.sublayer_spec import SublayerSpec
+from exl2flow.model.layers.attention import LayerCache
+from exl2flow.model.layers.half_layer import HalfLayer
+from exl2flow.model.layers.linear import Linear
+from exl2flow.model.layers.norms import Norm
+from exl2flow.model.layers.products import Pair, product_of
+from exl2flow.model.layers.rope import RopeTable
+
+
+class MlpSublayer(HalfLayer):
+    """A `Sublayer` that ignores positions and cache."""
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        *,
+        norms: dict[str, Norm],
+        linears: dict[str, Linear],
+        activation: str,
+        multiplier: float = 1.0,
+    ) -> None:
+        super().__init__(spec, norms=norms, linears=linears, multiplier=multiplier)
+        self.activation = activation
+        self.captures = spec.projection("up").capture, spec.projection("down").capture
+
+    def reads(
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return what gate and up read, and the product that down reads."""
+        first, last = self.captures
+        x = self.normed("before", hidden)
+        return {first: x, last: self.activated(self.multiplied(first, x))}
+
+    def activated(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what down reads from the outputs of gate, if there is one, and up."""
+        first, *up = found  # (b, t, intermediate)
+        ops = get_ops(first.device)
+        if not up:
+            return ops.activated(first, self.activation)
+        return ops.gated(first, up[0], self.activation)
+
+    def products(self) -> tuple[Pair, ...]:
+        """See `Sublayer.products`."""
+        return (self.pair(self.norms.get("before")),)
+
+    def pair(self, norm: Norm | None) -> Pair:
+        """Return the products before and after what down reads, the first with a norm."""
+        first = self.with_roles("gate", "up")
+        return product_of(first, norm=norm, activation=self.activation), self.adding("down")

@@ -1,0 +1,48 @@
+"""Attention and MLP side by side: hidden + o(attention of x) + down(MLP of x), x normed once."""
+
+import torch
+
+from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
+from exl2flow.model.layers.half_layer import HalfLayer
+from exl2flow.model.layers.mlp import MlpSublayer
+from exl2flow.model.layers.products import Pair
+from exl2flow.model.layers.rope import RopeTable
+
+
+class ParallelSublayer(HalfLayer):
+    """A `Sublayer` of two others, which share its spec, norms and linears."""
+
+    def __init__(self, attention: AttentionSublayer, mlp: MlpSublayer) -> None:
+        super().__init__(
+            attention.spec,
+            norms=attention.norms,
+            linears=attention.linears,
+            multiplier=attention.multiplier,
+        )
+        self.attention = attention
+        self.mlp = mlp
+
+    def reads(
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return what the first projections read, what o reads, and what down reads."""
+        first, of_attention = self.attention.captures
+        x = self.normed("before", hidden)
+        q, k, v, *others = self.multiplied(first, x)
+        projected = Projected(q=q, k=k, v=v)
+        return {
+            first: x,
+            of_attention: self.attention.attend(projected, start=start, cache=cache),
+            self.mlp.captures[1]: self.mlp.activated(others),
+        }
+
+    def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:
+        """See `AttentionSublayer.fill`."""
+        q, k, v, *_ = self.multiplied(self.attention.captures[0], self.normed("before", hidden))
+        self.attention.store(Projected(q=q, k=k, v=v), start=start, cache=cache)
+
+    def products(self) -> tuple[Pair, ...]:
+        """See `Sublayer.products`."""
+        if self.together or "after" in self.norms:  # a norm of both parts' sum is no product's
+            return ((None, None),)
+        return self.attention.pair(None), self.mlp.pair(None)

@@ -1,0 +1,208 @@
+"""GPU memory of a running model: weights, cache, layout, workspace.
+
+Everything but `DEVICE_BYTES` is computed from shapes. The weights are the bytes of the model's
+files: embedding, norms, packed codes, scales and permutations, head.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS
+from exl2flow.kernels.interface.cache_formats import LayerStore
+from exl2flow.kernels.interface.groups import PANEL_ROWS
+from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.sublayer_spec import SublayerSpec
+
+# A process besides its tensors: CUDA context, compiled kernels, cuBLAS workspaces and recorded
+# graphs (0.80 GB measured, docs/benchmarks.md), and fragmentation of the allocator
+DEVICE_BYTES = 2**30
+PROMPT_TOKENS = 2048  # of a prompt in one forward pass
+SCALE_BYTES = 1  # per column and group in GPU layout; files take half
+ORDER_BYTES = 8  # per in-feature in GPU layout; files take four
+HALF = 2  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """What a model reads and writes at once.
+
+    context: tokens of the longest text; pages: of the cache, besides a spare one; sequences: that
+    are decoded together.
+    """
+
+    context: int
+    pages: int
+    cache_format: str
+    sequences: int = 1
+
+    @classmethod
+    def of(cls, *, context: int, cache_format: str, sequences: int = 1) -> "Texts":
+        """Return sequences of `context` tokens each."""
+        return cls(
+            context=context,
+            pages=sequences * pages(context),
+            cache_format=cache_format,
+            sequences=sequences,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What parts of a model need on one device besides the bytes of its files; in bytes.
+
+    cache, layout: see `Footprint`, the sum of the parts; the others, the most of one part, are
+    needed by one after the other: activations of a prompt; held: one layer's cache; decoded:
+    matrices; logits.
+    """
+
+    cache: int = 0
+    layout: int = 0
+    activations: int = 0
+    held: int = 0
+    decoded: int = 0
+    logits: int = 0
+
+    def __add__(self, other: "Share") -> "Share":
+        """Return the needs of both on one device."""
+        return Share(
+            cache=self.cache + other.cache,
+            layout=self.layout + other.layout,
+            activations=max(self.activations, other.activations),
+            held=max(self.held, other.held),
+            decoded=max(self.decoded, other.decoded),
+            logits=max(self.logits, other.logits),
+        )
+
+    @property
+    def work(self) -> int:
+        """Bytes that are free again after each pass."""
+        return self.activations + self.held + self.decoded + self.logits
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.cache + self.layout + self.work
+
+    @classmethod
+    def of_embedding(cls, spec: ModelSpec, texts: Texts) -> "Share":
+        """Return the needs of the embedding: hidden states."""
+        return cls(activations=HALF * _prompt_tokens(texts) * 4 * spec.hidden_size)
+
+    @classmethod
+    def of_layer(cls, spec: ModelSpec, index: int, texts: Texts) -> "Share":
+        """Return the needs of a layer."""
+        sublayers = [s for s in spec.sublayers if s.layer_index == index]
+        matrices = [p for s in sublayers for p in s.projections]
+        attention = spec.attentions[index]
+        largest = max(p.in_features * p.out_features for p in matrices)
+        beside = min(max(map(_beside, sublayers)), MOST_BESIDE // HALF)
+        widths = 4 * spec.hidden_size + 3 * spec.mlp.intermediate_size + 2 * attention.width
+        return cls(
+            cache=store_bytes(
+                attention.num_kv_heads, attention.head_dim, texts.pages + 1, texts.cache_format
+            ),
+            layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices),
+            activations=HALF * _prompt_tokens(texts) * widths,
+            held=HALF * 2 * attention.kv_width * pages(texts.context) * PAGE_TOKENS,
+            decoded=HALF * max(largest, beside),
+        )
+
+    @classmethod
+    def of_head(cls, spec: ModelSpec, texts: Texts) -> "Share":
+        """Return the needs of the head: logits fp32, and what sorts them."""
+        return cls(
+            layout=_layout_bytes(spec.head.in_features, spec.head.out_features),
+            logits=HALF * (1 + 8 * texts.sequences) * 2 * spec.vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a model needs besides the bytes of its files; all in bytes.
+
+    cache: keys and values of the context; layout: the most by which scales and permutations grow in
+    GPU layout; work: activations of a prompt, one layer's cache and decoded matrices; device:
+    `DEVICE_BYTES`.
+    """
+
+    context: int
+    cache_format: str
+    cache: int
+    layout: int
+    work: int
+    device: int = DEVICE_BYTES
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.cache + self.layout + self.work + self.device
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, *, context: int, cache_format: str, sequences: int = 1
+    ) -> "Footprint":
+        """Return the needs for sequences of `context` tokens; they do not depend on the bits."""
+        texts = Texts.of(context=context, cache_format=cache_format, sequences=sequences)
+        share = Share.of_embedding(spec, texts) + Share.of_head(spec, texts)
+        for index in range(spec.num_layers):
+            share += Share.of_layer(spec, index, texts)
+        return cls(
+            context=context,
+            cache_format=cache_format,
+            cache=share.cache,
+            layout=share.layout,
+            work=share.work,
+        )
+
+
+def exact_format(device: torch.device) -> str:
+    """Return the cache format that stores keys and values as a model computes them on a device."""
+    return "fp16" if device.type == "cuda" else "fp32"
+
+
+def pages(tokens: int) -> int:
+    """Return how many cache pages hold this many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
+    """Return the bytes reserved for a cache."""
+    shapes = Counter((layer.num_kv_heads, layer.head_dim) for layer in spec.attentions)
+    return sum(
+        layers * store_bytes(*shape, pages(context), cache_format)
+        for shape, layers in shapes.items()
+    )
+
+
+@cache
+def store_bytes(kv_heads: int, head_dim: int, count: int, cache_format: str) -> int:
+    """Return the bytes reserved for `count` pages of one layer."""
+    form, meta = CACHE_FORMATS[cache_format], torch.device("meta")
+    return LayerStore.empty(
+        form, pages=count, kv_heads=kv_heads, head_dim=head_dim, device=meta
+    ).nbytes
+
+
+def _prompt_tokens(texts: Texts) -> int:
+    """Return the tokens of prompts in one forward pass."""
+    return min(PROMPT_TOKENS, texts.context * texts.sequences)
+
+
+def _beside(sublayer: SublayerSpec) -> int:
+    """Return the elements of the linears that read the same."""
+    captures = {p.capture for p in sublayer.projections}
+    return max(
+        sum(p.in_features * p.out_features for p in sublayer.reading(capture))
+        for capture in captures
+    )
+
+
+def _layout_bytes(rows: int, columns: int) -> int:
+    """Return the most by which a matrix grows in GPU layout: with the smallest groups."""
+    padded = -(-columns // PANEL_ROWS) * PANEL_ROWS  # tiles are as wide as panels are high
+    groups = rows // PANEL_ROWS
+    spare = (padded - columns) * rows  # codes of padding columns, at most a byte each
+    return spare + groups * padded * SCALE_BYTES // 2 + rows * ORDER_BYTES // 2

@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks that share a model, and the shard of each."""

@@ -1,0 +1,250 @@
+"""A model's own chat template: messages to the text that the model was trained to read.
+
+Templates are Jinja programs by the model's authors. They run in a sandbox and in a process whose
+time and memory are limited (`template_program`), with the names that transformers gives them, so
+that both render the same text.
+"""
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+from exl2flow.core import words
+from exl2flow.core.errors import ChatTemplateError
+from exl2flow.core.requests.images import refuse_images
+from exl2flow.model.config.fields import Fields
+from exl2flow.model.text.tokenizer import Tokenizer
+
+Role = Literal["system", "user", "assistant"]
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+DEFAULT_NAME = "default"  # of several templates in one file
+PROGRAM = Path(__file__).with_name("template_program.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+class ChatTemplate:
+    """A model's compiled template; `special_tokens` maps `bos_token` and the like to their text."""
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        special_tokens: Mapping[str, str],
+        origin: Path,
+        advice: str = "give it the roles and the order of turns that it is made for",
+    ) -> None:
+        """Compile a template, in a process of its own that ends with this object.
+
+        Args:
+            text: the Jinja source.
+            special_tokens: variables of the template.
+            origin: the file it is from, for messages.
+            advice: what to do where it cannot render a conversation.
+
+        Raises:
+            ChatTemplateError: it is not Jinja.
+        """
+        self.text = text
+        self.special_tokens = dict(special_tokens)
+        self.origin = origin
+        self.advice = advice
+        self._process: _Process | None = None
+        self._lock = Lock()
+        with self._lock:
+            self._started()
+
+    @classmethod
+    def load(cls, model_dir: Path, tokenizer: Tokenizer, *, otherwise: str = "") -> "ChatTemplate":
+        """Read the template of a model folder: `chat_template.jinja`, else `tokenizer_config.json`.
+
+        Args:
+            model_dir: the model's folder.
+            tokenizer: its tokenizer, for special tokens that no file spells.
+            otherwise: what to do if there is none, besides fetching one.
+
+        Raises:
+            ChatTemplateError: neither holds a template, or it is not Jinja.
+        """
+        found = find_template(model_dir)
+        if found is None:
+            raise ChatTemplateError(
+                f"`{model_dir}` has no chat template, neither `{TEMPLATE_FILE}` nor "
+                f"`chat_template` in `{CONFIG_FILE}`; {otherwise and f'{otherwise}, or '}put the "
+                f"template of a model with the same prompt format there as `{TEMPLATE_FILE}`"
+            )
+        path, text = found
+        return cls(text, special_tokens=special_tokens(model_dir, tokenizer), origin=path)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        now: datetime | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the text of a conversation, BOS and the like as the template writes them.
+
+        Args:
+            messages: the turns in order.
+            add_generation_prompt: end with what begins the assistant's next turn.
+            now: the date for templates that ask for it; the present when None.
+            variables: further names of this template, such as `enable_thinking`.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, or fails.
+            ConfigError: the content of a message holds an image.
+        """
+        refuse_images([each.content for each in messages], "a message")
+        request = {
+            "now": (now or datetime.now()).isoformat(),
+            "variables": {
+                "messages": [{"role": each.role, "content": each.content} for each in messages],
+                "add_generation_prompt": add_generation_prompt,
+                "tools": None,
+                "documents": None,
+                **self.special_tokens,
+                **(variables or {}),
+            },
+        }
+        with self._lock:
+            answer = self._started().answer(request)
+        if "text" in answer:
+            return answer["text"]
+        roles = ", ".join(message.role for message in messages)
+        raise ChatTemplateError(
+            f"the chat template in `{self.origin}` cannot render turns of {roles}: "
+            f"{answer['error']}; {self.advice}"
+        )
+
+    def _started(self) -> "_Process":
+        """Return the process that has compiled the template, a new one if the last one ended.
+
+        Raises:
+            ChatTemplateError: it is not Jinja.
+        """
+        if self._process is None or self._process.has_ended:
+            self._process = _Process()
+            answer = self._process.answer({"template": self.text})
+            if "error" in answer:
+                raise ChatTemplateError(
+                    f"the chat template in `{self.origin}` does not compile "
+                    f"({answer['error']}); fetch it again"
+                )
+        return self._process
+
+
+class _Process:
+    """A running `template_program`; it ends when this object does, or after too much work."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", str(PROGRAM)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
+        self._child = child
+        self._end = weakref.finalize(self, _end, child)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether a request has ended the process."""
+        return not self._end.alive
+
+    def answer(self, request: Mapping[str, object]) -> dict[str, str]:
+        """Return `text` or nothing, or `error`: why there is no text."""
+        stdin, stdout = self._child.stdin, self._child.stdout
+        assert stdin is not None
+        assert stdout is not None
+        line = json.dumps(request).encode() + b"\n"
+        try:
+            with suppress(BrokenPipeError):
+                stdin.write(line)
+                stdin.flush()
+            answer = stdout.readline()
+        except BaseException:  # also Ctrl-C: the answer would be taken for that of the next request
+            self._end()
+            raise
+        if not answer.endswith(b"\n"):
+            self._end()
+            return {"error": "it takes more time or memory than a chat template may have"}
+        found: dict[str, str] = json.loads(answer)
+        return found
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a process and close its pipes."""
+    child.kill()
+    with suppress(BrokenPipeError), child:
+        pass
+
+
+def find_template(model_dir: Path) -> tuple[Path, str] | None:
+    """Return the file that holds a model's template, and the template; None: it has none.
+
+    Raises:
+        ChatTemplateError: the file cannot be read.
+    """
+    path = model_dir / TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return path, path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ChatTemplateError(
+                f"cannot read `{path}` as UTF-8 text: {words.cause(error)}; fetch it again"
+            ) from error
+    path = model_dir / CONFIG_FILE
+    text = _default(Fields.load(path)) if path.is_file() else None
+    return None if text is None else (path, text)
+
+
+def _default(fields: Fields) -> str | None:
+    """Return the template in `tokenizer_config.json`; of several, the one named `default`."""
+    value: object = fields.values.get("chat_template")
+    if isinstance(value, list):
+        items = [item for item in value if isinstance(item, dict)]
+        named = {str(item.get("name")): item.get("template") for item in items}
+        if DEFAULT_NAME not in named:
+            raise ChatTemplateError(
+                f"`{fields.path}` has chat templates named {', '.join(named)}, but no "
+                f"`{DEFAULT_NAME}`; put the one to use beside it as `{TEMPLATE_FILE}`"
+            )
+        value = named[DEFAULT_NAME]
+    if value is not None and not isinstance(value, str):
+        raise ChatTemplateError(
+            f"`chat_template` in `{fields.path}` is neither text nor a list; fetch the file again"
+        )
+    return value
+
+
+def special_tokens(model_dir: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return name → text of `bos_token`, `eos_token` and others that the folder's files give."""
+    found: dict[str, str] = {}
+    roles = (("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id))
+    for name, token_id in roles:
+        spelled = None if token_id is None else tokenizer.backend.id_to_token(token_id)
+        if spelled is not None:
+            found[name] = spelled
+    for file in ("special_tokens_map.json", CONFIG_FILE):
+        path = model_dir / file
+        values = Fields.load(path).values if path.is_file() else {}
+        for name, value in values.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+    return found

@@ -1,0 +1,33 @@
+"""The CUDA sources, and the instances of their templates that are launched."""
+
+from itertools import product
+
+from caches import GPU_FORMATS
+
+from exl2flow.kernels.cuda.cache import SET, STEP_TOKENS, TOGETHER_WIDTH, WIDTHS
+from exl2flow.kernels.cuda.compiler import FOLDER
+from exl2flow.kernels.interface.cache_formats import CACHE_FORMATS
+from exl2flow.kernels.plans.batched import ROWS as batched_rows
+from exl2flow.kernels.plans.product import ROWS as product_rows
+
+SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
+FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
+SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
+CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
+SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
+GPTQ = ("false", "true")
+INSTANCES = {
+    "attention.cu": [
+        f"attend<{width}, {keys}, {values}, {tokens}, {columns}, 1>"
+        for width, (keys, values), (tokens, columns) in product(WIDTHS, sorted(FORMATS), SHAPES)
+        if (columns == SET or width < WIDTHS[-1]) and (tokens == 1 or (keys, values) in SOME)
+    ]
+    + [
+        f"attend<{width}, {keys}, {values}, 1, {columns}, {together}>"
+        for width, (keys, values) in product(WIDTHS[:-1], CODES)
+        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
+        if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
+    ],
+    "product.cu": [f"product<{rows}, {gptq}>" for rows in product_rows for gptq in GPTQ],
+    "batched.cu": [f"batched<{rows}, {gptq}>" for rows in batched_rows for gptq in GPTQ],
+}

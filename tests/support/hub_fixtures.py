@@ -1,0 +1,98 @@
+"""Fixtures of tests with a Hub: one for each test, this process as its client, models."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversions import small_config
+from hub_server import Hub, serving, used_by_client
+from tiny import make_tiny
+
+from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.store.source import HubModel
+from exl2flow.core.store.stage import FILES, RECORD_FILE
+from exl2flow.flows.runs.local import run_locally
+from exl2flow.tasks import hub as hub_tasks
+from exl2flow.tasks.publish import Published, publish
+
+REPO = "org/tiny-exl2"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A running Hub without repositories; nobody waits long between attempts."""
+    monkeypatch.setattr(hub_tasks.Hub, "open", _impatient(hub_tasks.Hub.open))
+    with serving(tmp_path / "hub") as running, used_by_client(running):
+        yield running
+
+
+def _impatient(opened: object) -> staticmethod:  # type: ignore[type-arg]
+    def make(token: str | None = None) -> hub_tasks.Hub:
+        return hub_tasks.Hub(api=opened(token).api, waits=(0.01, 0.02))  # type: ignore[operator]
+
+    return staticmethod(make)
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as it lies on the Hub: two shards, a licence, files that nobody needs."""
+    folder = make_tiny("llama", tmp_path_factory.mktemp("source") / "tiny", shards=2)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
+    (folder / "LICENSE").write_text("MIT")
+    (folder / "pytorch_model.bin").write_bytes(b"weights again")
+    (folder / "tiny.gguf").write_bytes(b"and again")
+    (folder / "consolidated.safetensors").write_bytes(b"and again")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The model, fetched from a Hub and converted at two bitrates; to be copied, not changed."""
+    root = tmp_path_factory.mktemp("converted")
+    with serving(root / "hub") as running, used_by_client(running):
+        running.add_folder("org/tiny", tiny_source, card={"license": "mit"})
+        config = small_config(Path("org/tiny"), root / "3bpw", bpw=3.0, work_root=root / "work")
+        wanted = HubModel(repo="org/tiny")
+        source = hub_tasks.fetch(wanted, config.work_dir_root, hub_tasks.Hub.open())
+    folders = []
+    for bpw in (3.0, 6.0):
+        out = root / f"{bpw:g}bpw"
+        run_locally(small_config(source, out, bpw=bpw, work_root=root / "work"))
+        folders.append(out)
+    return folders
+
+
+@pytest.fixture
+def models(converted: list[Path], tmp_path: Path) -> list[Path]:
+    """Copies of the converted models."""
+    return [shutil.copytree(folder, tmp_path / folder.name) for folder in converted]
+
+
+def run(models: list[Path], **values: Any) -> Published:
+    """Publish with the token of the environment."""
+    known = {"models": models, "repo": REPO, "device": "cpu", "max_kl": 100, **values}
+    return publish(PublishConfig.model_validate(known), hub_tasks.Hub.open())
+
+
+def change(path: Path, **values: Any) -> None:
+    """Change entries of a JSON file."""
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **values}))
+
+
+def is_public(hub: Hub) -> bool:
+    return REPO in hub.repos and not hub.repos[REPO]["private"]
+
+
+def add_file(model: Path, name: str, content: bytes) -> Path:
+    """Add a file to an output, as if its conversion had written it."""
+    record = json.loads((model / RECORD_FILE).read_bytes())
+    change(model / RECORD_FILE, files=sorted({*record[FILES], name}))
+    path = model / name
+    path.write_bytes(content)
+    return path

@@ -1,0 +1,193 @@
+"""Plans of products, and what CTAs and warps do by them: what `product.cu` would find."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+
+from exl2flow.kernels import Group, PackedMatrix, Product
+from exl2flow.kernels.plans.product import Plan, plan_of
+from exl2flow.kernels.plans.shares import HEADER, WARPS
+
+H200, A100, RTX_4090 = (132, 227 << 10), (108, 163 << 10), (128, 99 << 10)
+DEVICES = (H200, A100, RTX_4090)  # multiprocessors, bytes of shared memory
+Kind = tuple[int, int]  # bits and rows of groups
+
+
+def matrix(k: int, columns: int, *kinds: Kind, zeros: bool = False) -> PackedMatrix:
+    """Return a matrix without content; kinds of groups have equal shares of the rows."""
+    groups: list[Group] = []
+    while (start := sum(group.rows for group in groups)) < k:
+        bits, rows = kinds[start * len(kinds) // k]
+        groups.append(Group(bits=bits, start=start, rows=min(rows, k - start)))
+    tiles, words = -(-columns // 32), sum(group.rows * group.bits for group in groups)
+    of_group = (8, 4) if zeros else (8,)
+    return PackedMatrix(
+        codes=torch.empty(tiles, words, dtype=torch.int32),
+        scales=torch.empty(tiles, len(groups), *of_group, dtype=torch.int32),
+        groups=tuple(groups),
+        order=torch.randperm(k),
+        columns=columns,
+    )
+
+
+def product(*matrices: PackedMatrix, activation: str | None = None, adds: bool = False) -> Product:
+    return Product(matrices=matrices, activation=activation, adds=adds)
+
+
+def chain(hidden: int, mlp: int, kv: int, *, zeros: bool = False) -> list[Product]:
+    """Return the products from an attention's output to the next queries, keys and values."""
+
+    def uniform(k: int, columns: int, bits: int = 4) -> PackedMatrix:
+        return matrix(k, columns, (4 if zeros else bits, 128), zeros=zeros)
+
+    return [
+        product(uniform(hidden, hidden), adds=True),
+        product(uniform(hidden, mlp), uniform(hidden, mlp, 3), activation="silu"),
+        product(uniform(mlp, hidden, 5), adds=True),
+        product(uniform(hidden, hidden), uniform(hidden, kv, 6), uniform(hidden, kv, 2)),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Products and their plan."""
+
+    products: Sequence[Product]
+    rows: int
+    most_shared: int
+    plan: Plan
+
+
+def case_of(products: Sequence[Product], rows: int, device: tuple[int, int]) -> Case:
+    processors, most_shared = device
+    plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    assert plan is not None
+    return Case(products=products, rows=rows, most_shared=most_shared, plan=plan)
+
+
+class Work:
+    """What a CTA has of a stage: see `Work` in work.cuh."""
+
+    def __init__(self, stage: np.void, block: int) -> None:
+        cta = block % stage["ctas"]
+        self.part = block // stage["ctas"]
+        self.together = 2 if stage["activation"] else 1
+        self.which = max(i for i, of in enumerate(stage["of"]) if i == 0 or cta >= of["first_cta"])
+        of = stage["of"][self.which]
+        self.first = int((cta - of["first_cta"]) * of["each"])
+        is_there = self.part < stage["parts"]
+        self.tiles = int(min(of["each"], of["tiles"] - self.first)) * self.together * is_there
+        self.begin = self.part * int(stage["length"])  # panel
+        self.held = min(int(stage["length"]), int(stage["k"]) // 32 - self.begin)
+        self.panels = int(of["each"]) * self.together * self.held
+
+    def matrix_of(self, index: int) -> int:
+        return self.which + (index % 2 if self.together == 2 else 0)
+
+    def tile_of(self, index: int) -> int:
+        return self.first + index // self.together
+
+    def summed(self, index: int) -> set[tuple[str, int]]:
+        """Return which sums are those of a tile: see `Parts` and `finish`."""
+        found = set()
+        begin, end = index * self.held, (index + 1) * self.held
+        for warp in range(WARPS):
+            own, stop = (self.panels * w // WARPS for w in (warp, warp + 1))
+            if max(own, begin) < min(stop, end):
+                found.add(("ended", index) if stop > end else ("last", warp))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Panels that a warp multiplies together; bytes are those within a matrix's tile.
+
+    index: the tile among those of the CTA; scales: bytes of each panel's group; sums: where those
+    of the tile go.
+    """
+
+    block: int
+    warp: int
+    index: int
+    matrix: int
+    tile: int
+    panel: int
+    bits: int
+    count: int
+    codes: int
+    scales: list[int]
+    sums: tuple[str, int]
+
+
+def shares_of(case: Case, index: int) -> Iterator[tuple[int, Work, int, list[int]]]:
+    """Yield CTA, its work, warp and share of all that have tiles of a stage."""
+    stage = case.plan.argument["stages"][index]
+    tables = {tensor.data_ptr(): tensor for tensor in case.plan.kept}
+    shares = [tables[of["shares"]].tolist() if of["shares"] else [] for of in stage["of"]]
+    for block in range(case.plan.ctas):
+        work = Work(stage, block)
+        for warp in range(WARPS if work.tiles else 0):
+            yield block, work, warp, shares[work.which][work.part * WARPS + warp]
+
+
+def steps_of(case: Case, index: int) -> Iterator[Step]:
+    """Yield what all warps do of a stage, in the order of CTAs, warps and time."""
+    size = case.products[index].matrices[0].scale_bytes
+    for block, work, warp, share in shares_of(case, index):
+        yield from warp_steps(work, share, size, block, warp)
+
+
+def warp_steps(work: Work, share: list[int], size: int, block: int, warp: int) -> Iterator[Step]:
+    first, segments, codes, _, row, *_ = share
+    begins, kinds = (share[7:10], share[10:13]), iter(share[HEADER:])
+    brought, used = list(brought_scales(work, share, size)), 0
+    for index in range(first, first + min(segments, work.tiles - first)):
+        of = work.matrix_of(index)
+        begin = begins[of if work.together == 2 else 0]
+        at, panel = begin[0], work.begin
+        if index == first:
+            at, panel = codes, work.begin + row // 32
+        for kind in kinds:
+            bits, panels, ended = kind & 15, kind >> 4 & 7, kind >> 16
+            own = [brought[used + (kind >> 8 + 2 * i & 3)] for i in range(panels)]
+            assert {i for i, _ in own} == {index}
+            yield Step(
+                block=block,
+                warp=warp,
+                index=index,
+                matrix=of,
+                tile=work.tile_of(index),
+                panel=panel,
+                bits=bits,
+                count=panels,
+                codes=at,
+                scales=[byte for _, byte in own],
+                sums=("ended", index) if index + 1 < first + segments else ("last", warp),
+            )
+            at, panel, used = at + bits * panels * 128, panel + panels, used + ended
+            if kind >> 7 & 1:
+                break
+    assert used == len(brought)
+
+
+def brought_scales(work: Work, share: list[int], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the tile, and its bytes, of each group whose scales a warp brings, in order."""
+    first, segments, _, scales, _, first_scales, last_scales = share[:7]
+    begins = (share[7:10], share[10:13])
+    for segment in range(min(segments, work.tiles - first)):
+        index = first + segment
+        begin = begins[work.matrix_of(index) if work.together == 2 else 0]
+        at, size_there = begin[1:]
+        if segment == 0:
+            at, size_there = scales, first_scales
+        elif segment + 1 == segments:
+            size_there = last_scales
+        assert size_there % size == 0
+        yield from ((index, at + byte) for byte in range(0, size_there, size))
+
+
+def stages(case: Case) -> Iterator[tuple[int, Product, np.void]]:
+    return zip(count(), case.products, case.plan.argument["stages"], strict=False)

@@ -1,0 +1,117 @@
+"""The least and the largest value of every bounded option are accepted, those beyond refused."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from exl2flow.core.options.chat import ChatOptions
+from exl2flow.core.options.config import (
+    AllocateOptions,
+    CalibrationOptions,
+    ConversionConfig,
+    FitOptions,
+    RopeOptions,
+    RoundingOptions,
+    SensitivityOptions,
+    TuneOptions,
+    ValidateOptions,
+)
+from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.options.publication import PublishOptions
+from exl2flow.core.options.refine import RefinementConfig
+
+CONVERSION = {"source": "model", "out": "out"}
+REFINEMENT = {**CONVERSION, "model": "quantized"}
+TINY = 5e-324  # the least above 0
+
+# options, field, accepted at the bound, refused just beyond it
+CASES: list[tuple[type[BaseModel], str, Any, Any]] = [
+    (CalibrationOptions, "rows", 1, 0),
+    (CalibrationOptions, "row_tokens", 32, 0),
+    (CalibrationOptions, "row_tokens", 64, 63),
+    (CalibrationOptions, "measure_rows", 1, 0),
+    (CalibrationOptions, "measure_row_tokens", 32, 0),
+    (CalibrationOptions, "measure_row_tokens", 64, 63),
+    (CalibrationOptions, "share", TINY, 0),
+    (CalibrationOptions, "share", 1, 1.001),
+    (CalibrationOptions, "seed", 0, -1),
+    (CalibrationOptions, "text", "x", ""),
+    (RopeOptions, "scale", TINY, 0),
+    (RopeOptions, "alpha", TINY, 0),
+    (SensitivityOptions, "rows", 1, 0),
+    (SensitivityOptions, "block", 0, -1),
+    (SensitivityOptions, "seed", 0, -1),
+    (RoundingOptions, "damping", TINY, 0),
+    (RoundingOptions, "rounds", 0, -1),
+    (RoundingOptions, "sweeps", 1, 0),
+    (RoundingOptions, "output_damping", TINY, 0),
+    (RoundingOptions, "correction", 0, -TINY),
+    (RoundingOptions, "correction", 1, 1.001),
+    (RoundingOptions, "fisher_share", 0, -TINY),
+    (RoundingOptions, "fisher_share", 1, 1.001),
+    (TuneOptions, "steps", 0, -1),
+    (TuneOptions, "tokens", 32, 31),
+    (TuneOptions, "norm_rate", 0, -TINY),
+    (TuneOptions, "scale_rate", 0, -TINY),
+    (TuneOptions, "embedding_rate", 0, -TINY),
+    (TuneOptions, "code_rate", 0, -TINY),
+    (TuneOptions, "held_out_rows", 1, 0),
+    (TuneOptions, "interval", 1, 0),
+    (TuneOptions, "patience", 1, 0),
+    (TuneOptions, "seed", 0, -1),
+    (AllocateOptions, "power", TINY, 0),
+    (AllocateOptions, "power", 8, 8.001),
+    (AllocateOptions, "rounds", 0, -1),
+    (ValidateOptions, "rows", 1, 0),
+    (ValidateOptions, "row_tokens", 2, 1),
+    (ValidateOptions, "warn_perplexity_ratio", TINY, 0),
+    (ValidateOptions, "fail_perplexity_ratio", TINY, 0),
+    (ValidateOptions, "sample_tokens", 0, -1),
+    (ValidateOptions, "sample_seed", 0, -1),
+    (FitOptions, "memory", 1, 0),
+    (FitOptions, "context", 1, 0),
+    (ConversionConfig, "bpw", 2, 1.999),
+    (ConversionConfig, "bpw", 8, 8.001),
+    (ConversionConfig, "bpw_total", 2, 1.999),
+    (ConversionConfig, "bpw_total", 16, 16.001),
+    (ConversionConfig, "target_bytes", 1, 0),
+    (ConversionConfig, "max_memory", 1, 0),
+    (RefinementConfig, "held_out_rows", 1, 0),
+    (PublishOptions, "max_kl", TINY, 0),
+    (PublishOptions, "sample_tokens", 1, 0),
+    (ChatOptions, "user_name", "x", ""),
+    (ChatOptions, "bot_name", "x", ""),
+    (ChatOptions, "max_answer", 1, 0),
+    (ChatOptions, "reserve", 1, 0),
+    (ChatOptions, "seed", 0, -1),
+    (GenerationOptions, "max_new_tokens", 1, 0),
+    (GenerationOptions, "min_new_tokens", 0, -1),
+    (GenerationOptions, "tokens", 1, 0),
+    (GenerationOptions, "slots", 1, 0),
+    (GenerationOptions, "max_tokens", 1, 0),
+    (GenerationOptions, "rope_scale", TINY, 0),
+    (GenerationOptions, "rope_alpha", TINY, 0),
+    (GenerationOptions, "rope_yarn", 1, 0.999),
+    (GenerationOptions, "draft_tokens", 1, 0),
+    (GenerationOptions, "draft_tokens", 7, 8),
+]
+NEEDED: dict[type[BaseModel], dict[str, Any]] = {
+    ConversionConfig: CONVERSION,
+    RefinementConfig: REFINEMENT,
+    PublishOptions: {"repo": "org/name"},
+    FitOptions: {"memory": "24GB"},
+}
+
+
+@pytest.mark.parametrize(("options", "field", "accepted", "refused"), CASES, ids=str)
+def test_bound_is_where_it_is_documented(
+    options: type[BaseModel], field: str, accepted: object, refused: object
+) -> None:
+    needed = NEEDED.get(options, {})
+
+    found = options.model_validate({**needed, field: accepted})
+
+    assert getattr(found, field) == accepted
+    with pytest.raises(ValidationError, match=field):
+        options.model_validate({**needed, field: refused})

@@ -1,0 +1,85 @@
+"""Bitrates of a sweep, locks of stages that run side by side."""
+
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from exl2flow.core.errors import Interrupted, WorkDirBusy
+from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.store.store import WorkDir
+
+
+def sweep_of(**values: object) -> SweepConfig:
+    return SweepConfig.model_validate({"source": "model", "out": "out", **values})
+
+
+def test_bitrates_are_distinct_and_rise() -> None:
+    assert sweep_of(bpw=[4, 2.5, 4.0]).bpw == (2.5, 4.0)
+
+
+def test_bitrates_that_differ_have_folders_that_differ() -> None:
+    bitrates = (3.12, 3.125, 4.0, 4.001, math.nextafter(4.001, 5))
+
+    assert len(sweep_of(bpw=bitrates).conversions()) == len(bitrates)
+
+
+@pytest.mark.parametrize("bpw", [[], [1.5], [9], "3,4", None])
+def test_bitrates_out_of_range_are_refused(bpw: object) -> None:
+    with pytest.raises(ValidationError):
+        sweep_of(bpw=bpw)
+
+
+def test_conversions_differ_in_bits_and_folder_only() -> None:
+    config = sweep_of(bpw=[3, 4], quality="fast", calibration={"rows": 7})
+
+    low, high = config.conversions().values()
+
+    assert (low.bpw, low.out.name, high.out.name) == (3, "3.0bpw", "4.0bpw")
+    assert low.work_dir_root == config.work_dir_root == high.work_dir_root
+    assert low.calibration == config.calibration
+    assert low.model_copy(update={"bpw": 4.0, "out": high.out}) == high
+
+
+def test_conversions_of_a_sweep_publish_nothing_themselves() -> None:
+    publish = {"repo": "me/model-exl2"}
+    config = sweep_of(bpw=[3, 4], publish=publish)
+
+    assert config.publish is not None
+    assert config.conversions() == sweep_of(bpw=[3, 4]).conversions()
+
+
+def test_configuration_survives_json() -> None:
+    publish = {"repo": "me/model-exl2", "token_block": "block"}
+    config = sweep_of(bpw=[3, 4], quality="best", runner="dask", workers=2, publish=publish)
+
+    assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_cluster_without_a_runner_that_has_any_is_refused() -> None:
+    with pytest.raises(ValidationError, match="needs the runner `dask` or `ray`"):
+        sweep_of(bpw=[3], runner="processes", cluster="tcp://127.0.0.1:8786")
+
+
+def test_stages_run_side_by_side_but_neither_twice_nor_into_one_output(tmp_path: Path) -> None:
+    work = WorkDir(tmp_path / "work")
+    a, b = (work.ref("quantize", letter * 64) for letter in "ab")
+
+    with work.lock_stage(a, tmp_path / "3"), work.lock_stage(b, tmp_path / "4"):
+        for ref, out in ((a, "5"), (work.ref("quantize", "c" * 64), "4")):
+            with pytest.raises(WorkDirBusy, match="is working in"):
+                work.lock_stage(ref, tmp_path / out).__enter__()
+        with pytest.raises(WorkDirBusy, match="is working in"):
+            work.lock().__enter__()
+
+    with work.lock(), pytest.raises(WorkDirBusy):
+        work.lock_stage(a, tmp_path / "3").__enter__()
+
+
+def test_interruption_passes_between_processes() -> None:
+    import pickle
+
+    found = pickle.loads(pickle.dumps(Interrupted("stopped", signum=15)))
+
+    assert (str(found), found.signum) == ("stopped", 15)

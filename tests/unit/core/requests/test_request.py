@@ -1,0 +1,117 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.requests.request import Request
+
+GUIDED = SamplingSettings(cfg_scale=1.5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ("text",)),
+        ("", ("",)),
+        ([1, 2, 3], ((1, 2, 3),)),
+        ((1, 2), ((1, 2),)),
+        (np.array([1, 2]), ((1, 2),)),
+        ((), ((),)),
+    ],
+)
+def test_prompt_is_text_or_ids(prompt: Any, prompts: object) -> None:
+    assert Request(prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        (("good", "bad"), ("good", "bad")),
+        (([1, 2], (3,)), ((1, 2), (3,))),
+        (("good", [3]), ("good", (3,))),
+    ],
+)
+def test_tuple_of_two_prompts_is_a_pair(prompt: Any, prompts: object) -> None:
+    assert Request(prompt, settings=GUIDED).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, ["one", "two"], ("one", "two", "three"), ("one", 5), [1.5], ((1,), ("a",))]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^`prompt` is .*must be text, token ids, or a tuple"):
+        Request(prompt)
+
+
+def test_long_prompt_is_not_repeated_in_the_message() -> None:
+    with pytest.raises(ConfigError) as raised:
+        Request(["a"] * 10_000)  # type: ignore[list-item]
+
+    assert len(str(raised.value)) < 200
+
+
+def test_pair_needs_a_scale_and_a_scale_needs_a_pair() -> None:
+    with pytest.raises(ConfigError, match="`cfg_scale` is not set"):
+        Request(("good", "bad"))
+    with pytest.raises(ConfigError, match=r"`cfg_scale` is 1\.5"):
+        Request("good", settings=GUIDED)
+    with pytest.raises(ConfigError, match=r"`cfg_scale` is 1\.5"):
+        Request((1, 2), settings=GUIDED)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "`max_new_tokens` is 0; it must be 1 or more"),
+        ({"max_new_tokens": 2.0}, "`max_new_tokens` is 2.0; it must be an integer"),
+        ({"max_new_tokens": 2**40}, "`max_new_tokens` is 1099511627776; it must be less"),
+        ({"min_new_tokens": -1}, "`min_new_tokens` is -1; it must be 0 or more"),
+        ({"min_new_tokens": None}, "`min_new_tokens` is None; it must be an integer"),
+        ({"min_new_tokens": 5, "max_new_tokens": 3}, "`min_new_tokens` is 5, `max_new_tokens` o"),
+        ({"top_tokens": -1}, "`top_tokens` is -1"),
+        ({"top_tokens": True}, "`top_tokens` is True"),
+        ({"max_skips": -2}, "`max_skips` is -2"),
+        ({"seed": "x"}, "`seed` is 'x'; it must be an integer"),
+        ({"drawn": -1}, "`drawn` is -1; it must be 0 or more"),
+        ({"settings": None}, "`settings` is None; it must be `SamplingSettings`"),
+        ({"stops": "\n"}, "`stops` is '\\n'; it must be a sequence"),
+        ({"stops": 5}, "`stops` is 5; it must be a sequence"),
+        ({"stops": (1, 2.0)}, "`stops` contains 2.0; it takes ids and non-empty strings"),
+        ({"stops": ("",)}, "`stops` contains ''"),
+        ({"stops": (False,)}, "`stops` contains False"),
+        ({"excluded": "no"}, "`excluded` is 'no'; it must be a sequence"),
+        ({"excluded": (5, "a")}, "`excluded` is (5, 'a'); it takes token ids"),
+        ({"banned_strings": "no"}, "`banned_strings` is 'no'; it must be a sequence"),
+        ({"banned_strings": ("",)}, "`banned_strings` contains ''; it takes non-empty strings"),
+        ({"banned_strings": (5,)}, "`banned_strings` contains 5"),
+        ({"hooks": (None,)}, "`hooks` contains None, which cannot be called"),
+    ],
+)
+def test_values_that_no_model_can_use_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Request("a", **values)
+
+    assert str(raised.value).startswith(message)
+
+
+def test_lists_of_the_caller_may_change_afterwards() -> None:
+    ids, bans = [1, 2], ["no"]
+    stops: list[int | str] = [1, "\n"]
+    request = Request(ids, stops=stops, banned_strings=bans)
+
+    ids.clear()
+    stops.clear()
+    bans.clear()
+
+    assert (request.prompt, request.stops) == ((1, 2), (1, "\n"))
+    assert request.banned_strings == ("no",)
+
+
+def test_defaults_change_nothing() -> None:
+    request = Request("a")
+
+    assert (request.max_new_tokens, request.stops, request.seed) == (None, None, None)
+    assert request.settings == SamplingSettings()
+    assert Request("a", stops=(), max_skips=None) == Request("a", stops=[], max_skips=None)

@@ -1,0 +1,287 @@
+"""What `clean` finds and removes: work roots of toy stages that write real files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
+
+from exl2flow.core.errors import ConfigError, WorkDirBusy
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store import cleaning
+from exl2flow.core.store.cleaning import clean, clean_after, unneeded
+from exl2flow.core.store.stage import Pipeline
+
+TENSORS = 2 * (1000 * 8)  # bytes of the contents of `quantize`
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran() -> Iterator[None]:
+    yield
+    RAN.clear()
+    FAILING.clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def config(tmp_path: Path, root: Path) -> ConversionConfig:
+    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
+
+
+def test_of_a_finished_conversion_only_the_quantized_tensors_can_go(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+
+    (item,) = unneeded(root)
+
+    assert (item.path, item.is_tensors) == (made.path("quantize"), True)
+    assert TENSORS < item.size < TENSORS + 500  # headers
+    assert item.why == "its tensors are in the output, which is complete"
+
+
+def test_cleaned_conversion_is_complete_and_nothing_runs_again(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    RAN.clear()
+
+    items = clean(root)
+
+    assert paths(items, tensors=True) == stages_of(made, "quantize")
+    assert list(root.rglob("*.safetensors")) == []
+    assert all(map(made.is_complete, made.stages))
+    convert(config)
+    assert RAN == []
+    assert unneeded(root) == clean(root) == []
+
+
+def test_cleaned_stage_is_made_again_when_it_is_needed(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    clean(root)
+    RAN.clear()
+
+    (config.out / "1.safetensors").unlink()
+    convert(config)
+
+    assert RAN == ["quantize", "compile"]
+    assert all(made.work.is_complete(ref) for ref in made.refs.values())
+
+
+def test_cleaned_stage_may_be_made_again_on_another_device(
+    config: ConversionConfig, root: Path
+) -> None:
+    convert(config)
+    clean(root)
+    (config.out / "1.safetensors").unlink()
+
+    pipeline = Pipeline(config, STAGES, device="cuda")
+    pipeline.run("quantize", progress=silent)
+
+    assert pipeline.work.is_complete(pipeline.refs["quantize"])
+
+
+def test_stages_of_a_replaced_output_can_go_and_what_is_shared_stays(
+    config: ConversionConfig, root: Path
+) -> None:
+    old = convert(config)
+    new = convert(other(config, bpw=3.0))
+
+    items = unneeded(root)
+
+    assert paths(items) == stages_of(old, "allocate", "quantize", "compile", "validate")
+    assert paths(items, tensors=True) == stages_of(new, "quantize")
+    assert {i.why for i in items if not i.is_tensors} == {
+        "replaced: its output was made anew since then"
+    }
+
+
+def test_as_many_conversions_of_an_output_are_kept_as_wanted(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = [convert(other(config, bpw=bpw)) for bpw in (4.0, 3.0, 2.0)]
+
+    assert paths(unneeded(root, keep_latest=2)) == stages_of(
+        made[0], "allocate", "quantize", "compile", "validate"
+    )
+    assert paths(unneeded(root, keep_latest=3)) == set()
+
+
+def test_conversions_into_other_folders_are_kept(config: ConversionConfig, root: Path) -> None:
+    one = convert(config)
+    two = convert(other(config, bpw=3.0, out=config.out.with_name("other")))
+
+    assert paths(unneeded(root)) == set()
+    assert paths(unneeded(root), tensors=True) == stages_of(one, "quantize") | stages_of(
+        two, "quantize"
+    )
+
+
+def test_old_validation_can_go_without_its_model(config: ConversionConfig, root: Path) -> None:
+    old = convert(config)
+    options = config.validate_options.model_copy(update={"rows": 3})
+    convert(other(config, validate_options=options))
+
+    assert paths(unneeded(root)) == stages_of(old, "validate")
+
+
+@pytest.mark.parametrize("last", ["allocate", "quantize", "compile", "validate"])
+def test_conversion_that_was_begun_keeps_all_that_it_would_resume_from(
+    last: str, config: ConversionConfig, root: Path
+) -> None:
+    convert(config)
+    half = begun(other(config, bpw=3.0, out=config.out.with_name("other")), last)
+    mine = [name for name in half.stages if half.path(name).exists() and name != "measure"]
+    RAN.clear()
+
+    assert stages_of(half, *half.stages).isdisjoint(
+        paths(clean(root)) | paths(unneeded(root), tensors=True)
+    )
+    assert paths(unneeded(root, partial=True)) == stages_of(half, *mine)
+    convert(half.config)
+    assert list(half.stages)[list(half.stages).index(last) :] == RAN
+
+
+def test_replaced_stage_that_is_being_made_again_stays(
+    config: ConversionConfig, root: Path
+) -> None:
+    old = convert(config)
+    clean(root)
+    convert(other(config, bpw=3.0))
+
+    begun(config, "quantize")  # which had been cleared
+
+    assert stages_of(old, *old.stages).isdisjoint(paths(unneeded(root)))
+    assert old.path("quantize") in paths(unneeded(root, partial=True))
+
+
+def test_measurement_alone_goes_only_with_what_is_not_finished(
+    config: ConversionConfig, root: Path
+) -> None:
+    pipeline = Pipeline(config, STAGES, device="cpu")
+    pipeline.run("measure", progress=silent)
+
+    assert unneeded(root) == []
+    assert paths(unneeded(root, partial=True)) == stages_of(pipeline, "measure")
+
+
+@pytest.mark.parametrize("damage", ["alter", "delete"])
+def test_tensors_stay_while_an_output_is_not_complete(
+    damage: str, config: ConversionConfig, root: Path
+) -> None:
+    convert(config)
+    path = config.out / "0.safetensors"
+    path.unlink() if damage == "delete" else path.write_text("altered")
+
+    assert unneeded(root) == []
+
+
+def test_folders_set_aside_can_go_and_unreadable_ones_only_with_what_is_not_finished(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    manifest = made.path("allocate") / "manifest.json"
+    manifest.write_text("{}")
+    convert(config)  # sets it aside
+    (aside,) = made.path("allocate").parent.glob("*.damaged-*")
+    lost = made.path("measure").with_name("0" * 16)
+    lost.mkdir()
+    (lost / "manifest.json").write_text("{}")
+
+    assert paths(unneeded(root)) == {aside}
+    assert paths(unneeded(root, partial=True)) == {aside, lost}
+
+
+def test_nothing_is_removed_while_a_run_is_on(config: ConversionConfig, root: Path) -> None:
+    made = convert(config)
+    tensors = list(root.rglob("*.safetensors"))
+
+    with made.work.lock_stage(made.refs["validate"], config.out.with_name("elsewhere")):
+        with pytest.raises(WorkDirBusy, match="is working in"):
+            clean(root)
+        assert clean(root, skip_busy=True) == []
+        assert unneeded(root) != []  # looking is allowed
+
+    assert list(root.rglob("*.safetensors")) == tensors
+    assert clean(root) != []
+
+
+def test_removal_that_was_killed_is_finished_by_the_next(
+    config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(config)
+    convert(other(config, bpw=3.0))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: pytest.exit("killed"))
+        with pytest.raises(pytest.exit.Exception):
+            clean(root)
+
+    left = unneeded(root)
+
+    assert {item.why for item in left} == {"removed"}
+    assert len(clean(root)) == len(left) == 5
+    assert list(root.rglob("*.removed-*")) == []
+
+
+def test_removal_goes_on_within_the_second_in_which_another_was_killed(
+    config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = convert(config)
+    monkeypatch.setattr(cleaning, "strftime", lambda form: "now")
+    folder = pipeline.path("quantize")
+    folder.with_name(f"{folder.name}{cleaning.REMOVED}now").mkdir()
+
+    clean(root)
+
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert list(folder.rglob("*.safetensors")) == []
+
+
+def test_sizes_are_what_the_disk_gains(config: ConversionConfig, root: Path) -> None:
+    def used() -> int:
+        return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+    convert(config)
+    convert(other(config, bpw=3.0))
+    before = used()
+
+    gained = sum(item.size for item in clean(root))
+
+    assert abs(before - used() - gained) < 1000  # a manifest with fewer files
+
+
+@pytest.mark.parametrize("text", ["a folder", "a file", "nothing"])
+def test_other_folders_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if text == "a folder":
+        (path / "measure" / "y").mkdir(parents=True)
+    elif text == "a file":
+        path.touch()
+
+    with pytest.raises(ConfigError, match=r"`.*/x` is no work root; give the folder of check"):
+        clean(path)
+
+
+def test_cleaning_afterwards_is_an_option_and_harms_no_run(
+    config: ConversionConfig, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = convert(config)
+
+    clean_after(config)
+    kept = unneeded(root)
+    (made.path("measure") / "manifest.json").unlink()
+    (made.path("measure") / "manifest.json").mkdir()
+    clean_after(other(config, clean_after=True))
+    assert "not cleaned: cannot read" in caplog.text
+    (made.path("measure") / "manifest.json").rmdir()
+    clean_after(other(config, clean_after=True))
+
+    assert paths(kept, tensors=True) == stages_of(made, "quantize")
+    assert list(root.rglob("*.safetensors")) == []

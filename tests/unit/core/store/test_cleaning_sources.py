@@ -1,0 +1,82 @@
+"""Which fetched models `clean` removes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy_conversions import FAILING, RAN, begun, convert, model, other, paths, stages_of
+
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.cleaning import clean, unneeded
+from exl2flow.core.store.files import write_json
+from exl2flow.core.store.source import provenance_file
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran() -> Iterator[None]:
+    yield
+    RAN.clear()
+    FAILING.clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def config(tmp_path: Path, root: Path) -> ConversionConfig:
+    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out", work_root=root)
+
+
+def fetched(root: Path, commit: str) -> Path:
+    folder = model(root / "sources" / commit / "name", f'{{"commit": "{commit}"}}')
+    write_json(provenance_file(folder), {"commit": commit})
+    return folder
+
+
+def test_revision_goes_when_its_output_was_made_from_a_newer_one(
+    config: ConversionConfig, root: Path
+) -> None:
+    old, new = fetched(root, "aaaa"), fetched(root, "bbbb")
+    first = convert(other(config, source=old))
+    assert old not in paths(unneeded(root))
+
+    second = convert(other(config, source=new))
+    removed = paths(clean(root))
+
+    assert removed == {old} | stages_of(first, *first.stages)
+    assert not old.parent.exists()
+    assert provenance_file(new).exists()
+    assert all(map(second.is_complete, second.stages))
+
+
+def test_revision_stays_for_a_finished_conversion_into_another_folder(
+    config: ConversionConfig, root: Path
+) -> None:
+    old, new = fetched(root, "aaaa"), fetched(root, "bbbb")
+    convert(other(config, source=old))
+    convert(other(config, source=new, out=config.out.with_name("other")))
+
+    assert paths(unneeded(root)) == set()
+
+
+def test_source_of_a_conversion_that_was_begun_stays(config: ConversionConfig, root: Path) -> None:
+    source = fetched(root, "aaaa")
+    begun(other(config, source=source), "quantize")
+
+    assert unneeded(root) == []
+    assert source in paths(unneeded(root, partial=True))
+
+
+def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(
+    root: Path,
+) -> None:
+    whole, half = fetched(root, "aaaa"), fetched(root, "bbbb")
+    provenance_file(half).unlink()
+
+    assert unneeded(root) == []
+    assert {item.path: item.why for item in unneeded(root, partial=True)} == {
+        whole: "fetched, never converted",
+        half: "its download is not finished",
+    }

@@ -1,0 +1,396 @@
+"""Files are whole or absent, and known by their digests."""
+
+import hashlib
+import os
+import re
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from exl2flow.core.errors import CorruptCheckpoint, ReadFailed, WriteFailed
+from exl2flow.core.store.files import (
+    DTYPE_NAMES,
+    FileRecord,
+    digest,
+    digest_of,
+    read_json,
+    read_metadata,
+    read_tensors,
+    replacing,
+    safetensors_header,
+    tensor_bytes,
+    write_json,
+    write_layout,
+    write_tensors,
+    write_text,
+)
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from exl2flow.core.store.files import replacing
+
+with replacing(Path(sys.argv[1])) as file:
+    file.write(b"half of the new con" * 10_000)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Let this process write no file beyond `size` bytes; pytest's own output may be one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_appears_only_when_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+
+    with replacing(path) as file:
+        file.write(b"content")
+        during = path.exists()
+
+    assert not during
+    assert path.read_bytes() == b"content"
+    assert names(path.parent) == ["file"]
+
+
+def test_only_private_files_ignore_the_umask_and_keep_permissions(tmp_path: Path) -> None:
+    def written(name: str, **options: bool) -> str:
+        write_json(tmp_path / name, {}, **options)
+        return oct((tmp_path / name).stat().st_mode)[-3:]
+
+    before = os.umask(0o022)
+    try:
+        first = [written("usual"), written("private", is_private=True)]
+        for name in ("usual", "private"):
+            (tmp_path / name).chmod(0o640)
+        second = [written("usual"), written("private", is_private=True)]
+    finally:
+        os.umask(before)
+
+    assert (first, second) == (["644", "600"], ["644", "640"])
+
+
+def test_content_is_flushed_before_the_rename_and_the_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    seen: list[tuple[bool, str]] = []
+    flush = os.fsync
+
+    def spy(handle: int) -> None:
+        seen.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.read_text()))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", spy)
+
+    write_text(path, "new")
+
+    assert seen == [(False, "old"), (True, "new")]
+
+
+def test_failed_block_leaves_the_old_file_and_nothing_aside(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write_and_stop() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop()
+
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120)
+
+    assert killed.returncode == -9
+    assert path.read_text() == "old"
+    leftover, kept = names(tmp_path)
+    assert re.fullmatch(r"\.file\.\w+\.partial", leftover)
+    assert kept == "file"
+
+
+def test_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120)
+    other = tmp_path / ".file2.0.partial"
+    other.touch()
+
+    write_text(path, "new")
+
+    assert names(tmp_path) == [other.name, "file"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, {})
+
+    def write(size: int) -> None:
+        for _ in range(40):
+            write_json(path, {str(key): "x" * 64 for key in range(size)})
+
+    with ThreadPoolExecutor(3) as pool:
+        writers = [pool.submit(write, size) for size in (40, 80)]
+        while not all(writer.done() for writer in writers):
+            assert len(read_json(path)) in (0, 40, 80)  # never half a file
+        for writer in writers:
+            writer.result()
+
+    assert names(tmp_path) == ["file.json"]
+
+
+def test_files_are_as_readable_as_the_user_has_them_by_default(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
+
+
+def test_error_of_reading_inside_the_block_does_not_blame_the_target(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Is a directory") as found, replacing(tmp_path / "b"):
+        (tmp_path).read_bytes()
+
+    assert not isinstance(found.value, WriteFailed)
+    assert names(tmp_path) == []
+
+
+def test_file_name_that_is_not_utf8_is_recorded_and_digested(tmp_path: Path) -> None:
+    name = os.fsdecode(b"a\xff")
+
+    write_json(tmp_path / "a.json", {"out": name})
+
+    assert read_json(tmp_path / "a.json") == {"out": name}
+    assert digest_of(name) != digest_of(os.fsdecode(b"a\xfe"))
+
+
+def test_file_that_cannot_be_read_is_no_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+
+    for read in (read_json, read_metadata, read_tensors):
+        with pytest.raises(ReadFailed, match=r"cannot read `.*/a`: .*; check the disk"):
+            read(tmp_path / "a")
+
+
+def test_full_disk_leaves_the_old_file_and_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    with (
+        pytest.raises(WriteFailed, match=r"cannot write `.*file`: File too large; free space"),
+        file_size_limit(4096),
+    ):
+        write_text(path, "x" * 4097)
+
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("folder", ["file", "/proc/missing"])
+def test_folder_that_cannot_be_made_is_a_named_error(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(WriteFailed, match=r"a\.json`: `.*(file|missing)` is no folder; choose"):
+        write_json(tmp_path / folder / "a.json", {})
+
+
+def test_digest_is_the_sha256_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc" * 100_000)
+
+    assert digest(tmp_path / "a") == hashlib.sha256(b"abc" * 100_000).hexdigest()
+
+
+def test_digest_of_values_ignores_key_order_and_nothing_else() -> None:
+    value = {"a": 1, "b": [1, 2.5, None, "ü"]}
+
+    assert digest_of(value) == digest_of({"b": [1, 2.5, None, "ü"], "a": 1})
+    others = [{"a": 1}, {**value, "a": "1"}, {**value, "b": [2.5, 1, None, "ü"]}, {**value, "a": 2}]
+    assert len({digest_of(other) for other in [value, *others]}) == 5
+
+
+def test_json_round_trip_keeps_text_as_it_is(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"name": "größe", "items": [1, None, 0.5]})
+
+    assert read_json(tmp_path / "a.json") == {"name": "größe", "items": [1, None, 0.5]}
+    assert '\n    "name": "größe"' in (tmp_path / "a.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", b"\xff\xfe{}"])
+def test_unreadable_json_is_named(content: str | bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content if isinstance(content, bytes) else b"{")
+
+    with pytest.raises(CorruptCheckpoint, match=r"a\.json"):
+        read_json(tmp_path / "a.json")
+
+
+def test_untouched_file_matches_its_record_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+
+    record = FileRecord.of(path, sha256="not its digest")
+
+    assert record.matches(path)
+
+
+def test_touched_file_matches_by_digest_only(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    known = FileRecord.of(path, sha256=digest(path))
+    unknown = FileRecord.of(path, sha256=None)
+
+    os.utime(path, ns=(1, 1))
+
+    assert known.matches(path)
+    assert not unknown.matches(path)
+
+
+def test_file_altered_in_place_with_its_time_set_back_does_not_match(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    record = FileRecord.of(path, sha256=digest(path))
+
+    path.write_text("c0ntent")
+    os.utime(path, ns=(record.mtime_ns, record.mtime_ns))
+
+    assert path.stat().st_mtime_ns == record.mtime_ns
+    assert not record.matches(path)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "extend", "delete", "folder"])
+def test_damaged_file_does_not_match(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    record = FileRecord.of(path, sha256=digest(path))
+
+    if damage in ("truncate", "extend"):
+        path.write_text("content"[:3] if damage == "truncate" else "content and more")
+    else:
+        path.unlink()
+    if damage == "folder":
+        path.mkdir()
+
+    assert not record.matches(path)
+
+
+def test_header_and_layout_predict_every_byte(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(12).reshape(3, 4).to(dtype) for dtype in DTYPE_NAMES}
+    tensors["empty"] = torch.zeros(0, 5)
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    header = safetensors_header(layout, {"format": "pt"})
+
+    sha256 = write_layout(
+        tmp_path / "a.safetensors", layout, iter(tensors.values()), metadata={"format": "pt"}
+    )
+
+    written = (tmp_path / "a.safetensors").read_bytes()
+    assert written == header + b"".join(bytes(tensor_bytes(t)) for t in tensors.values())
+    assert sha256 == hashlib.sha256(written).hexdigest()
+    assert len(header) % 8 == 0
+
+
+def test_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(5, 3), "a": torch.arange(7, dtype=torch.int16)}
+
+    write_tensors(tmp_path / "a.safetensors", tensors, metadata={"what": "ever"})
+
+    read = load_file(tmp_path / "a.safetensors")
+    assert set(read) == {"a", "b"}
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(read[name], tensor, rtol=0, atol=0)
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert file.metadata() == {"what": "ever"}
+
+
+def test_views_are_stored_by_content(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).reshape(3, 4)
+
+    write_tensors(tmp_path / "a.safetensors", {"transposed": matrix.T, "column": matrix[:, 1]})
+
+    read = read_tensors(tmp_path / "a.safetensors")
+    assert read["transposed"].tolist() == matrix.T.tolist()
+    assert read["column"].tolist() == [1.0, 5.0, 9.0]
+
+
+def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(9), "b": torch.ones(2, 2)}
+
+    first, second = (write_tensors(tmp_path / name, tensors) for name in ("x", "y"))
+
+    assert first == second
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, 3), torch.zeros(6), torch.zeros(3, 2, dtype=torch.float16)]
+)
+def test_tensor_that_is_not_laid_out_as_planned_leaves_no_file(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="`a` is not laid out as planned"):
+        write_layout(tmp_path / "x", {"a": (torch.float32, (3, 2))}, [tensor])
+
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("keep", [0, 7, 60, -1])
+def test_damaged_tensors_are_a_corrupt_checkpoint(keep: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.zeros(50)}, metadata={"x": "y"})
+    path.write_bytes(path.read_bytes()[:keep])
+
+    for read in (read_tensors, read_metadata):
+        with pytest.raises(CorruptCheckpoint, match=r"a\.safetensors"):
+            read(path)
+
+
+def test_missing_tensors_are_a_corrupt_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint, match="nowhere"):
+        read_tensors(tmp_path / "nowhere")
+
+
+def test_metadata_is_read_without_the_tensors(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"a": torch.zeros(3)}, metadata={"report": "{}"})
+
+    assert read_metadata(tmp_path / "a") == {"report": "{}"}
+
+
+def test_a_path_that_is_not_utf8_can_be_written_and_read_back(tmp_path: Path) -> None:
+    value = {"out": os.fsdecode(b"out-\xff")}
+
+    write_json(tmp_path / "a.json", value)
+
+    assert read_json(tmp_path / "a.json") == value
+    assert digest_of(value) != digest_of({"out": "out-"})

@@ -1,0 +1,157 @@
+"""Which files belong to a model, and which links are followed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exl2flow.core.errors import SourceModelError
+from exl2flow.core.store.model_files import (
+    carried_files,
+    check_links,
+    is_carried,
+    is_of_model,
+    left_out,
+    public_content,
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+        "README.md",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "LICENSE",
+        "LICENSE.txt",
+        "LICENSE-MODEL.md",
+        "licence",
+        "NOTICE",
+        "USE_POLICY.md",
+    ],
+)
+def test_tokenizer_configs_and_terms_go_along(name: str) -> None:
+    assert is_carried(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wandb-key.txt",
+        "train_private.csv",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        ".env",
+        "pytorch_model.bin",
+        "trainer_state.json",
+        "optimizer.pt",
+        "modeling_mine.py",
+        "a.gguf",
+        "LICENSE.key",
+        "license.json",
+        "consolidated.safetensors",
+        "pytorch_model.bin.index.json",
+        "original/tokenizer.model",
+        "onnx/config.json",
+        "checkpoint-500/model.safetensors",
+        "checkpoint-500/model.safetensors.index.json",
+        "original/model.safetensors",
+    ],
+)
+def test_anything_else_belongs_to_no_model(name: str) -> None:
+    assert not is_of_model(name)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "notes.txt", ".netrc"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_files_are_carried_or_named_as_left_out(model: Path) -> None:
+    (model / "checkpoint-7").mkdir()
+
+    assert carried_files(model) == [model / "tokenizer.json"]
+    assert left_out(model) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["LICENSE.txt", "config.json"])
+@pytest.mark.parametrize(
+    "target", ["../home/token", "notes.txt", ".netrc", "checkpoint-7/config.json"]
+)
+def test_link_to_anything_but_a_file_of_the_model_is_refused_by_name(
+    model: Path, name: str, target: str
+) -> None:
+    for path in (model / "../home/token", model / "checkpoint-7/config.json"):
+        path.resolve().parent.mkdir()
+        path.write_text("hf_secret")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(target)
+
+    with pytest.raises(SourceModelError) as raised:
+        carried_files(model)
+
+    assert f"`{model / name}` is a link to `{(model / target).resolve()}`" in str(raised.value)
+
+
+def test_link_to_another_file_of_the_model_is_followed(model: Path) -> None:
+    (model / "LICENSE").write_text("MIT")
+    (model / "LICENSE.md").symlink_to("LICENSE")
+
+    assert model / "LICENSE.md" in carried_files(model)
+
+
+def test_snapshot_of_a_hub_cache_is_taken_but_not_what_only_looks_like_it(tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--tiny"
+    snapshot, blobs = cache / "snapshots" / "abc", cache / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "1f3").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1f3")
+    (tmp_path / "linked").symlink_to(snapshot)
+
+    assert [path.name for path in carried_files(tmp_path / "linked")] == ["tokenizer.json"]
+    (cache / "token").write_text("hf_secret")
+    (snapshot / "LICENSE").symlink_to("../../token")
+    with pytest.raises(SourceModelError, match="LICENSE"):
+        carried_files(snapshot)
+
+
+def test_every_bad_link_is_named(model: Path) -> None:
+    for name in ("LICENSE", "NOTICE"):
+        (model / name).symlink_to("notes.txt")
+
+    with pytest.raises(SourceModelError) as raised:
+        check_links([model / "LICENSE", model / "NOTICE"])
+
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_configs_lose_the_folders_they_were_made_in(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    kept = {"tokenizer_class": "T", "vocab_file": "vocab.json", "unk_token": "/", "a": [1e-5]}
+    private = {
+        "name_or_path": "clients/acme/ckpt-1200",
+        "tokenizer_file": "/home/alice/.cache/tokenizer.json",
+        "text_config": {"_name_or_path": "/home/alice/acme", "b": 1},
+    }
+    path.write_text(json.dumps({**kept, **private}))
+
+    content = public_content(path)
+
+    assert content is not None
+    assert json.loads(content) == {**kept, "text_config": {"b": 1}}
+
+
+@pytest.mark.parametrize("text", ['{"a" :1}', "broken", "[]"])
+def test_other_configs_keep_their_bytes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    assert public_content(tmp_path / "config.json") is None

@@ -1,0 +1,153 @@
+"""What was committed survives every power cut, and the tests would notice if it did not."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Command, Opened, quietly
+from crashes import Count, Trial, exhaust
+from file_layer import SYNC
+from power_cuts import Cut, Recording, Tear, content_times, lay_out
+
+from exl2flow.core.store import files
+from exl2flow.core.store.files import digest, write_text
+from exl2flow.core.store.store import StageFolder, WorkDir
+
+SAMPLED = 40
+FINGERPRINT = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Command:
+    """A stage that makes a file in a folder, unless it is there, and is complete."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    work = WorkDir(disk / "work")
+    ref = work.ref("measure", FINGERPRINT)
+
+    def run() -> None:
+        if work.is_complete(ref):
+            return
+        folder = work.open(ref, schema=1, inputs={}, options={}, device="cpu")
+        if not folder.valid("results/a"):
+            write_text(folder.path / "results" / "a", "x" * 1500)
+            folder.commit("results/a", digest(folder.path / "results" / "a"), cursor=1)
+        folder.complete()
+
+    return Command(disk=disk, run=run)
+
+
+def failures(command: Command) -> list[str]:
+    count = Count()
+    exhaust(command, count, float("inf"))
+    assert not count.is_cut
+    assert count.resumed > 20
+    return count.failures
+
+
+def test_every_state_of_a_stage_ends_in_the_same_bytes(stage: Command) -> None:
+    assert failures(stage) == []
+
+
+def test_a_lack_of_time_is_no_defect(stage: Command) -> None:
+    count = Count()
+
+    exhaust(stage, count, float("-inf"))
+
+    assert (count.is_cut, count.drawn, count.failures) == (True, 0, [])
+
+
+def without(kept: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flushes of some paths do nothing."""
+    after = Recording.after
+
+    def forgetful(recording: Recording, kind: str, path: str, **details: object) -> None:
+        if kind != SYNC or kept(path):
+            after(recording, kind, path, **details)
+
+    monkeypatch.setattr(Recording, "after", forgetful)
+
+
+def test_files_that_are_not_flushed_are_noticed(
+    stage: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(lambda path: not Path(path).name.startswith(".a."), monkeypatch)
+
+    assert any("results/a` " in failure for failure in failures(stage))
+
+
+def test_folders_that_are_not_flushed_are_noticed(
+    stage: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(lambda path: Path(path).name != "results", monkeypatch)
+
+    assert any("results/a` " in failure for failure in failures(stage))
+
+
+def test_new_folders_whose_parents_are_not_flushed_are_noticed(
+    stage: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        files, "make_folder", lambda folder: folder.mkdir(parents=True, exist_ok=True)
+    )
+
+    assert any("lost" in failure for failure in failures(stage))
+
+
+def test_toy_conversions_end_in_the_same_bytes(tmp_path: Path) -> None:
+    with quietly():
+        trial = Trial(Opened(tmp_path).command("toy"))
+        draw, count = random.Random(0), Count()
+        problems = [trial.attempt(trial.recording.drawn(draw), draw, count) for _ in range(SAMPLED)]
+
+    assert [problem for problem in problems if problem] == []
+    assert count.same >= SAMPLED
+
+
+@pytest.mark.slow
+def test_every_state_of_a_toy_conversion_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    with quietly():
+        command = Opened(tmp_path).command("toy")
+        assert failures(command) == []
+
+
+def test_recording_leads_from_the_beginning_to_the_end(stage: Command) -> None:
+    (stage.disk / "before").write_text("there already")
+    recording = Recording(stage.disk)
+    with recording.watching():
+        stage.run()
+        (stage.disk / "before").rename(stage.disk / "work" / "moved")
+        with (stage.disk / "work" / "moved").open("ab") as file:
+            file.write(b" and more")
+    wanted = stage.results()
+
+    every = range(len(recording.events))
+    lay_out(recording.left(Cut(prefix=len(every), kept=frozenset(every))), stage.disk)
+
+    assert stage.results() == wanted
+    assert (stage.disk / "work" / "moved").read_text() == "there already and more"
+    with content_times():
+        assert StageFolder.found(stage.disk / "work" / "measure" / FINGERPRINT[:16]) is not None
+
+
+@pytest.mark.parametrize(
+    ("tear", "left"),
+    [
+        (Tear(sector=512, mask=0, is_sized=False), b""),
+        (Tear(sector=512, mask=0, is_sized=True), bytes(1000)),
+        (Tear(sector=512, mask=1, is_sized=False), b"x" * 512),
+        (Tear(sector=512, mask=2, is_sized=False), bytes(512) + b"x" * 488),
+        (Tear(sector=4096, mask=1, is_sized=False), b"x" * 1000),
+    ],
+)
+def test_torn_write_leaves_some_sectors(tear: Tear, left: bytes, tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    with recording.watching():
+        (tmp_path / "a").write_bytes(b"x" * 1000)
+
+    tree = recording.left(Cut(prefix=2, kept=frozenset({0, 1}), torn={1: tear}))
+
+    found = tree["a"]
+    assert found is not None
+    assert found[0] == left

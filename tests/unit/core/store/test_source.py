@@ -1,0 +1,228 @@
+"""Fingerprints of source models."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from exl2flow.core.errors import SourceModelError
+from exl2flow.core.store import source as source_module
+from exl2flow.core.store.files import digest
+from exl2flow.core.store.source import HubModel, SourceFingerprint, hub_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "My Model (v1)"
+    folder.mkdir()
+    save_file({"a": torch.zeros(8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    return tmp_path / "work" / "digests.json"
+
+
+def fingerprint(model: Path, memory: Path) -> str:
+    return SourceFingerprint.of(model, memory=memory).fingerprint
+
+
+def test_slug_is_a_plain_file_name(model: Path, memory: Path) -> None:
+    assert SourceFingerprint.of(model, memory=memory).slug == "my-model-v1"
+
+
+def test_fingerprint_tells_models_with_equal_headers_apart(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    save_file({"a": torch.ones(8)}, model / "model.safetensors")
+
+    assert fingerprint(model, memory) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "added_tokens.json",
+        "special_tokens_map.json",
+    ],
+)
+def test_fingerprint_covers_config_and_tokenizer(name: str, model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    (model / name).write_text('{"other": 1}')
+
+    assert fingerprint(model, memory) != before
+
+
+def test_fingerprint_covers_which_file_holds_what(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    (model / "model.safetensors").rename(model / "other.safetensors")
+
+    assert fingerprint(model, memory) != before
+
+
+def test_fingerprint_ignores_readme_place_and_time(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    (model / "README.md").write_text("text")
+    os.utime(model / "config.json", (0, 0))
+    moved = model.rename(model.with_name("elsewhere"))
+
+    assert fingerprint(moved, memory) == before
+
+
+def test_untouched_files_are_not_read_again(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counting(path: Path) -> str:
+        read.append(path.name)
+        return digest(path)
+
+    monkeypatch.setattr(source_module, "digest", counting)
+    before = fingerprint(model, memory)
+    first, read[:] = list(read), []
+    (model / "tokenizer.json").write_text("[]")
+
+    changed = fingerprint(model, memory)
+
+    assert sorted(first) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert read == ["tokenizer.json"]
+    assert changed != before
+
+
+def test_file_replaced_while_it_is_hashed_is_hashed_again(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replaced = model / "model.safetensors", []
+
+    def meanwhile(read: Path) -> str:
+        found = digest(read)
+        if read == path and not replaced:  # a download that ends after it was read
+            replaced.append(save_file({"a": torch.ones(8)}, path))
+        return found
+
+    monkeypatch.setattr(source_module, "digest", meanwhile)
+    found = fingerprint(model, memory)
+
+    assert found == fingerprint(model, memory.with_name("other.json"))
+    assert json.loads(memory.read_text())[str(path)]["sha256"] == digest(path)
+
+
+def test_file_that_keeps_changing_is_named(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(read: Path) -> str:
+        found = digest(read)
+        with read.open("ab") as file:
+            file.write(b"more")
+        return found
+
+    monkeypatch.setattr(source_module, "digest", growing)
+
+    with pytest.raises(SourceModelError, match=r"model\.safetensors` changes while it is read"):
+        fingerprint(model, memory)
+    assert not memory.exists()
+
+
+def test_processes_that_digest_at_once_remember_all(tmp_path: Path) -> None:
+    memory = tmp_path / "digests.json"
+    paths = [tmp_path / f"file-{number}" for number in range(24)]
+    for path in paths:
+        path.write_text(path.name)
+
+    with ThreadPoolExecutor(4) as pool:  # a lock file is opened anew each time, as by processes
+        list(pool.map(lambda part: source_module.digests(paths[part::4], memory), range(4)))
+
+    assert json.loads(memory.read_text()).keys() == {*map(str, paths), "checksum"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', '{"x": {"size": "much"}}'])
+def test_unreadable_memory_only_costs_time(content: str, model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    memory.write_text(content)
+
+    assert fingerprint(model, memory) == before
+    assert str((model / "config.json").resolve()) in json.loads(memory.read_text())
+
+
+@pytest.mark.parametrize("what", ["sha256", "mtime_ns", "checksum"])
+def test_one_altered_digit_in_the_memory_is_noticed(what: str, model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+    content = json.loads(memory.read_text())
+    entry = content if what == "checksum" else content[str((model / "config.json").resolve())]
+    digit = str(entry[what])[-1]
+    entry[what] = type(entry[what])(f"{str(entry[what])[:-1]}{(int(digit, 16) + 1) % 10}")
+    memory.write_text(json.dumps(content))
+
+    assert fingerprint(model, memory) == before
+    assert json.loads(memory.read_text()) != content
+
+
+def test_files_of_one_name_in_two_folders_keep_their_own_digests(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "model.safetensors" for name in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(str(path))
+
+    found = source_module.digests(paths, tmp_path / "digests.json")
+
+    assert found == {path: digest(path) for path in paths}
+
+
+def test_memory_that_cannot_be_written_does_no_harm(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    blocked = fingerprint(model, tmp_path / "file" / "digests.json")
+
+    assert blocked == fingerprint(model, tmp_path / "digests.json")
+
+
+def test_unreadable_file_is_named(model: Path, memory: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(model / "nowhere")
+
+    with pytest.raises(SourceModelError, match=r"model\.safetensors"):
+        fingerprint(model, memory)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with `org/model` and room for a work root."""
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_mistyped_path_is_not_asked_for_on_the_hub(here: Path) -> None:
+    with pytest.raises(SourceModelError, match=r"no folder `org/modle`.*`org/modle@main` for"):
+        hub_model(Path("org/modle"), here / "work")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("org/model", None),
+        ("modle", None),
+        ("org/modle@main", HubModel(repo="org/modle", revision="main")),
+        ("other/modle", HubModel(repo="other/modle")),
+    ],
+)
+def test_hub_is_meant_by_a_revision_or_where_no_such_folder_begins(
+    source: str, expected: HubModel | None, here: Path
+) -> None:
+    assert hub_model(Path(source), here / "work") == expected

@@ -1,0 +1,253 @@
+"""Pipelines of toy stages: what runs, what is cached, what is redone."""
+
+import logging
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from toy_stages import CHAIN, RAN, run_all, stage, with_options, write_note
+
+from exl2flow.core.errors import Interrupted, WorkDirBusy
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Tick, silent
+from exl2flow.core.store.stage import Pipeline, Stage, StageRun
+from exl2flow.core.store.store import StageFolder
+from exl2flow.tasks.stages import run_in_order
+
+
+@pytest.fixture(autouse=True)
+def ran() -> list[str]:
+    """The names of the stages that really ran, in order."""
+    RAN.clear()
+    return RAN
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ConversionConfig:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    return ConversionConfig(source=source, out=tmp_path / "out")
+
+
+def test_second_run_executes_nothing(config: ConversionConfig) -> None:
+    run_all(config)
+    first = list(RAN)
+
+    pipeline = run_all(config)
+
+    assert first == RAN == ["measure", "allocate", "compile"]
+    assert all(map(pipeline.is_complete, pipeline.stages))
+
+
+def test_changed_option_redoes_what_depends_on_it_and_nothing_else(
+    config: ConversionConfig,
+) -> None:
+    before = run_all(config)
+
+    after = run_all(with_options(config, bpw=2.5))
+
+    assert RAN[3:] == ["allocate", "compile"]
+    assert before.refs["measure"] == after.refs["measure"]
+    assert all(map(before.is_complete, before.stages))  # siblings coexist
+
+
+def test_going_back_to_an_earlier_option_finds_its_results(config: ConversionConfig) -> None:
+    run_all(config)
+    run_all(with_options(config, bpw=2.5))
+
+    run_all(config)
+
+    assert RAN[5:] == []
+
+
+@pytest.mark.parametrize("change", ["source", "schema"])
+def test_changed_source_or_schema_redoes_all_that_follows(
+    change: str, config: ConversionConfig
+) -> None:
+    run_all(config)
+    stages = CHAIN
+    if change == "source":
+        (config.source / "config.json").write_text('{"other": 1}')
+    else:
+        stages = (stage("measure", options=CHAIN[0].options, schema=2), *CHAIN[1:])
+
+    run_all(config, stages)
+
+    assert RAN[3:] == ["measure", "allocate", "compile"]
+
+
+@pytest.mark.parametrize("damage", ["delete", "alter", "manifest"])
+def test_lost_result_is_made_again_and_only_that(damage: str, config: ConversionConfig) -> None:
+    pipeline = run_all(config)
+    path = pipeline.path("allocate") / ("manifest.json" if damage == "manifest" else "note")
+    content = (pipeline.path("allocate") / "note").read_text()
+
+    if damage == "alter":
+        path.write_text(content.upper())
+    else:
+        path.unlink()
+    run_all(config)
+
+    assert RAN[3:] == ["allocate"]
+    assert (pipeline.path("allocate") / "note").read_text() == content
+
+
+def test_stage_reads_only_the_folders_of_its_inputs(config: ConversionConfig) -> None:
+    pipeline = run_all(config)
+
+    note = (pipeline.path("compile") / "note").read_text()
+    measured = (pipeline.path("measure") / "note").read_text()
+    assert "'allocate'" in note
+    assert measured == "{'rows': 19}{}"
+
+
+def test_stage_that_is_switched_off_is_left_out(config: ConversionConfig) -> None:
+    off = Stage(
+        name="measure",
+        schema=1,
+        inputs=(),
+        options=lambda config: {},
+        run=write_note,
+        enabled=lambda config: False,
+    )
+
+    pipeline = run_all(config, (off, *CHAIN[1:]))
+
+    assert list(pipeline.stages) == RAN == ["allocate", "compile"]
+    assert (pipeline.path("allocate") / "note").read_text() == "{'bpw': 4.0}{}"
+
+
+def test_a_source_that_was_renamed_keeps_its_results(config: ConversionConfig) -> None:
+    run_all(config)
+    renamed = config.source.rename(config.source.with_name("other name"))
+    moved = ConversionConfig(source=renamed, out=config.out)
+
+    pipeline = Pipeline(moved, CHAIN, device="cpu")
+
+    assert all(map(pipeline.is_complete, pipeline.stages))
+
+
+def test_failed_stage_keeps_what_it_committed(config: ConversionConfig) -> None:
+    def fail(run: StageRun) -> None:
+        if not run.folder.valid("note"):
+            write_note(run)
+            raise ValueError("half way")
+
+    broken = (stage("measure", run=fail),)
+    with pytest.raises(ValueError, match="half way"):
+        run_all(config, broken)
+
+    pipeline = run_all(config, broken)
+
+    assert RAN == ["measure"]
+    assert pipeline.is_complete("measure")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_the_stage_after_a_commit(
+    number: signal.Signals, config: ConversionConfig
+) -> None:
+    def interrupted(run: StageRun) -> None:
+        run.folder.manifest.total = 3
+        os.kill(os.getpid(), number)
+        write_note(run)
+        run.stop_if_asked()
+        pytest.fail("the stage went on")
+
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match="stopped in stage `measure` after 1 of 3") as error:
+        run_all(config, (stage("measure", run=interrupted),))
+
+    assert error.value.signum == number
+    assert signal.getsignal(number) == before
+    pipeline = Pipeline(config, (stage("measure"),), device="cpu")
+    fingerprint = pipeline.refs["measure"].fingerprint
+    folder = StageFolder.load(pipeline.path("measure"), fingerprint)
+    assert folder is not None
+    assert (folder.manifest.status, folder.manifest.cursor) == ("partial", 1)
+    assert folder.valid("note")
+
+
+def test_busy_work_directory_is_refused(config: ConversionConfig) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    with pipeline.work.lock(), pytest.raises(WorkDirBusy, match=str(os.getpid())):
+        pipeline.run("measure", progress=silent)
+
+    assert RAN == []
+
+
+def test_output_belongs_to_one_run_from_the_first_stage_to_the_last_whatever_its_work_root(
+    config: ConversionConfig,
+) -> None:
+    other = Pipeline(with_options(config, work_root=config.out.with_name("b")), CHAIN, device="cpu")
+    seen = []
+
+    def second(name: str) -> None:
+        with pytest.raises(WorkDirBusy, match=f"is working in `{config.out}`.*another `--out`"):
+            run_in_order(other)
+        seen.append(name)
+        pipeline.run(name, progress=silent)
+
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+    run_in_order(pipeline, second)
+
+    assert seen == RAN == ["measure", "allocate", "compile"]
+    assert not config.out.exists()  # no stage wrote into it
+    run_in_order(other)
+    assert all(map(other.is_complete, other.stages))
+
+
+def test_progress_names_the_stage(config: ConversionConfig) -> None:
+    ticks: list[Tick] = []
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    pipeline.run("measure", progress=ticks.append)
+
+    assert ticks == [Tick(stage="measure", done=1, total=1, detail="noted")]
+
+
+def test_cached_stage_says_so_in_the_log(
+    config: ConversionConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_all(config)
+
+    with caplog.at_level(logging.INFO, logger="exl2flow.core.store.stage"):
+        run_all(config)
+
+    assert [record.getMessage().split(" path=")[0] for record in caplog.records] == [
+        "stage=measure cached",
+        "stage=allocate cached",
+        "stage=compile cached",
+    ]
+
+
+def test_stages_of_two_threads_use_the_gpu_one_after_the_other(config: ConversionConfig) -> None:
+    working: list[str] = []
+    most: list[int] = []
+
+    def work(run: StageRun) -> None:
+        working.append(run.folder.manifest.stage)
+        time.sleep(0.05)
+        most.append(len(working))
+        working.pop()
+        write_note(run)
+
+    names = ("sensitivity", "measure", "judge")
+    pipelines = [Pipeline(config, (stage(name, run=work),), device="cuda") for name in names]
+    outs = [config.model_copy(update={"out": config.out / name}) for name in names]
+    for pipeline, own in zip(pipelines, outs, strict=True):
+        pipeline.config = own  # each thread has an output of its own
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [
+            pool.submit(pipeline.run, name, progress=silent)
+            for pipeline, name in zip(pipelines, names, strict=True)
+        ]:
+            done.result()
+
+    assert most == [1, 1, 1]

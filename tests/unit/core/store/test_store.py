@@ -1,0 +1,291 @@
+"""Stage folders: commits, resumption, and the lock of a work directory."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl2flow.core.errors import WorkDirBusy
+from exl2flow.core.store import store
+from exl2flow.core.store.files import digest, write_text
+from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
+
+HOLD = """
+import sys
+from pathlib import Path
+from exl2flow.core.store.store import WorkDir
+
+with WorkDir(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> WorkDir:
+    return WorkDir(tmp_path / "work")
+
+
+@pytest.fixture
+def ref(work: WorkDir) -> StageRef:
+    return work.ref("measure", "0123456789abcdef" * 4)
+
+
+def opened(work: WorkDir, ref: StageRef, *, device: str = "cpu") -> StageFolder:
+    return work.open(ref, schema=1, inputs={"tokenize": "f"}, options={"bpw": 4}, device=device)
+
+
+def commit(folder: StageFolder, name: str, text: str, *, cursor: int | None = None) -> None:
+    write_text(folder.path / name, text)
+    folder.commit(name, digest(folder.path / name), cursor=cursor)
+
+
+@pytest.fixture
+def completed(work: WorkDir, ref: StageRef) -> StageFolder:
+    """A finished stage of two files."""
+    folder = opened(work, ref)
+    for name in ("a", "b"):
+        commit(folder, name, f"content of {name}")
+    folder.complete()
+    return folder
+
+
+def test_reference_names_stage_and_beginning_of_the_fingerprint(work: WorkDir) -> None:
+    ref = work.ref("measure", "0123456789abcdef" * 4)
+
+    assert ref.path == "measure/0123456789abcdef"
+    assert work.path(ref) == work.root / "measure" / "0123456789abcdef"
+
+
+def test_manifest_records_what_the_stage_was_for(work: WorkDir, ref: StageRef) -> None:
+    manifest = opened(work, ref).manifest
+
+    loaded = StageFolder.load(work.path(ref), ref.fingerprint)
+    assert loaded is not None
+    assert loaded.manifest == manifest
+    assert (manifest.stage, manifest.fingerprint, manifest.schema_version) == (
+        "measure",
+        ref.fingerprint,
+        1,
+    )
+    assert (manifest.inputs, manifest.options, manifest.device) == (
+        {"tokenize": "f"},
+        {"bpw": 4},
+        "cpu",
+    )
+    assert manifest.versions["torch"] == str(torch.__version__)
+
+
+def test_stage_is_complete_only_after_its_end(work: WorkDir, ref: StageRef) -> None:
+    absent = work.is_complete(ref)
+    folder = opened(work, ref)
+    commit(folder, "a", "content", cursor=1)
+    partial = work.is_complete(ref)
+
+    folder.complete()
+
+    assert (absent, partial, work.is_complete(ref)) == (False, False, True)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("damage", ["delete", "truncate", "alter"])
+def test_damaged_result_is_not_complete(
+    name: str, damage: str, completed: StageFolder, work: WorkDir, ref: StageRef
+) -> None:
+    path = completed.path / name
+
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_text("" if damage == "truncate" else path.read_text().upper())
+
+    assert not work.is_complete(ref)
+    resumed = opened(work, ref)
+    assert [file for file in ("a", "b") if not resumed.valid(file)] == [name]
+
+
+def test_touching_or_copying_a_result_keeps_it_complete(
+    completed: StageFolder, work: WorkDir, ref: StageRef
+) -> None:
+    os.utime(completed.path / "a", (1, 1))
+    (completed.path / "b").write_text((completed.path / "b").read_text())
+
+    assert work.is_complete(ref)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"status": "partial"', '"status": "complete"'), ('"cursor": 1', '"cursor": 2')],
+)
+def test_altered_manifest_is_not_believed(old: str, new: str, work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+    commit(folder, "a", "content", cursor=1)
+    path = folder.path / "manifest.json"
+
+    altered = path.read_text().replace(old, new)
+    path.write_text(altered)
+
+    assert altered.count(new) == 1
+    assert StageFolder.load(folder.path, ref.fingerprint) is None
+
+
+def test_folder_of_another_fingerprint_is_not_resumed(work: WorkDir, ref: StageRef) -> None:
+    commit(opened(work, ref), "a", "content")
+    alike = work.ref(ref.stage, ref.fingerprint[:-1] + "0")
+
+    folder = opened(work, alike)
+
+    assert work.path(alike) == work.path(ref)  # paths hold the beginning only
+    assert not folder.valid("a")
+
+
+def test_partial_stage_is_resumed(work: WorkDir, ref: StageRef) -> None:
+    first = opened(work, ref)
+    commit(first, "a", "content", cursor=1)
+    first.note("a remark")
+    first.save()
+
+    second = opened(work, ref)
+
+    assert second.valid("a")
+    assert (second.manifest.cursor, second.manifest.notes) == (1, ["a remark"])
+    assert second.manifest.seconds >= first.manifest.seconds
+
+
+def test_leftovers_of_killed_writers_are_removed(work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+    commit(folder, "sub/a", "content")
+    leftovers = [folder.path / ".a.partial", folder.path / "sub" / ".b.partial"]
+    for path in leftovers:
+        path.write_text("half")
+
+    opened(work, ref)
+
+    assert not any(path.exists() for path in leftovers)
+    assert (folder.path / "sub" / "a").exists()
+
+
+def test_notes_are_kept_once(work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+
+    for _ in range(3):
+        folder.note("damping x2")
+
+    assert folder.manifest.notes == ["damping x2"]
+
+
+def test_states_alternate_between_two_files(work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+    states = torch.randn(2, 3, 4)
+    files = []
+
+    for index in range(3):
+        folder.save_states(states + index, index)
+        assert folder.manifest.states is not None
+        files.append(folder.manifest.states.file)
+
+    assert files == ["states-a.safetensors", "states-b.safetensors", "states-a.safetensors"]
+    loaded = opened(work, ref).load_states()
+    assert loaded is not None
+    assert loaded[0] == 2
+    torch.testing.assert_close(loaded[1], states + 2, rtol=0, atol=0)
+
+
+def test_states_are_saved_at_most_every_interval(
+    work: WorkDir, ref: StageRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = opened(work, ref)
+
+    early = folder.states_are_due()
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.5)
+    time.sleep(0.6)
+
+    assert not early
+    assert folder.states_are_due()
+    assert not folder.states_are_due()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pause"), [(0.5, 20), (5, 50), (100, 300)], ids=["fast", "slow", "very slow"]
+)
+def test_states_that_are_slow_to_save_are_saved_less_often(
+    seconds: float, pause: float, work: WorkDir, ref: StageRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(store.time, "monotonic", lambda: now)
+    folder = opened(work, ref)
+    write = store.write_tensors
+
+    def slowly(*args: Any, **kwargs: Any) -> str:
+        nonlocal now
+        now += seconds
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(store, "write_tensors", slowly)
+    folder.save_states(torch.zeros(1), 1)
+    saved = now
+
+    found = []
+    for wait in (pause - 0.1, pause + 0.1):
+        now = saved + wait
+        found.append(folder.states_are_due())
+
+    assert found == [False, True]
+
+
+def test_altered_states_are_not_used(work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+    folder.save_states(torch.zeros(8), 1)
+
+    path = folder.path / "states-a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+
+    assert folder.load_states() is None
+
+
+def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+    for index in range(2):
+        folder.save_states(torch.zeros(8), index)
+
+    folder.complete()
+
+    assert sorted(path.name for path in folder.path.iterdir()) == ["manifest.json"]
+    assert folder.load_states() is None
+
+
+def test_second_owner_is_refused_with_the_process_id_of_the_first(work: WorkDir) -> None:
+    with (
+        work.lock(),
+        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is working in"),
+        WorkDir(work.root).lock(),
+    ):
+        pytest.fail("the lock was given twice")
+
+
+def test_lock_is_free_again_after_the_block(work: WorkDir) -> None:
+    for _ in range(2):
+        with work.lock():
+            assert (work.root / "lock").read_text() == str(os.getpid())
+
+
+def test_lock_of_a_killed_process_is_free(work: WorkDir) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(work.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(WorkDirBusy, match=f"process {holder.pid}"), work.lock():
+            pytest.fail("the lock was given twice")
+        holder.kill()
+
+    with work.lock():
+        assert (work.root / "lock").read_text() == str(os.getpid())

@@ -1,0 +1,96 @@
+"""Each command checks its configuration once; a flow without a command checks for itself."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conversions import small_config, small_options
+from tiny import make_tiny
+from typer.testing import CliRunner
+
+from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.flows.cli.main import app
+from exl2flow.flows.runs import preparation
+from exl2flow.flows.runs.local import run_locally
+from exl2flow.flows.runs.preparation import handed_on, prepare, prepare_sweep
+from exl2flow.tasks.stages import STAGES
+
+SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
+EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
+QUICK = ("--rows", "2", *SHORT, *EVALUATION, "--quality", "fast", "--fail-ratio", "100")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the checks that ran, which still do their work."""
+    made: list[str] = []
+
+    def counted(check: Callable) -> Callable:
+        @functools.wraps(check)
+        def counting(*arguments: object) -> object:
+            made.append(check.__name__)
+            return check(*arguments)
+
+        return counting
+
+    for name in ("find_fit", "preflight", "check_disk", "check_refinement"):
+        monkeypatch.setattr(preparation, name, counted(getattr(preparation, name)))
+    return made
+
+
+def run(*arguments: object) -> None:
+    words = [str(word) for word in (*arguments, *QUICK, "--device", "cpu", "--no-prefect")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+
+
+def test_convert_checks_once(source: Path, tmp_path: Path, calls: list[str]) -> None:
+    run("convert", source, "--out", tmp_path / "out", "--fit", "8GB", "--context", "64")
+
+    assert calls == ["find_fit", "preflight"]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_sweep_checks_each_bitrate_once(source: Path, tmp_path: Path, calls: list[str]) -> None:
+    run("sweep", source, "--out", tmp_path / "out", "--bpw", "3.5,4")
+
+    assert calls == ["preflight", "preflight", "check_disk"]
+    assert (tmp_path / "out" / "3.5bpw" / "model.safetensors").is_file()
+
+
+def test_without_a_command_the_checks_are_made(
+    source: Path, tmp_path: Path, calls: list[str]
+) -> None:
+    run_locally(small_config(source, tmp_path / "out", bpw=4.0))
+
+    assert calls == ["find_fit", "preflight"]
+
+
+def test_what_is_handed_on_holds_for_that_configuration_only(
+    source: Path, tmp_path: Path, calls: list[str]
+) -> None:
+    config = small_config(source, tmp_path / "out", bpw=4.0)
+
+    with handed_on(prepare(config, STAGES)):
+        assert prepare(small_config(source, tmp_path / "out", bpw=5.0), STAGES).config.bpw == 5.0
+        with pytest.raises(PreflightFailed):
+            prepare(small_config(source, tmp_path / "out", bpw=2.0), STAGES)
+        prepare(config, STAGES)
+    prepare(config, STAGES)
+
+    assert calls == ["find_fit", "preflight"] * 4
+
+
+def test_plans_of_a_sweep_have_the_names_of_its_bitrates(source: Path, tmp_path: Path) -> None:
+    config = SweepConfig.model_validate(
+        {"source": source, "out": tmp_path / "out", "bpw": [4, 3.5], **small_options()}
+    )
+
+    assert list(prepare_sweep(config).plans) == ["3.5bpw", "4.0bpw"]

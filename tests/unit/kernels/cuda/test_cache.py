@@ -1,0 +1,106 @@
+"""Launches of attention to a cache."""
+
+from itertools import product
+
+import pytest
+from caches import GPU_FORMATS
+
+from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.kernels.cuda.cache import (
+    HEAD_STEP,
+    MOST_STAGES,
+    SET,
+    STEP_TOKENS,
+    UNIT,
+    WIDE_FROM,
+    WIDTHS,
+    _columns,
+    _heads_together,
+    _stages,
+    _width,
+)
+from exl2flow.kernels.cuda.compiler import ATTENTION_WARPS
+
+ROOMS = (46 << 10, 81 << 10, 145 << 10, 209 << 10)
+
+
+@pytest.mark.parametrize("head_dim", range(HEAD_STEP, 257, HEAD_STEP))
+def test_every_head_lies_in_the_units_that_are_read(head_dim: int) -> None:
+    width = _width(head_dim)
+
+    ends = [kv * head_dim % UNIT + head_dim for kv in range(UNIT)]
+
+    if width is None:
+        assert max(ends) > WIDTHS[-1]
+    else:
+        assert max(ends) <= width
+
+
+def test_common_heads_have_a_kernel_and_odd_ones_have_none() -> None:
+    assert [_width(dim) for dim in (64, 80, 96, 128, 256)] == [64, 128, 128, 128, 256]
+    assert _width(40) is None
+    assert _width(512) is None
+
+
+def bits_of(name: str) -> int:
+    return CACHE_FORMATS[name].keys.bits + CACHE_FORMATS[name].values.bits
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
+def test_stages_fit(name: str, width: int, room: int) -> None:
+    bits = bits_of(name)
+    columns = {
+        _columns(tokens, width, pairs, WIDE_FROM, is_coded=name.startswith("q"))
+        for tokens, pairs in product((1, STEP_TOKENS), (1, 4, 32))
+    }
+    for positions, count in product((1, 256, 8192), columns):
+        warps, stages, shared = _stages(bits, width, count, positions=positions, room=room)
+
+        assert 1 <= warps <= ATTENTION_WARPS
+        assert 1 <= stages <= MOST_STAGES
+        assert shared <= room
+        assert stages > 1 or positions < 8192
+        assert shared // warps >= 4 * count * width  # sums of values
+
+
+def columns_of(tokens: int, width: int, pairs: int, positions: int = WIDE_FROM) -> int:
+    return _columns(tokens, width, pairs, positions, is_coded=False)
+
+
+def test_several_new_tokens_have_two_sets_of_columns_where_that_saves_reading() -> None:
+    assert [columns_of(1, 128, pairs) for pairs in (1, 8, 16)] == [SET] * 3
+    wide = [columns_of(STEP_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)]
+    assert wide == [SET, SET, 2 * SET, 2 * SET]
+    assert columns_of(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
+    assert columns_of(STEP_TOKENS, 256, 32) == SET
+
+
+def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> None:
+    found = [_columns(1, 128, pairs, 1, is_coded=True) for pairs in range(1, 9)]
+
+    assert found == [1, 2, 4, 4, SET, SET, SET, SET]
+    assert _columns(1, 256, 1, 1, is_coded=True) == SET
+    assert _columns(STEP_TOKENS, 128, 1, 1, is_coded=True) == SET
+
+
+def test_adjacent_key_heads_share_a_cta_if_their_rows_are_short_and_ctas_suffice() -> None:
+    def found(pairs: int, bits: int, kv_heads: int, batch: int = 1) -> int:
+        return _heads_together(pairs, bits, kv_heads, batch=batch, processors=132)
+
+    assert [found(1, bits, 32) for bits in (4, 8)] == [4, 2]
+    assert [found(4, bits, 8) for bits in (4, 8)] == [2, 2]
+    assert [found(1, 4, kv_heads, 64) for kv_heads in (1, 2, 3, 4, 6)] == [1, 2, 1, 4, 1]
+    assert found(1, 4, 6, 22) == 2  # 66 pairs, twice
+    assert [found(1, 4, 4, batch) for batch in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(("bits", "together"), [(8, 2), (8, 4), (12, 2), (16, 2)])
+def test_stages_of_several_heads_fit(bits: int, together: int, room: int) -> None:
+    warps, stages, shared = _stages(bits, 128 * together, together, positions=8192, room=room)
+
+    assert warps * stages * 16 * 128 * together * bits // 8 < shared <= room
+    assert stages > 1
+    assert shared // warps >= 4 * together * 128  # sums of values

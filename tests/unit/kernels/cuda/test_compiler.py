@@ -1,0 +1,85 @@
+"""The arguments a launch passes to the driver, without one: the call is recorded, not made."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from exl2flow.kernels.cuda import compiler
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
+    """Record launches from now on: their configuration, and the addresses of their arguments."""
+    found: list[tuple[Any, list[int]]] = []
+
+    def kept(how: Any, kernel: ctypes.c_void_p, pointers: Any, extra: None) -> int:
+        sizes = [8, 8, 4, 16]  # of the arguments below
+        bodies = [ctypes.string_at(at, n) for at, n in zip(pointers, sizes, strict=False)]
+        found.append((type(how._obj).from_buffer_copy(how._obj), bodies))
+        return 0
+
+    kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1), max_dynamic_shared_size_bytes=0)
+    monkeypatch.setattr(compiler, "function", lambda file, name: kernel)
+    monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=kept))
+    monkeypatch.setattr(compiler, "_can_be_early", lambda device: True)
+    monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: nullcontext())
+    monkeypatch.setattr(compiler, "_stream", lambda device: 7)
+    compiler._kernel.cache_clear()
+    return found
+
+
+def test_each_argument_is_where_the_driver_looks(calls: list) -> None:
+    x = torch.zeros(3)
+    struct = np.array([(1 << 40, -5, 0.5)], [("a", "u8"), ("b", "i4"), ("c", "f4")])[0]
+
+    compiler.launch("any.cu", "any", (2, 5), x, -(1 << 40), np.float32(1.5), struct)
+
+    [(how, (tensor, integer, number, whole))] = calls
+    assert int.from_bytes(tensor, "little") == x.data_ptr()
+    assert int.from_bytes(integer, "little", signed=True) == -(1 << 40)
+    assert np.frombuffer(number, np.float32)[0] == 1.5
+    assert whole == struct.tobytes()
+    assert [how.x, how.y, how.z] == [2, 5, 1]
+    assert [how.threads, how.block_y, how.block_z] == [compiler.THREADS, 1, 1]
+    assert how.stream == 7
+
+
+@pytest.mark.parametrize(("early", "together"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_a_launch_says_what_it_waits_for(calls: list, early: bool, together: bool) -> None:
+    compiler.launch("any.cu", "any", (1,), torch.zeros(1), early=early, together=together)
+
+    [(how, _)] = calls
+    attributes = (compiler._Attribute * how.count).from_address(how.attributes)
+    kinds = [attribute.kind for attribute in attributes]
+    assert kinds == [2] * together + [6] * early  # cooperative, programmatic
+
+
+def test_tensors_with_gaps_are_refused(calls: list) -> None:
+    with pytest.raises(AssertionError, match="contiguous"):
+        compiler.launch("any.cu", "any", (1,), torch.zeros(4, 4).T)
+
+    assert calls == []
+
+
+def test_a_word_follows_a_struct_in_the_next_launch(calls: list) -> None:
+    struct = np.array([(1, 2)], [("a", "u8"), ("b", "u8")])[0]
+
+    for _ in range(2):
+        compiler.launch("any.cu", "any", (1,), torch.zeros(1), 5, 6, struct)
+        compiler.launch("any.cu", "any", (1,), torch.zeros(1), 5, 6, 7)
+
+    numbers = [int.from_bytes(of[3], "little") & 0xFF for _, of in calls]
+    assert numbers == [1, 7, 1, 7]
+
+
+def test_each_thread_has_arguments_of_its_own() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(lambda: ctypes.addressof(compiler._CALL.words)).result()
+
+    assert there != ctypes.addressof(compiler._CALL.words)

@@ -1,0 +1,110 @@
+"""What a GPU launches to sample: launches are recorded instead of made."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sampled import PLAIN, slots_of
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.inference.sampling import Kind, SamplingSettings
+from exl2flow.kernels.cuda import sampler as cuda_sampler
+from exl2flow.kernels.cuda.compiler import FOLDER, STRETCH
+from exl2flow.kernels.interface.sampler_ops import COLUMNS, MOST_REPEATED
+
+VOCABULARY = 40_000
+GREEDY = SamplingSettings.greedy()
+FEW = ["select_likeliest", "choose_few"]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Record the grids and the shared memory of launches from now on, by name."""
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+
+    def kept(file: str, name: str, grid: tuple[int, ...], *arguments: Any, **how: Any) -> None:
+        assert how["early"]
+        assert how.get("together", False) == (name == "choose_all")
+        found[name] = grid, how.get("shared", 0)
+
+    monkeypatch.setattr(cuda_sampler, "launch", kept)
+    monkeypatch.setattr(cuda_sampler, "limits", lambda index: (132, 227 << 10))
+    return found
+
+
+@torch.inference_mode()
+def sample(settings: SamplingSettings, rows: int = 3, **options: Any) -> None:
+    slots = slots_of([settings] * rows, VOCABULARY, room=3 * STRETCH)
+    kind = Kind.of([settings], **options)
+    draws = torch.zeros(rows, dtype=torch.float64)
+    cuda_sampler.sample(torch.zeros(rows, VOCABULARY), slots.state(rows, kind), draws, kind)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (GREEDY, FEW),
+        (SamplingSettings(top_k=1024), FEW),
+        (SamplingSettings(typical=0.5, mirostat=True, xtc_probability=0.5), FEW),
+        (SamplingSettings(repetition_penalty=1.1, token_bias=((1, 1.0),)), ["adjust", *FEW]),
+        (SamplingSettings(dry_multiplier=1.0), ["find_repetitions", "adjust", *FEW]),
+        (SamplingSettings(cfg_scale=1.5), ["norms", "adjust", *FEW]),
+        (SamplingSettings(top_k=1025), ["adjust", "choose_all"]),
+        (PLAIN, ["adjust", "choose_all"]),
+    ],
+    ids=lambda value: "",
+)
+def test_a_step_that_is_off_is_not_launched(
+    settings: SamplingSettings, expected: list[str], launches: dict
+) -> None:
+    sample(settings)
+
+    assert list(launches) == expected
+
+
+def test_pieces_cover_the_vocabulary_and_the_history(launches: dict) -> None:
+    sample(replace(GREEDY, repetition_penalty=1.1, dry_multiplier=1.0))
+
+    assert launches == {
+        "find_repetitions": ((3, 3), 0),
+        "adjust": ((10, 3), 4096 * 16),
+        "select_likeliest": ((3, 3), 0),
+        "choose_few": ((3,), 56),
+    }
+
+
+def test_ids_are_counted_only_where_a_penalty_needs_it(launches: dict) -> None:
+    sample(GREEDY, masked=True)
+
+    assert launches["adjust"] == ((10, 3), 0)
+
+
+@pytest.mark.parametrize(("rows", "teams"), [(1, 1), (16, 16), (64, 16)])
+def test_as_many_teams_work_as_are_resident_together(rows: int, teams: int, launches: dict) -> None:
+    sample(PLAIN, rows)
+
+    assert launches["choose_all"][0] == (8, teams)
+
+
+def test_the_kernels_read_the_fields_that_are_set() -> None:
+    text = (FOLDER / "sampler.cuh").read_text(encoding="utf-8")
+    body = text.partition("struct Sampler {")[2].partition("};")[0]
+    declared = re.sub(r"//.*", "", body).replace(",", ";").split(";")
+    names = [re.findall(r"\w+", each)[-1] for each in declared if each.strip()]
+
+    assert tuple(names) == cuda_sampler.CALL.names
+
+
+def test_the_kernels_know_the_columns_of_the_settings() -> None:
+    text = (FOLDER / "sampler.cuh").read_text(encoding="utf-8")
+    body = re.sub(r"//.*", "", text.partition("enum Setting {")[2].partition("};")[0])
+
+    assert re.findall(r"\w+", body.lower()) == [*COLUMNS, "columns"]
+
+
+def test_every_repetition_of_the_settings_fits() -> None:
+    SamplingSettings(dry_multiplier=1.0, dry_max_ngram=MOST_REPEATED)
+    with pytest.raises(ConfigError, match="dry_max_ngram"):
+        SamplingSettings(dry_multiplier=1.0, dry_max_ngram=MOST_REPEATED + 1)

@@ -1,0 +1,88 @@
+"""Every CUDA source compiles for the supported devices, without any present."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from struct import unpack_from
+
+import pytest
+from cuda_instances import INSTANCES, SOURCES
+from cupy_backends.cuda.libs import nvrtc
+
+from exl2flow.kernels.cuda.cache import RESERVED, _beside
+from exl2flow.kernels.cuda.compiler import OPTIONS, source
+from exl2flow.kernels.interface.cache_formats import Element
+
+DEVICES = (80, 86, 89, 90, 120)
+
+
+def static_shared(cubin: bytes) -> dict[str, int]:
+    """Return the bytes of static shared memory of each function of an ELF file that has any."""
+    (table,), (size, count, names) = unpack_from("<Q", cubin, 40), unpack_from("<3H", cubin, 58)
+    sections = [unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    begin, found = sections[names][4], {}
+    for name, _, _, _, _, length in sections:
+        text = cubin[begin + name : cubin.index(b"\0", begin + name)].decode()
+        if text.startswith(".nv.shared."):
+            found[text.removeprefix(".nv.shared.")] = length
+    return found
+
+
+def compile_without_a_warning(file: str, instances: Sequence[str], device: int) -> None:
+    program = nvrtc.createProgram(source(file), file, (), ())
+    for instance in instances:
+        nvrtc.addNameExpression(program, instance)
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{device}"))
+    except nvrtc.NVRTCError:
+        pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
+    assert nvrtc.getProgramLog(program).strip("\0\n") == ""
+    shared = static_shared(nvrtc.getCUBIN(program))
+    names = [nvrtc.getLoweredName(program, instance) for instance in instances]
+    assert all(names)
+    if file == "attention.cu":
+        for instance, name in zip(instances, names, strict=True):
+            width, keys, values, *counts = instance[7:-1].split(", ")
+            bits = Element[keys].bits + Element[values].bits
+            most = _beside(bits, int(width), *map(int, counts))
+            assert most - RESERVED <= shared[name] <= most, instance
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_an_instance_of_each_source_compiles_for_every_device(file: str) -> None:
+    for device in DEVICES:
+        compile_without_a_warning(file, INSTANCES.get(file, [])[:1], device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", INSTANCES)
+def test_every_instance_compiles_for_every_device(file: str) -> None:
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(partial(compile_without_a_warning, file, INSTANCES[file]), DEVICES))
+
+
+def test_no_source_is_left_out() -> None:
+    assert SOURCES == [
+        "attention.cu",
+        "batched.cu",
+        "cache.cu",
+        "choose.cu",
+        "decode.cu",
+        "descend.cu",
+        "elementwise.cu",
+        "lay_out.cu",
+        "logits.cu",
+        "pack.cu",
+        "product.cu",
+        "refit.cu",
+        "round.cu",
+        "search.cu",
+        "select.cu",
+    ]
+
+
+def test_a_source_holds_its_headers() -> None:
+    text = source("round.cu")
+
+    assert "#include" not in text
+    assert "decoder_scale" in text

@@ -1,0 +1,324 @@
+"""The division of products among CTAs and warps: `product_walks` walks plans like a GPU."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from product_walks import (
+    A100,
+    DEVICES,
+    H200,
+    RTX_4090,
+    Work,
+    brought_scales,
+    case_of,
+    chain,
+    matrix,
+    product,
+    shares_of,
+    stages,
+    steps_of,
+)
+
+from exl2flow.kernels import Norm
+from exl2flow.kernels.plans.product import (
+    FIXED_SHARED,
+    LEAST_SLOTS,
+    MOST_ROWS,
+    MOST_SLOTS,
+    NO_CTA,
+    Plan,
+    plan_of,
+)
+from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
+
+MADE = {
+    "one group": lambda: case_of([product(matrix(32, 32, (4, 32)))], 1, H200),
+    "one matrix": lambda: case_of([product(matrix(4096, 4096, (4, 128)))], 1, H200),
+    "few columns": lambda: case_of([product(matrix(4064, 40, (8, 128), (3, 96)))], 3, H200),
+    "few rows": lambda: case_of([product(matrix(96, 33000, (6, 32), (5, 64)))], 3, H200),
+    "short groups": lambda: case_of([product(matrix(8192, 2000, (8, 32), (6, 32)))], 4, H200),
+    "long groups": lambda: case_of(
+        [product(matrix(11008, 992, (6, 96), (5, 160), (3, 288)))], 4, A100
+    ),
+    "small memory": lambda: case_of([product(matrix(28672, 256, (3, 64), (2, 64)))], 4, RTX_4090),
+    "gptq": lambda: case_of([product(matrix(14336, 1024, (4, 128), zeros=True))], 4, H200),
+    "gated": lambda: case_of(
+        [
+            product(
+                matrix(4096, 1390, (5, 32), (4, 128)),
+                matrix(4096, 1390, (3, 64), (2, 32)),
+                activation="gelu",
+            )
+        ],
+        3,
+        H200,
+    ),
+    "gated parts": lambda: case_of(
+        [
+            product(
+                matrix(2048, 96, (8, 32)), matrix(2048, 96, (4, 128), (2, 64)), activation="silu"
+            )
+        ],
+        2,
+        RTX_4090,
+    ),
+    "many gated tiles": lambda: case_of(
+        [
+            product(
+                matrix(8192, 960, (5, 32), (4, 128)),
+                matrix(8192, 960, (3, 64), (2, 32)),
+                activation="relu",
+            )
+        ],
+        4,
+        (15, H200[1]),
+    ),
+    "three matrices": lambda: case_of(
+        [product(*(matrix(4096, n, (bits, 128)) for n, bits in ((4064, 4), (1000, 6), (64, 3))))],
+        1,
+        H200,
+    ),
+    "short chain": lambda: case_of(chain(64, 96, 32), 4, H200),
+    "chain in parts": lambda: case_of(chain(2048, 5632, 256), 4, H200),
+    "long chain": lambda: case_of(chain(4096, 14336, 1024), 1, H200),
+    "gptq chain": lambda: case_of(chain(1024, 2816, 256, zeros=True), 2, RTX_4090),
+}
+case_named = cache(lambda name: MADE[name]())
+every_case = pytest.mark.parametrize("name", MADE)
+
+
+@every_case
+def test_every_panel_of_every_tile_is_met_once_and_in_order(name: str) -> None:
+    case = case_named(name)
+    for index, of_stage, stage in stages(case):
+        met: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for step in steps_of(case, index):
+            met[step.matrix, step.tile] += range(step.panel, step.panel + step.count)
+
+        panels = list(range(stage["k"] // 32))
+        tiles = {(i, t) for i, m in enumerate(of_stage.matrices) for t in range(len(m.codes))}
+        assert set(met) == tiles
+        assert all(of_tile == panels for of_tile in met.values())
+
+
+@every_case
+def test_codes_and_scales_of_a_step_lie_where_its_panels_have_them(name: str) -> None:
+    case = case_named(name)
+    for index, of_stage, _ in stages(case):
+        panels = [m.panels() for m in of_stage.matrices]
+        size = of_stage.matrices[0].scale_bytes
+        for step in steps_of(case, index):
+            own = panels[step.matrix][step.panel : step.panel + step.count]
+            assert [bits for bits, _, _ in own] == [step.bits] * step.count
+            assert step.codes == 4 * own[0][1]
+            assert step.scales == [size * group for _, _, group in own]
+
+
+def test_steps_are_full_where_shares_allow_it() -> None:
+    uniform, mixed = case_named("one matrix"), case_named("short chain")
+
+    assert {step.count for step in steps_of(uniform, 0)} == {MOST_PANELS}
+    assert {step.count for index in range(4) for step in steps_of(mixed, index)} == {1}
+
+
+def test_panels_of_short_groups_make_a_step_together() -> None:
+    case = case_of([product(matrix(4096, 4096, (4, 32)))], 1, H200)
+
+    assert {step.count for step in steps_of(case, 0)} == {MOST_PANELS}
+
+
+@every_case
+def test_sums_of_a_tile_are_those_that_warps_have_put_there(name: str) -> None:
+    case = case_named(name)
+    for index, _, stage in stages(case):
+        put: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
+        for step in steps_of(case, index):
+            put[step.block, step.index].add(step.sums)
+
+        expected = {}
+        for block in range(case.plan.ctas):
+            work = Work(stage, block)
+            expected |= {(block, i): work.summed(i) for i in range(work.tiles)}
+        assert put == expected
+
+
+@every_case
+def test_warps_have_equal_shares(name: str) -> None:
+    case = case_named(name)
+    for index, _, stage in stages(case):
+        panels = Counter[tuple[int, int]]()
+        for step in steps_of(case, index):
+            panels[step.block, step.warp] += step.count
+        for block in range(case.plan.ctas):
+            work = Work(stage, block)
+            if work.tiles == stage["of"][work.which]["each"] * work.together:
+                of_warps = [panels[block, warp] for warp in range(WARPS)]
+                assert max(of_warps) - min(of_warps) <= 1
+
+
+@every_case
+def test_sums_of_warps_and_parts_have_places_of_their_own(name: str) -> None:
+    case = case_named(name)
+    tables = {tensor.data_ptr(): tensor for tensor in case.plan.kept}
+    for index, of_stage, stage in stages(case):
+        owners = defaultdict(set)
+        for step in steps_of(case, index):
+            assert step.index < case.plan.argument["tiles"]
+            owners[step.block, step.sums].add((step.warp, step.index))
+        assert all(len(of_place) == 1 for of_place in owners.values())
+
+        for of, m in zip(stage["of"], of_stage.matrices, strict=False):
+            if stage["parts"] > 1:
+                partial = tables[of["partial"]]
+                assert partial.numel() == len(m.codes) * stage["parts"] * case.rows * 32
+            arrived = tables[of["arrived"]]
+            assert arrived.tolist() == [0] * stage["ctas"]
+
+
+@every_case
+def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
+    case = case_named(name)
+    argument = case.plan.argument
+    x_bytes, words, scales = [], 0, 0
+    for index, of_stage, stage in stages(case):
+        assert (stage["share_at"], stage["scale_at"]) == (words, scales)
+        size, shares = of_stage.matrices[0].scale_bytes, list(shares_of(case, index))
+        assert {len(share) for *_, share in shares} == {stage["words"]}
+        words += stage["words"]
+        scales += max(size * len(list(brought_scales(w, s, size))) for _, w, _, s in shares)
+        room = next(rows for rows in (1, 4) if rows >= case.rows)
+        x_bytes.append(stage["length"] * (2 * 32 + 8) * room)
+    sums = 4 * 32 * case.rows  # bytes of a tile's
+    assert (argument["words"], argument["scale_room"]) == (words, scales)
+    slots = argument["slots"]
+    assert 1 <= slots <= MOST_SLOTS
+    of_warp = slots * (STEP + 8) + scales + 4 * words
+    assert case.plan.shared == (
+        WARPS * of_warp + argument["tiles"] * sums + max(*x_bytes, WARPS * sums)
+    )
+    assert case.plan.shared + FIXED_SHARED <= case.most_shared
+
+
+def pointed(plan: Plan, address: int) -> torch.Tensor:
+    return next(tensor for tensor in plan.kept if tensor.data_ptr() == address)
+
+
+def test_a_plan_says_what_matrices_are() -> None:
+    biased = matrix(64, 50, (4, 32)).cut(40, torch.randn(40).half())
+    plain = matrix(64, 96, (6, 64))
+    plan = case_of([product(biased, plain)], 1, H200).plan
+
+    first, second, none = plan.argument["stages"][0]["of"]
+    assert (first["codes"], first["scales"]) == (biased.codes.data_ptr(), biased.scales.data_ptr())
+    assert (first["bias"], second["bias"]) == (biased.bias.data_ptr(), 0)
+    assert (first["columns"], first["tiles"], second["columns"]) == (40, 2, 96)
+    assert (first["tile_bytes"], second["tile_bytes"]) == (64 * 4 * 4, 64 * 6 * 4)
+    assert (first["scale_bytes"], second["scale_bytes"]) == (2 * 32, 32)
+    assert (none["codes"], none["first_cta"]) == (0, NO_CTA)
+    assert plan.name == "product<1, false>"
+
+
+def test_the_first_input_is_brought_to_the_order_of_the_rows() -> None:
+    products = chain(64, 96, 32)
+    plan = case_of(products, 1, H200).plan
+
+    first, second, *_ = plan.argument["stages"]
+    order = products[0].order
+    assert torch.equal(pointed(plan, first["place"])[order], torch.arange(len(order)).int())
+    assert second["place"] == 0
+
+
+def test_a_norm_lies_in_the_order_of_the_rows() -> None:
+    norm = Norm(weight=torch.randn(64).half(), eps=1e-3)
+    normed = replace(product(matrix(64, 32, (4, 32))), norm=norm)
+    plan = case_of([normed], 3, H200).plan
+
+    stage = plan.argument["stages"][0]
+    assert torch.equal(pointed(plan, stage["norm"]), norm.weight[normed.order])
+    assert stage["eps"] == np.float32(1e-3)
+    assert plan.name == "product<4, false>"
+
+
+def test_results_go_where_the_next_product_reads_them() -> None:
+    products = chain(64, 96, 32)
+    plan = case_of(products, 1, H200).plan
+
+    entries = plan.argument["stages"]
+    for stage, of_stage, following in zip(entries, products, products[1:], strict=False):
+        y = torch.randn(of_stage.matrices[-1].columns)
+        x = torch.empty_like(y)
+        x[pointed(plan, stage["to"]).long()] = y
+        assert torch.equal(x, y[following.order])
+    assert entries[3]["to"] == 0
+    assert entries["activation"].tolist() == [0, 1, 0, 0]
+    assert plan.argument["count"] == 4
+    assert pointed(plan, plan.argument["meetings"]).tolist() == [0]
+
+
+def test_a_plan_can_be_filled_in_more_than_once() -> None:
+    plan = case_named("one matrix").plan
+
+    copied = plan.argument.copy()
+    copied["stages"][0]["of"][0]["y"] = 7
+
+    assert plan.argument["stages"][0]["of"][0]["y"] == 0
+
+
+def test_matrices_of_a_product_have_ctas_by_their_size() -> None:
+    matrices = [matrix(4096, n, (4, 128)) for n in (4096, 1024, 1024)]
+
+    plan = case_of([product(*matrices)], 1, H200).plan
+
+    assert plan.argument["stages"][0]["of"]["first_cta"].tolist() == [0, 64, 80]
+    assert plan.ctas == 96
+
+
+def test_a_small_matrix_is_divided_by_rows() -> None:
+    plan = case_of([product(matrix(4096, 1024, (4, 128)))], 1, H200).plan
+
+    stage = plan.argument["stages"][0]
+    assert (stage["parts"], stage["ctas"], plan.ctas) == (4, 32, 128)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("hidden", "mlp", "kv"), [(64, 96, 32), (4096, 14336, 1024)])
+def test_ctas_of_a_chain_are_there_together(
+    hidden: int, mlp: int, kv: int, zeros: bool, device: tuple[int, int]
+) -> None:
+    processors, most_shared = device
+    products = chain(hidden, mlp, kv, zeros=zeros)
+    for rows in range(1, MOST_ROWS + 1):
+        plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+        assert plan is None or plan.ctas <= processors
+        assert plan is not None or hidden > 64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chain_without_room_has_no_plan(device: tuple[int, int]) -> None:
+    processors, most_shared = device
+    large = chain(16384, 53248, 1024)
+
+    assert plan_of(large, MOST_ROWS, processors=processors, most_shared=most_shared) is None
+    assert plan_of(chain(256, 512, 64), 1, processors=2, most_shared=most_shared) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("k", "columns"), [(28672, 8192), (8192, 28672), (4096, 128256), (64, 32)])
+def test_one_product_has_room_for_all_rows(
+    k: int, columns: int, zeros: bool, device: tuple[int, int]
+) -> None:
+    processors, most_shared = device
+    of_kind = matrix(k, columns, (4, 128), zeros=zeros)
+    for products in ([product(of_kind)], [product(of_kind, of_kind, activation="silu")]):
+        for rows in range(1, MOST_ROWS + 1):
+            plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+            assert plan is not None
+            assert plan.shared + FIXED_SHARED <= most_shared
+            assert plan.argument["slots"] >= (1 if device is RTX_4090 else LEAST_SLOTS)
+            assert plan.argument["stages"][0]["length"] >= min(WARPS, k // 32)  # a panel for each

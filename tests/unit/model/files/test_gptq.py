@@ -1,0 +1,184 @@
+"""GPTQ checkpoints run as they are: what their tensors stand for, by loops over single codes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import small_config
+from gptq_models import as_gptq, packed
+from tiny import make_tiny
+
+from exl2flow.core.errors import MissingTensor, PreflightFailed, TensorShapeError
+from exl2flow.inference import load_model
+from exl2flow.kernels import get_ops
+from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq
+from exl2flow.quant.forecast.preflight import preflight
+
+K, N = 96, 24
+KEY = "q"
+
+
+def stored(*parts: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    return packed(*parts, key=KEY, **more)
+
+
+def matrix_of(tensors: dict[str, torch.Tensor], *, zero_offset: int = 1) -> torch.Tensor:
+    matrix = GptqMatrix.from_tensors(KEY, tensors, zero_offset=zero_offset)
+    found = torch.empty(matrix.shape, dtype=torch.float16)
+    for columns, part in matrix.parts():
+        found[:, columns] = part
+    return found
+
+
+def drawn(groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, zeros = torch.randint(0, 16, (K, N)), torch.randint(0, 16, (groups, N))
+    return codes, zeros, (torch.rand(groups, N) * 0.02).half()
+
+
+@pytest.mark.parametrize("zero_offset", [1, 0])
+@pytest.mark.parametrize(("groups", "size"), [(3, 32), (2, 64), (1, 128)])
+def test_a_value_is_code_less_zero_times_scale(groups: int, size: int, zero_offset: int) -> None:
+    codes, zeros, scales = drawn(groups)
+    found = matrix_of(stored(codes, zeros, scales), zero_offset=zero_offset)
+
+    for row in range(K):
+        steps = codes[row] - (zeros[row // size] + zero_offset)
+        assert torch.equal(found[row], steps.half() * scales[row // size])
+
+
+def test_act_order_gives_every_in_feature_its_own_group() -> None:
+    codes, zeros, scales = drawn(3)
+    g_idx = (torch.arange(K) // 32)[torch.randperm(K)]
+    found = matrix_of(stored(codes, zeros, scales, g_idx=g_idx))
+
+    for row, group in enumerate(g_idx.tolist()):
+        assert torch.equal(found[row], (codes[row] - zeros[group] - 1).half() * scales[group])
+
+
+def test_rows_of_a_group_are_laid_out_together() -> None:
+    codes, zeros, scales = drawn(3)
+    g_idx = torch.randperm(K) % 3
+    tensors = stored(codes, zeros, scales, g_idx=g_idx)
+
+    matrix = GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
+    packed = matrix.laid_out(matrix.order)
+
+    assert g_idx[packed.order].tolist() == sorted(g_idx.tolist())
+    assert torch.equal(get_ops("cpu").decode_packed(packed), matrix_of(tensors))
+
+
+def test_an_index_of_zeros_is_none() -> None:
+    codes, zeros, scales = drawn(3)
+    plain = matrix_of(stored(codes, zeros, scales))
+    assert torch.equal(matrix_of(stored(codes, zeros, scales, g_idx=torch.zeros(K))), plain)
+
+
+def test_names_tell_the_form() -> None:
+    names = set(stored(*drawn(3)))
+    assert is_gptq(KEY, names)
+    assert not is_gptq("k", names)
+    assert set(gptq_names(KEY)) == names | {f"{KEY}.g_idx"}
+
+
+@pytest.mark.parametrize("suffix", ["qzeros", "scales"])
+def test_a_missing_tensor_is_named(suffix: str) -> None:
+    tensors = stored(*drawn(3))
+    del tensors[f"{KEY}.{suffix}"]
+    with pytest.raises(MissingTensor, match=suffix):
+        GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
+
+
+def awq(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = torch.zeros(K, N // 8, dtype=torch.int32)
+
+
+def eight_bits(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qzeros"] = torch.zeros(3, N // 4, dtype=torch.int32)
+
+
+def floats(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"].float()
+
+
+def odd_groups(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= stored(*drawn(5))
+
+
+def outside(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.g_idx"] = torch.full((K,), 7, dtype=torch.int32)
+
+
+def unequal(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.g_idx"] = torch.tensor([0] * 31 + [1] * 33 + [2] * 32, dtype=torch.int32)
+
+
+def no_groups(tensors: dict[str, torch.Tensor]) -> None:
+    for suffix in ("qzeros", "scales"):
+        tensors[f"{KEY}.{suffix}"] = tensors[f"{KEY}.{suffix}"][:0]
+
+
+def no_rows(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"][:0]
+
+
+def scalar(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = torch.tensor(1, dtype=torch.int32)
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].flatten()
+
+
+def whole_scales(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].int()
+
+
+def far(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.g_idx"] = torch.full((K,), 2**31 - 1, dtype=torch.int32)
+
+
+def wrong_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.bias"] = torch.tensor(1.0)
+
+
+def part_of_a_panel(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"][:10]  # 80 rows
+    tensors.pop(f"{KEY}.g_idx", None)
+
+
+SPOILERS = [awq, eight_bits, floats, odd_groups, outside, unequal]
+SPOILERS += [no_groups, no_rows, scalar, flat, whole_scales, far, wrong_bias, part_of_a_panel]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+def test_what_cannot_run_is_refused_by_name(spoil: Any) -> None:
+    tensors = stored(*drawn(3))
+    spoil(tensors)
+    with pytest.raises(TensorShapeError, match=f"`{KEY}"):
+        GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
+
+
+@pytest.mark.parametrize("version", [None, "gptq_v2"])
+def test_a_gptq_model_runs_like_what_it_decodes_to(tmp_path: Path, version: str | None) -> None:
+    source = make_tiny("llama", tmp_path / "gptq")
+    plain = as_gptq(source, version=version, bias=0.0)
+    ids = torch.randint(0, 100, (1, 12))
+
+    found = load_model(source, device="cpu").decoder.forward(ids)
+
+    assert torch.equal(found, load_model(plain, device="cpu").decoder.forward(ids))
+
+
+def test_a_bias_that_the_config_does_not_know_is_refused(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "gptq")
+    as_gptq(source, bias=0.5)
+    with pytest.raises(TensorShapeError, match=r"q_proj\.bias"):
+        load_model(source, device="cpu")
+
+
+def test_a_gptq_model_is_not_converted(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "gptq")
+    as_gptq(source)
+    with pytest.raises(PreflightFailed, match="quantized already"):
+        preflight(small_config(source, tmp_path / "out"))
