@@ -27,9 +27,9 @@ from psutil import Process
 
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.sampling import Kind, SamplerSlots, sample
-from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model.memory.footprint import Footprint
 
 MIXED = (GREEDY, DEFAULT, SamplingSettings(top_k=0, min_p=0.05), SamplingSettings(top_p=0.95))
@@ -62,7 +62,7 @@ def static(
     cache = PagedCache(
         model.spec, pages=rows * per_row, form=cache_format(form, device), device=device
     )
-    steps = Steps(model, cache, slots=rows, max_tokens=context + 64)
+    steps = DeviceSlots(model, cache, slots=rows, max_tokens=context + 64)
     ids = prompt(context, model.spec.vocab_size, 0)
     pages = [*range(rows * per_row)]
     if shuffled:
@@ -121,7 +121,7 @@ def mixed(model: LoadedModel, form: str) -> None:
             has_read, reads = reads, any(event.stage == "prompt" for event in events)
             if not reads and not has_read:  # the step after a pass waits for it
                 decoding.append((taken, new))
-            context.append(sum(len(s.ids) for s in generator._schedule._sequences()) / slots)
+            context.append(sum(len(s.ids) for s in generator._scheduler._sequences()) / slots)
         del generator
         rate = sum(n for _, n in decoding) / sum(t for t, _ in decoding)
         step = static(model, slots, int(median(context)), form, Kind.of(MIXED))
@@ -229,7 +229,7 @@ def sampler(model: LoadedModel, form: str) -> None:
         for row in range(rows):
             slots.enter(row, settings, prompt(1000, width, row))
         kind = Kind.of([settings])
-        work = Recording(partial(sample, logits, slots, draws, kind))
+        work = CudaGraph(partial(sample, logits, slots, draws, kind))
         taken = seconds(work.replay)
         plain = plain or taken
         print(f"| {name} | {1e3 * taken:.3f} ms | + {1e3 * (taken - plain):.3f} ms |", flush=True)

@@ -12,9 +12,9 @@ from generation_jobs import GREEDY
 
 from exl2flow.inference import Event, Generator, LoadedModel, NgramDraft, Request
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.drafts import Drafter, Wanted
-from exl2flow.inference.generate.places import restored
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.drafts import Drafter, DraftRequest
+from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.inference.generate.draft_positions import restored
 from exl2flow.inference.sampling import Kind
 
 PROMPTS = (
@@ -41,7 +41,7 @@ class Known:
 
     def copy(self, *_: object) -> None: ...
 
-    def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
         return {
             slot: [
                 token if self._random.random() < self.right else 5
@@ -57,7 +57,7 @@ def verified(model: LoadedModel, form: str, *, context: int, drafted: int) -> fl
     device, pages = torch.device("cuda"), pages_of(context + 64)
     cache = PagedCache(model.spec, pages=pages, form=cache_format(form, device), device=device)
     draft = Known([], 0.0, max(drafted, 1))
-    steps = Steps(model, cache, slots=1, max_tokens=context + 64, draft=draft)
+    steps = DeviceSlots(model, cache, slots=1, max_tokens=context + 64, draft=draft)
     steps.enter(0, [*range(pages)], [5] * context, GREEDY, None)
     kind, times = Kind.of([GREEDY]), list[float]()
     for _ in range(25):

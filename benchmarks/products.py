@@ -12,7 +12,7 @@ import torch
 from allocations import Allocation, add_allocation, allocation_of
 
 from exl2flow.inference.bench import copy_rate, milliseconds
-from exl2flow.kernels import Norm, PackedMatrix, Product, get_ops
+from exl2flow.kernels import FusedLinear, NormArgs, PackedMatrix, get_ops
 from exl2flow.model import QuantParams
 
 SHAPES = {  # hidden, MLP, keys and values, vocabulary, layers
@@ -35,29 +35,29 @@ def random_matrix(k: int, n: int, params: QuantParams) -> PackedMatrix:
     )
 
 
-def chains(shape: str, allocation: Allocation) -> list[list[Product]]:
+def chains(shape: str, allocation: Allocation) -> list[list[FusedLinear]]:
     """Return all products for a token: those between two attentions form a chain."""
     hidden, mlp, kv, vocabulary, layers = SHAPES[shape]
-    norm = Norm(weight=torch.rand(hidden, device=DEVICE).half(), eps=0.0)
+    norm = NormArgs(weight=torch.rand(hidden, device=DEVICE).half(), eps=0.0)
 
-    def product(layer: int, rows: int, /, *, adds: bool = False, **columns: int) -> Product:
+    def product(layer: int, rows: int, /, *, adds: bool = False, **columns: int) -> FusedLinear:
         matrices = tuple(
             random_matrix(rows, n, allocation.params(role, layer, layers))
             for role, n in columns.items()
         )
         activation = "silu" if "gate" in columns else None
-        return Product(
+        return FusedLinear(
             matrices=matrices, norm=None if adds else norm, activation=activation, adds=adds
         )
 
-    found: list[list[Product]] = [[]]
+    found: list[list[FusedLinear]] = [[]]
     for layer in range(layers):
         found[-1].append(product(layer, hidden, q=hidden, k=kv, v=kv))
         found.append([product(layer, hidden, o=hidden, adds=True)])
         found[-1].append(product(layer, hidden, gate=mlp, up=mlp))
         found[-1].append(product(layer, mlp, down=hidden, adds=True))
     head = random_matrix(hidden, vocabulary, allocation.params("head"))
-    return [*found, [Product(matrices=(head,), norm=norm)]]
+    return [*found, [FusedLinear(matrices=(head,), norm=norm)]]
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
         for rows in arguments.rows:
             x = torch.randn(rows, SHAPES[arguments.shape][0], device=DEVICE).half()
 
-            def token(model: list[list[Product]] = model, x: torch.Tensor = x) -> None:
+            def token(model: list[list[FusedLinear]] = model, x: torch.Tensor = x) -> None:
                 for chain in model:
                     ops.multiply(x, chain, x)
 

@@ -33,7 +33,7 @@ MODULES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").rglob("[a-z]*.py")),
     "model/files/exl2.py",
     "quant/quantize/stored_form.py",
-    "inference/cache/pages.py",
+    "inference/cache/page_pool.py",
 )
 DEFAULTS = "tests/unit/test_documented_defaults.py"
 MORE = {  # tests outside of the mirrored folder
@@ -61,7 +61,7 @@ MORE = {  # tests outside of the mirrored folder
         "tests/property/test_quant_params.py",
         "tests/property/test_packing.py",
     ],
-    "inference/cache/pages.py": ["tests/property/test_pages.py"],
+    "inference/cache/page_pool.py": ["tests/property/test_pages.py"],
 }
 MOST_TESTS = 4  # files of tests
 MARKERS = "not slow and not gpu and not multigpu and not network"

@@ -1,4 +1,4 @@
-"""How results are written for people: all reports use these words, digits and units.
+"""Format results for people: words, digits and units of all reports.
 
 Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 """

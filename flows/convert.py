@@ -6,7 +6,7 @@ from prefect import flow
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.cleaning import clean_after
-from exl2flow.flows.runs.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.runs.conversion import Conversion, open_pipeline, result_of
 from exl2flow.flows.runs.hooks import cancelled_if_interrupted
 from exl2flow.flows.runs.preparation import prepare
 from exl2flow.flows.runs.release import release_of, target_of
@@ -42,7 +42,7 @@ def convert(config: ConversionConfig) -> Conversion:
         config = prepare(with_local_source(config), STAGES).config
         pipeline = open_pipeline(config, STAGES)
         run_stages(pipeline)
-        made = conclude(pipeline)
+        made = result_of(pipeline)
         clean_after(config)
         release = release_of(config, pipeline, [made.out])
         return made if release is None else replace(made, published=publish_models(release))

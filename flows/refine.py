@@ -3,7 +3,7 @@
 from prefect import flow
 
 from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.flows.runs.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.runs.conversion import Conversion, open_pipeline, result_of
 from exl2flow.flows.runs.hooks import cancelled_if_interrupted
 from exl2flow.flows.runs.preparation import prepare_refinement
 from exl2flow.tasks.fetch import with_local_source
@@ -34,4 +34,4 @@ def refine(config: RefinementConfig) -> Conversion:
         config = prepare_refinement(with_local_source(config), REFINE_STAGES).config
         pipeline = open_pipeline(config, REFINE_STAGES)
         run_stages(pipeline)
-        return conclude(pipeline)
+        return result_of(pipeline)

@@ -9,8 +9,8 @@ from exl2flow.flows.runs.bitrates import (
     Sweep,
     check_runner,
     conclude_sweep,
-    noted,
     raise_failures,
+    record_published,
     release_of_sweep,
 )
 from exl2flow.flows.runs.conversion import open_pipeline
@@ -58,7 +58,7 @@ def sweep(config: SweepConfig) -> Sweep:
         published = publish_models(release)
         links = branch_links(published)
         publish_comparison(config.source, config.run_name, made.scores, made.samples, links=links)
-        return noted(made, published)
+        return record_published(made, published)
 
 
 def _make(config: SweepConfig) -> Sweep:

@@ -50,7 +50,7 @@ class _Ref(BaseModel):
     newSha: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
 
 
-class _Message(BaseModel):
+class _HubMessage(BaseModel):
     """The fields of the Hub's message that are used here; it has more."""
 
     event: _Event
@@ -161,7 +161,7 @@ def receiver(secret: str) -> FastAPI:
         if not hmac.compare_digest(given, secret.encode()):
             raise HTTPException(UNAUTHORIZED, "X-Webhook-Secret is wrong")
         try:
-            message = _Message.model_validate_json(await _body(request))
+            message = _HubMessage.model_validate_json(await _body(request))
         except ValidationError as error:
             found = error.errors(include_input=False, include_url=False)[:MOST_FIELDS]
             fields = ", ".join(".".join(map(str, e["loc"])) or "JSON" for e in found)

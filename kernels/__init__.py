@@ -15,7 +15,7 @@ from exl2flow.kernels.interface.cache_formats import (
 )
 from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
 from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.interface.ops import (
     CHUNK_ELEMENTS,
     FEW_ROWS,
@@ -29,8 +29,8 @@ from exl2flow.kernels.interface.ops import (
     tensor_cores,
 )
 from exl2flow.kernels.interface.packed import (
+    FusedLinear,
     PackedMatrix,
-    Product,
     pack_codes,
     pack_scales,
     pack_zeros,
@@ -40,14 +40,14 @@ from exl2flow.kernels.interface.sampler_ops import COLUMNS as SAMPLER_COLUMNS
 from exl2flow.kernels.interface.sampler_ops import (
     NOT_FINITE,
     STRONGEST,
-    Sampled,
+    SampledTokens,
     SamplerState,
     SamplerSteps,
 )
 from exl2flow.kernels.plans.product import MOST_MATRICES
 from exl2flow.kernels.reference.refit import times_output
 from exl2flow.kernels.reference.steps import halved
-from exl2flow.kernels.streams import Threads, at_the_same_time, on_device, used_here
+from exl2flow.kernels.streams import Threads, on_device, record_stream, run_concurrently
 
 __all__ = [
     "ACTIVATIONS",
@@ -68,18 +68,17 @@ __all__ = [
     "BegunGroups",
     "CacheFormat",
     "Element",
+    "FusedLinear",
     "Group",
     "LayerStore",
-    "Norm",
+    "NormArgs",
     "Ops",
     "PackedMatrix",
-    "Product",
-    "Sampled",
+    "SampledTokens",
     "SamplerState",
     "SamplerSteps",
     "Scales",
     "Threads",
-    "at_the_same_time",
     "device_table",
     "get_ops",
     "half_ranges",
@@ -88,11 +87,12 @@ __all__ = [
     "pack_codes",
     "pack_scales",
     "pack_zeros",
+    "record_stream",
     "resolve_device",
+    "run_concurrently",
     "slots_at",
     "slots_of",
     "tensor_cores",
     "times_output",
-    "used_here",
     "whole_tiles",
 ]

@@ -19,7 +19,7 @@ MOST_BUFFERED = 4 << 10  # bytes
 log = logging.getLogger(__name__)
 
 
-def at_the_same_time(works: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
+def run_concurrently(works: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
     """Run independent pieces of work, concurrently on a GPU; return their results.
 
     Each has its own thread, which prepares its launches, and its own stream. None may change what
@@ -80,7 +80,7 @@ class Threads:
             return work()
 
 
-def used_here(*tensors: torch.Tensor) -> None:
+def record_stream(*tensors: torch.Tensor) -> None:
     """Record that the current stream uses tensors made on another one.
 
     For tensors that may be freed before the other stream waits for this one.

@@ -112,7 +112,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class PublicationDraft:
     """A publication as far as it is known without the Hub.
 
     branches: branch → names of its files; notes: problems overridden by `--force`; unchecked: what
@@ -129,7 +129,7 @@ class Draft:
         return asdict(self)
 
 
-def draft(config: PublishConfig) -> Draft:
+def draft(config: PublishConfig) -> PublicationDraft:
     """Check all that needs no network, and return what would be published.
 
     Raises:
@@ -151,7 +151,7 @@ def draft(config: PublishConfig) -> Draft:
         raise refusal(problems)
     notes = tuple(_for_people(problem, bitrates) for problem in problems)
     branches, card = _contents(config, bitrates, bitrates, origin, notes)
-    return Draft(
+    return PublicationDraft(
         card=card,
         branches={branch: tuple(sorted(files)) for branch, files in branches.items()},
         notes=notes,

@@ -7,7 +7,7 @@ from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.inference.compose.stage import COMPOSE
 from exl2flow.inference.validate.stage import VALIDATE
 from exl2flow.quant.allocate.stage import ALLOCATE
-from exl2flow.quant.compile.refined import RECOMPILE
+from exl2flow.quant.compile.refined import COMPILE_REFINED
 from exl2flow.quant.compile.stage import COMPILE
 from exl2flow.quant.judge.stage import JUDGE
 from exl2flow.quant.measure.stage import MEASURE
@@ -28,7 +28,7 @@ REFINE_STAGES: tuple[Stage, ...] = (
     SENSITIVITY,
     REFINE,
     JUDGE,
-    RECOMPILE,
+    COMPILE_REFINED,
     VALIDATE,
 )
 

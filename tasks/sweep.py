@@ -19,7 +19,7 @@ from prefect.states import Completed, Failed
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.device_locks import Slots, see_only, visible_gpus
+from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, visible_gpus
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
 from exl2flow.core.store.stage import Pipeline
@@ -36,7 +36,7 @@ WAIT_SECONDS = 0.2  # between attempts to take a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ProcessShare:
     """How a separate process takes a device.
 
     workers: number of processes on a host without GPUs; stop: file that appears when everything is
@@ -49,7 +49,7 @@ class Share:
 
 @task(name="bitrate", task_run_name="{name}", persist_result=False)
 def make_bitrate(
-    name: str, config: ConversionConfig, share: Share | None = None
+    name: str, config: ConversionConfig, share: ProcessShare | None = None
 ) -> State[BaseException | None]:
     """Run the stages of one bitrate that other bitrates do not share.
 
@@ -74,7 +74,7 @@ def make_bitrate(
 
 
 def _made(
-    name: str, config: ConversionConfig, share: Share | None, stop: StopRequest
+    name: str, config: ConversionConfig, share: ProcessShare | None, stop: StopRequest
 ) -> State[BaseException | None]:
     try:
         with _device(config, share, stop) as slot:
@@ -91,7 +91,9 @@ def _made(
 
 
 @contextmanager
-def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) -> Iterator[str]:
+def _device(
+    config: ConversionConfig, share: ProcessShare | None, stop: StopRequest
+) -> Iterator[str]:
     """Reserve a device for the block, make it the only one that CUDA sees, and yield its name."""
     if share is None:
         yield "none"
@@ -108,7 +110,7 @@ def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) ->
         _raise_if_stopped(share, stop)
         time.sleep(WAIT_SECONDS)
 
-    with Slots.of_host("cuda" if gpus else "cpu").hold(devices, pause) as device:
+    with DeviceLocks.of_host("cuda" if gpus else "cpu").hold(devices, pause) as device:
         _raise_if_stopped(share, stop)  # from here on signals reach this process
         if gpus:
             see_only(device)
@@ -119,7 +121,7 @@ def _device(config: ConversionConfig, share: Share | None, stop: StopRequest) ->
                 torch.cuda.empty_cache()  # for the next process on the device
 
 
-def _raise_if_stopped(share: Share, stop: StopRequest) -> None:
+def _raise_if_stopped(share: ProcessShare, stop: StopRequest) -> None:
     signum = stop.signum
     if signum is None and share.stop.exists():
         text = share.stop.read_text()

@@ -23,6 +23,8 @@ class ChatOptions(Options):
         "show", description="whether thoughts are shown: show, fold or hide"
     )
     plain: bool = Field(False, description="show answers as they are, not as Markdown")
-    stats: bool = Field(False, description="show tokens, times and guesses after each answer")
+    stats: bool = Field(
+        False, description="show tokens, times and acceptance rate after each answer"
+    )
     seed: int | None = Field(None, ge=0, description="seed for sampling")
     greedy: bool = Field(False, description="always take the likeliest token")

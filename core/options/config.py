@@ -1,4 +1,4 @@
-"""What a user can set: validated on construction, stored as JSON, shown as a form by Prefect.
+"""Options of a conversion: validated on construction, stored as JSON, shown as a form by Prefect.
 
 Every default lives here and nowhere else.
 """

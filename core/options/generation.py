@@ -51,10 +51,10 @@ class GenerationOptions(Options):
     )
     lora: list[Path] = Field([], description="folder of an adapter that changes the model")
     draft: Path | None = Field(
-        None, description="folder of a smaller model of the same vocabulary, which guesses tokens"
+        None, description="folder of a draft model with the same vocabulary (speculative decoding)"
     )
-    ngram: bool = Field(False, description="guess tokens from what the text already contains")
-    draft_tokens: int = Field(4, ge=1, le=7, description="that are guessed at once, at most")
+    ngram: bool = Field(False, description="draft tokens by n-grams of the text so far")
+    draft_tokens: int = Field(4, ge=1, le=7, description="most draft tokens per step")
     device: Device = Field("auto", description="auto, cpu or cuda")
     gpu_split: str | None = Field(
         None,

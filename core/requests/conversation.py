@@ -111,7 +111,7 @@ class Turn:
         return not (self.current.ids or self.current.ended)
 
 
-class _Message(Options):
+class _StoredMessage(Options):
     """A message in the usual form; one of the user has `cut`, an answer what `Answer` has."""
 
     role: Literal["system", "user", "assistant"]
@@ -148,11 +148,11 @@ class Conversation(Options):
     keep_thinking: bool = False
     names: tuple[str, str] = ("User", "Assistant")
     left_out: tuple[str, ...] = ()  # what a file cannot hold
-    messages: tuple[_Message, ...] = ()
+    messages: tuple[_StoredMessage, ...] = ()
 
     @field_validator("messages")
     @classmethod
-    def _in_order(cls, messages: tuple[_Message, ...]) -> tuple[_Message, ...]:
+    def _in_order(cls, messages: tuple[_StoredMessage, ...]) -> tuple[_StoredMessage, ...]:
         roles = [message.role for message in messages]
         roles = roles[1:] if roles[:1] == ["system"] else roles
         if roles != ["user", "assistant"] * (len(roles) // 2):
@@ -232,14 +232,14 @@ class Conversation(Options):
             ) from error
 
 
-def messages_of(system: str, turns: Sequence[Turn]) -> Iterator[_Message]:
+def messages_of(system: str, turns: Sequence[Turn]) -> Iterator[_StoredMessage]:
     """Yield the messages of turns, after the system prompt if there is one."""
     if system:
-        yield _Message(role="system", content=system)
+        yield _StoredMessage(role="system", content=system)
     for turn in turns:
-        yield _Message(role="user", content=turn.user, dropped=turn.dropped, cut=turn.cut)
+        yield _StoredMessage(role="user", content=turn.user, dropped=turn.dropped, cut=turn.cut)
         fields = asdict(turn.current)
-        yield _Message(
+        yield _StoredMessage(
             role="assistant",
             content=fields.pop("text"),
             dropped=turn.dropped,

@@ -1,4 +1,4 @@
-"""Images, which nothing here reads: where one may come in, and the sentence that refuses it."""
+"""Refuse images, wherever they may come in."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a caller wants generated; values that no model could use are refused on construction."""
+"""`Request`: what to generate; refuses values that no model could use."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -50,7 +50,7 @@ class Filter(Protocol):
         ...
 
 
-class Adapter(Protocol):
+class AdapterLike(Protocol):
     """A change to a model; see `inference/adapters/`. Those of equal `digest` are the same."""
 
     @property
@@ -113,7 +113,7 @@ class Request:
     logits: bool = False
     hooks: Sequence[Hook] = ()
     filters: Sequence[Filter] = ()
-    adapters: Sequence[Adapter] = ()
+    adapters: Sequence[AdapterLike] = ()
     prefer_end: bool = False
     embeddings: Sequence[Any] = field(default=(), compare=False)  # tensors have no truth value
     end_loops: bool = False

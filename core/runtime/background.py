@@ -97,7 +97,7 @@ def helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(HELPERS, thread_name_prefix="exl2flow-helper")
 
 
-def one_ahead(works: Iterable[Callable[[], T]]) -> Iterator[T]:
+def prefetch(works: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yield the result of each function; the next one runs while a result is being used."""
     ahead: Future[T] | None = None
     for work in works:
@@ -148,7 +148,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def on_its_way(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def send_async(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor from main memory to a device; to a GPU without waiting."""
     if torch.device(device).type == "cpu":
         return tensor

@@ -66,14 +66,14 @@ def turn(device: str) -> Iterator[None]:
         _gpu.release()
 
 
-class Slots:
+class DeviceLocks:
     """The slots in a folder of one host."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
-    def of_host(cls, kind: str) -> "Slots":
+    def of_host(cls, kind: str) -> "DeviceLocks":
         """Return this user's slots on this host for a kind of device, `cuda` or `cpu`."""
         return cls(Path(tempfile.gettempdir()) / f"exl2flow-slots-{os.getuid()}" / kind)
 

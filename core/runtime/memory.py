@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of a GPU's may be used."""
+"""Available host memory, and the GPU memory that may be used."""
 
 import sys
 from pathlib import Path

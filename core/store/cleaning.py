@@ -1,4 +1,4 @@
-"""What a work root holds that no finished conversion needs, and how it is removed.
+"""Find and delete checkpoints that no finished conversion needs.
 
 A conversion is finished when its `validate` is complete. For each output folder the newest finished
 conversions are kept, with all stages they depend on. The stages of unfinished conversions are kept

@@ -1,4 +1,4 @@
-"""Files that changed without a trace in size and times, as on a faulty disk: found by digest.
+"""Find files whose content changed while size and times did not, as on a faulty disk.
 
 Size and times are compared at every use. Contents are read once per process: those of a stage's
 inputs before it begins, and its own when it resumes.

@@ -1,4 +1,4 @@
-"""What a stage is, and how a list of stages becomes fingerprints, folders and runs.
+"""`Stage` and `Pipeline`: resolve stages to fingerprints and folders, and run them.
 
 A fingerprint covers a stage's name, schema and options and the fingerprints of its inputs, down to
 the source model. Changing an option redoes the stages that depend on it and no others.

@@ -183,8 +183,8 @@ def _begin(
 ) -> "Chat":
     """Load the model, and begin a conversation or go on with that of the file."""
     from exl2flow.flows.cli.terminal.commands import obey
+    from exl2flow.flows.cli.terminal.conversation_file import ConversationFile
     from exl2flow.flows.cli.terminal.loop import Chat
-    from exl2flow.flows.cli.terminal.place import Place
     from exl2flow.flows.cli.terminal.screen import Screen
     from exl2flow.inference import Generator
     from exl2flow.inference.chat import Session, choose_format
@@ -198,7 +198,7 @@ def _begin(
     def generator() -> "Generator":
         return Generator(loaded, cache=shared.cache, slots=1, draft=draft)
 
-    place = None if file is None else Place.take(file)  # before the file is read
+    place = None if file is None else ConversationFile.take(file)  # before the file is read
     before = file if resume and file is not None and file.is_file() else None
     if resume and before is None:
         say(f"no conversation in `{file}` yet; a new one begins", style="yellow")

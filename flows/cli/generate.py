@@ -191,7 +191,7 @@ def _complete(model: Path, options: GenerationOptions, request: Request, *, as_j
 def _guessed(counts: "Statistics") -> str:
     if not counts.drafted_tokens:
         return ""
-    return f", {counts.accepted_tokens} of {counts.drafted_tokens} guesses right"
+    return f", {counts.accepted_tokens} of {counts.drafted_tokens} draft tokens accepted"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

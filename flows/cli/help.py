@@ -6,7 +6,7 @@ from rich.markup import escape
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 
-class Command(TyperCommand):
+class HelpCommand(TyperCommand):
     """A command with readable help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -21,7 +21,7 @@ class Command(TyperCommand):
         return ["[OPTIONS]", *(name if each.required else f"[{name}]" for each, name in given)]
 
 
-class Group(TyperGroup):
+class HelpGroup(TyperGroup):
     """Commands with readable help."""
 
     def get_params(self, ctx: Any) -> list[Any]:

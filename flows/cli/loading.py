@@ -1,4 +1,4 @@
-"""What `generate` and `chat` load: a model, its adapters, a draft, and what answers must match."""
+"""Load model, adapters, draft model and filters for `generate` and `chat`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,7 +48,7 @@ def read_adapters(model: "LoadedModel", folders: Iterable[Path]) -> "list[Adapte
 
 
 def load_draft(options: GenerationOptions, model: "LoadedModel") -> "Drafter | None":
-    """Return what guesses tokens, on the device of the model's head.
+    """Return what proposes draft tokens, on the device of the model's head.
 
     Raises:
         ConfigError: two would.

@@ -43,10 +43,10 @@ from exl2flow.flows.cli.failures import (
     explained,
     kept,
 )
-from exl2flow.flows.cli.help import Command, Group
+from exl2flow.flows.cli.help import HelpCommand, HelpGroup
 
 
-class _Commands(Group):
+class _Commands(HelpGroup):
     """Runs every command with errors turned into messages and logs on stderr."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
@@ -95,7 +95,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Take the options before the command."""
+    """Options that come before the command."""
 
 
 def _reflowed(command: Callable[..., None]) -> str:
@@ -120,12 +120,12 @@ for _name, _command, _examples in (
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(_name, cls=Command, help=_reflowed(_command), epilog="\n\n".join(_examples))(
+    app.command(_name, cls=HelpCommand, help=_reflowed(_command), epilog="\n\n".join(_examples))(
         _command
     )
 for _info in server.app.registered_commands:
-    _info.cls = Command
-app.add_typer(server.app, name="server", cls=Group)
+    _info.cls = HelpCommand
+app.add_typer(server.app, name="server", cls=HelpGroup)
 
 
 _terminations: list[int] = []  # signals that ended the program

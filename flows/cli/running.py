@@ -55,10 +55,10 @@ def run_flow(
     Raises:
         ServerFailed: the server does not answer, or ended meanwhile and did not come back.
     """
-    from exl2flow.flows.runs.preparation import handed_on
+    from exl2flow.flows.runs.preparation import reuse_checks
 
     if server is None:
-        with handed_on(prepared):
+        with reuse_checks(prepared):
             return otherwise(prepared.config)
     from httpx import TransportError
 
@@ -70,7 +70,7 @@ def run_flow(
     server.wait()
     say(f"this run in the Prefect UI: {server.ui_url}")
     try:
-        with handed_on(prepared):
+        with reuse_checks(prepared):
             return run(prepared.config)
     except TransportError as error:
         raise ServerFailed(

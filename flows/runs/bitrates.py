@@ -184,7 +184,7 @@ def release_of_sweep(config: SweepConfig) -> PublishConfig | None:
     return release_of(config, measured, [c.out for c in config.conversions().values()])
 
 
-def noted(made: Sweep, published: Published) -> Sweep:
+def record_published(made: Sweep, published: Published) -> Sweep:
     """Record in the files and the result of a sweep where it was published."""
     where = {name: value for name, value in published.to_json().items() if name != "sent"}
     content = read_json(made.out / SWEEP_FILE)

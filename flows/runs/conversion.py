@@ -38,7 +38,7 @@ def choose_allocator() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
-def conclude(pipeline: Pipeline) -> Conversion:
+def result_of(pipeline: Pipeline) -> Conversion:
     """Return the result of a finished pipeline.
 
     Raises:

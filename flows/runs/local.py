@@ -15,11 +15,11 @@ from exl2flow.core.store.stage import Stage
 from exl2flow.flows.runs.bitrates import (
     Sweep,
     conclude_sweep,
-    noted,
     raise_failures,
+    record_published,
     release_of_sweep,
 )
-from exl2flow.flows.runs.conversion import Conversion, conclude, open_pipeline
+from exl2flow.flows.runs.conversion import Conversion, open_pipeline, result_of
 from exl2flow.flows.runs.preparation import prepare, prepare_refinement, prepare_sweep
 from exl2flow.flows.runs.release import check_release, hub_of, release_of
 from exl2flow.tasks.publish import Published, publish
@@ -39,7 +39,7 @@ def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -
     config = prepare(config, stages).config
     pipeline = open_pipeline(config, stages)
     run_in_order(pipeline)
-    made = conclude(pipeline)
+    made = result_of(pipeline)
     clean_after(config)
     release = release_of(config, pipeline, [made.out]) if "validate" in made.stages else None
     return made if release is None else replace(made, published=_publish(release))
@@ -59,7 +59,7 @@ def refine_locally(config: RefinementConfig) -> Conversion:
     """
     pipeline = open_pipeline(prepare_refinement(config, REFINE_STAGES).config, REFINE_STAGES)
     run_in_order(pipeline)
-    return conclude(pipeline)
+    return result_of(pipeline)
 
 
 def sweep_locally(config: SweepConfig) -> Sweep:
@@ -82,7 +82,7 @@ def sweep_locally(config: SweepConfig) -> Sweep:
                 with labelled(name):
                     pipeline = open_pipeline(conversion, STAGES)
                     run_in_order(pipeline, done=shared.stages)
-                    conclude(pipeline)
+                    result_of(pipeline)
             except Interrupted:
                 raise
             except Exception as error:  # another bitrate may succeed; all are reported at the end
@@ -91,4 +91,4 @@ def sweep_locally(config: SweepConfig) -> Sweep:
     raise_failures(config, failures)
     clean_after(config)
     release = release_of_sweep(config)
-    return made if release is None else noted(made, _publish(release))
+    return made if release is None else record_published(made, _publish(release))

@@ -45,7 +45,7 @@ _handed_on: ContextVar[Prepared[Any] | None] = ContextVar("prepared", default=No
 
 
 @contextmanager
-def handed_on(prepared: Prepared[Config]) -> Iterator[None]:
+def reuse_checks(prepared: Prepared[Config]) -> Iterator[None]:
     """Let what runs inside the block skip the checks of this configuration."""
     token = _handed_on.set(prepared)
     try:

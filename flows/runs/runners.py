@@ -22,12 +22,12 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.runtime.device_locks import Slots
+from exl2flow.core.runtime.device_locks import DeviceLocks
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.store.files import write_text
 from exl2flow.flows.runs.bitrates import no_cluster, workers_of
 from exl2flow.kernels import resolve_device
-from exl2flow.tasks.sweep import Share, make_bitrate
+from exl2flow.tasks.sweep import ProcessShare, make_bitrate
 
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between checks for a signal
@@ -161,7 +161,7 @@ def _attempt(
         return {}
     workers = (os.cpu_count() or 1) if config.cluster else workers_of(config)
     with _settings_exported(), tempfile.TemporaryDirectory(prefix="exl2flow-") as folder:
-        share = Share(workers=config.workers or workers, stop=Path(folder) / "stop")
+        share = ProcessShare(workers=config.workers or workers, stop=Path(folder) / "stop")
         messenger = Messenger(config, stop, share.stop)
         with _running(_runner(config, workers), config) as runner, _demands(config):
             futures = {
@@ -199,7 +199,7 @@ class Messenger:
         if self._runner in ("dask", "ray"):
             raise Interrupted("stopped; everything finished is saved", signum=signum)
         if self._runner == "processes":
-            owners = Slots.of_host("cuda").owners() | Slots.of_host("cpu").owners()
+            owners = DeviceLocks.of_host("cuda").owners() | DeviceLocks.of_host("cpu").owners()
             for child in multiprocessing.active_children():
                 if child.pid in owners:  # others see the file before they begin
                     with suppress(ProcessLookupError):

@@ -5,7 +5,7 @@ import torch
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
 from exl2flow.inference.cache.views import Segment, StepView
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind
 from exl2flow.kernels import PAGE_TOKENS
@@ -30,7 +30,7 @@ class Rows:
         form = cache_format(cache, placement.head)
         self.rows, self.context, self.model = rows, context, model
         self.cache = reserve(model.spec, pages=rows * each, form=form, placement=placement)
-        self.steps = Steps(model, self.cache, slots=rows, max_tokens=context + 1)
+        self.steps = DeviceSlots(model, self.cache, slots=rows, max_tokens=context + 1)
         self._ids = torch.randint(0, model.spec.vocab_size, (rows, context + 1)).tolist()
         self._pages = torch.arange(rows * each).view(rows, each).tolist()
         self._angles = RopeTables.of(model.spec, context + 1, placement.head)

@@ -68,7 +68,7 @@ def bench(
         torch.cuda.synchronize(each)
     taken = time.perf_counter() - begun
     tensors = CanonicalTensors(model.spec)
-    session = Session(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
+    session = BenchSession(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
     with torch.cuda.device(devices[-1]) if place.type == "cuda" else nullcontext():  # ends last
         session.run(context, rows)
     memory = session.memory()  # the copy needs some of its own
@@ -86,7 +86,7 @@ def bench(
     )
 
 
-class Session:
+class BenchSession:
     """Measures one model until its time is over.
 
     pace: seconds per token of a prompt, an upper bound.

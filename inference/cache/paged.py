@@ -1,6 +1,6 @@
 """Keys and values in pages of 256 tokens, in any format of `CACHE_FORMATS`.
 
-Sequences share one pool of pages; `pages.py` decides which page holds what. A pass of the model
+Sequences share one pool of pages; `page_pool.py` decides which page holds what. A pass of the model
 reads and writes through a view (`views.py`): `StepView` for a few new tokens per sequence,
 `PromptView` for many tokens of several prompts.
 """

@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
 
 
 class StepView:
-    """The cache as a step sees it that adds `count` tokens to each sequence.
+    """View of the cache for a decode step that appends `count` tokens per sequence.
 
     tables: int32 (b, pages); lengths: int32 (b,), positions that each sequence holds; positions:
     int64 (b, count), of the new tokens.

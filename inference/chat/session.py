@@ -20,7 +20,7 @@ from exl2flow.core.requests.conversation import (
     messages_of,
 )
 from exl2flow.core.requests.images import refuse_images
-from exl2flow.core.requests.request import Adapter, Filter, Request
+from exl2flow.core.requests.request import AdapterLike, Filter, Request
 from exl2flow.inference.chat.answering import Answering, ChatStatistics, End, Piece, Reply, Resumed
 from exl2flow.inference.chat.formats import choose_format
 from exl2flow.inference.chat.history import Context, Reader
@@ -62,7 +62,7 @@ class Session:
         seed: int | None = None,
         max_answer_tokens: int = 1000,
         reserve: int = 250,
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[AdapterLike] = (),
         bans: Sequence[str] = (),
         filters: Sequence[Filter] = (),
         amnesia: bool = False,
@@ -160,7 +160,7 @@ class Session:
         return self._run(turn, self.turns[:-1], goes_on=not turn.is_unanswered)
 
     def back(self) -> None:
-        """Exchange the last answer for the one before it, in turns."""
+        """Switch to the previous answer; call again to switch back."""
         turn = self._turn(-1)
         if not turn.alternatives:
             raise ConfigError("the last message has one answer only; ask for another one first")

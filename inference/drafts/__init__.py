@@ -1,8 +1,16 @@
-"""Drafts: guesses of the next tokens, which the model verifies in one pass; they change no text."""
+"""Speculative decoding: draft tokens that one pass verifies; the text stays the same."""
 
-from exl2flow.inference.drafts.guesses import Drafter, Guesses, Slots, Wanted
+from exl2flow.inference.drafts.acceptance_rate import AcceptanceRate
 from exl2flow.inference.drafts.model import Draft
 from exl2flow.inference.drafts.ngram import NgramDraft
-from exl2flow.inference.drafts.reach import Reach
+from exl2flow.inference.drafts.proposer import Drafter, DraftRequest, Proposer, SharedSlots
 
-__all__ = ["Draft", "Drafter", "Guesses", "NgramDraft", "Reach", "Slots", "Wanted"]
+__all__ = [
+    "AcceptanceRate",
+    "Draft",
+    "DraftRequest",
+    "Drafter",
+    "NgramDraft",
+    "Proposer",
+    "SharedSlots",
+]

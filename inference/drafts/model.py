@@ -15,7 +15,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import reserve
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
-from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Slots, Wanted, check
+from exl2flow.inference.drafts.proposer import MOST_DRAFTED, DraftRequest, SharedSlots, check
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.kernels import PAGE_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import bucket
@@ -29,7 +29,7 @@ SHOWN = 20  # characters of a piece
 class Draft:
     """Guesses the likeliest tokens of another model.
 
-    tokens: at most so many are guessed at once; least: a guess of less probability is dropped, and
+    tokens: the most draft tokens per step; least: a token of less probability is dropped, and
     what would follow it. Raises `ConfigError` for a number out of range.
     """
 
@@ -41,7 +41,7 @@ class Draft:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
         check("least", self.least, 0, 1)
 
-    def start(self, model: LoadedModel, slots: Slots) -> "ModelGuesses":
+    def start(self, model: LoadedModel, slots: SharedSlots) -> "ModelGuesses":
         """Reserve a cache; raise `ConfigError` if vocabularies or devices differ."""
         check_vocabularies(self.model.tokenizer, model.tokenizer)
         return ModelGuesses(self, slots)
@@ -50,11 +50,11 @@ class Draft:
 class ModelGuesses:
     """A model and its cache behind the slots of a generator.
 
-    ids: int64 (slots, 2 + tokens), the last two of each text, then guesses; found: fp64
-    (slots, tokens, 2), guesses and their probabilities.
+    ids: int64 (slots, 2 + tokens), the last two of each text, then draft tokens; found: fp64
+    (slots, tokens, 2), draft tokens and their probabilities.
     """
 
-    def __init__(self, draft: Draft, slots: Slots) -> None:
+    def __init__(self, draft: Draft, slots: SharedSlots) -> None:
         self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
         device, rows, spec = slots.tables.device, len(slots.lengths), draft.model.spec
         placement = self.decoder.placement
@@ -74,13 +74,13 @@ class ModelGuesses:
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)
 
-    def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
         """Return the likeliest tokens.
 
-        The first pass takes the last two tokens of each text: if all guesses were right, the keys
-        of the last one are still missing. Texts that want no guesses follow it, too.
+        The first pass takes the last two tokens of each text: if all draft tokens were accepted,
+        the keys of the last one are still missing. Texts without draft tokens follow it, too.
         """
-        slots, guesses = max(wanted) + 1, {slot: list[int]() for slot in wanted}
+        slots, proposed = max(wanted) + 1, {slot: list[int]() for slot in wanted}
         last = [wanted[slot].ids[-2:] if slot in wanted else (0,) for slot in range(slots)]
         pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
         self._ids[:slots, :2] = on_device(pairs, self._ids.device)
@@ -90,20 +90,20 @@ class ModelGuesses:
             found = self._found[:slots, place].tolist()
             going = {slot for slot in going if found[slot][1] >= self._least}
             for slot in going:
-                guesses[slot].append(int(found[slot][0]))
+                proposed[slot].append(int(found[slot][0]))
             place += 1
             going = {slot for slot in going if place < wanted[slot].most}
             if going:
                 self._pass(slots, place)
-        return guesses
+        return proposed
 
     def _pass(self, slots: int, place: int) -> None:
         rows = min(bucket(slots), len(self._ids))
-        work = partial(self._guess, rows, place)
-        self._slots.recordings.replay(("draft", rows, place), work)
+        work = partial(self._propose, rows, place)
+        self._slots.graphs.replay(("draft", rows, place), work)
 
-    def _guess(self, rows: int, place: int) -> None:
-        """Put the likeliest token behind those guessed so far; to do it again changes nothing."""
+    def _propose(self, rows: int, place: int) -> None:
+        """Append the likeliest token to the draft tokens; repeating it changes nothing."""
         new, ids = 1 if place else 2, self._ids[:rows]
         lengths = (self._slots.lengths[:rows] + (place or -1)).clamp(min=0)
         view = StepView(self.cache, self._slots.tables[:rows], lengths, count=new)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from exl2flow.inference.drafts.guesses import MOST_DRAFTED, Wanted, check
+from exl2flow.inference.drafts.proposer import MOST_DRAFTED, DraftRequest, check
 
 WIDTH = array("q").itemsize
 SHORTEST = 2  # tokens that must have occurred; one alone is a bad guide
@@ -16,7 +16,7 @@ REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
 class NgramDraft:
     """Guesses that a text goes on as it did after the latest occurrence of its last tokens.
 
-    tokens: at most so many are guessed at once; longest: so many tokens, or else fewer, down to
+    tokens: the most draft tokens per step; longest: so many tokens, or else fewer, down to
     two, must have occurred before. Raises `ConfigError` for a number out of range.
     """
 
@@ -43,10 +43,10 @@ class NgramGuesses:
     def read(self, *_: object) -> None: ...
     def copy(self, *_: object) -> None: ...
 
-    def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
         return {slot: self._follow(one) for slot, one in wanted.items()}
 
-    def _follow(self, one: Wanted) -> list[int]:
+    def _follow(self, one: DraftRequest) -> list[int]:
         if not one.most:
             return []
         text = self._texts.setdefault(one.owner, bytearray())

@@ -25,7 +25,7 @@ class _Strings:
         if not given or "" in given or not all(whole):
             raise ConfigError(f"`{type(self).__name__}` got {given!r}; it takes non-empty strings")
 
-    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_Text":
+    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_ChoiceState":
         """See `Filter.start`; raises `ConfigError` if the tokens can spell none of the strings."""
         text = copy(_texts(self, tokenizer, width, prefix))
         text.states = [b""]
@@ -48,7 +48,7 @@ class SelectFilter(_Strings):
     """
 
 
-class _Text:
+class _ChoiceState:
     """A text under such a filter; `states`: its bytes after each token.
 
     places: of each string, from which tokens complete it. continued: strings that others begin
@@ -96,4 +96,4 @@ class _Text:
         return Allowed(words_of(ids | ends, self._width), frozenset(ends), may_end, must_end)
 
 
-_texts = lru_cache(32)(_Text)
+_texts = lru_cache(32)(_ChoiceState)

@@ -12,7 +12,9 @@ from exl2flow.inference.filters.constraint import Allowed
 from exl2flow.inference.sampling.bits import words_of
 from exl2flow.model import Tokenizer
 
-_READERS = WeakValueDictionary[int, "_Text"]()  # by the id of a filter object: whose text it read
+_READERS = WeakValueDictionary[
+    int, "_ForeignState"
+]()  # by the id of a filter object: whose text it read
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,17 @@ class ForeignFilter:
     source: Any
     is_fed: bool = False
 
-    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_Text":
+    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_ForeignState":
         is_made = hasattr(self.source, "begin") and not isinstance(self.source, type)
         inner = self.source if is_made else self.source()
         if not all(hasattr(inner, name) for name in ("begin", "feed", "next")):
             raise ConfigError(f"the filter {inner!r} lacks `begin`, `feed` or `next`")
-        text = _Text(inner, tokenizer, width, skipped=1 if prefix else 0)
+        text = _ForeignState(inner, tokenizer, width, skipped=1 if prefix else 0)
         _READERS.update({id(inner): text} if self.is_fed else {})
         return text
 
 
-class _Text:
+class _ForeignState:
     def __init__(self, inner: Any, tokenizer: Tokenizer, width: int, *, skipped: int) -> None:
         self._inner, self._width, self._skipped = inner, width, skipped
         self._known, self._eos = tokenizer.vocab_size, tokenizer.eos_token_ids

@@ -45,9 +45,9 @@ class GrammarFilter:
         if wrong:
             raise ConfigError(f"the `{given[0]}` of a filter is broken: {' '.join(wrong.split())}")
 
-    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_Text":
+    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_GrammarState":
         """See `Filter.start`; a vocabulary of 152k takes 0.6 s the first time."""
-        return _Text(self, tokenizer, width, prefix)
+        return _GrammarState(self, tokenizer, width, prefix)
 
     def rules(self, prefix: str) -> str:
         text = {"name": "text", "lark_grammar": self.lark}
@@ -69,7 +69,7 @@ def _bounded(schema: Any) -> Any:
     return {**schema, GUIDANCE: {"whitespace_pattern": WHITE_SPACE, **own}}
 
 
-class _Text:
+class _GrammarState:
     """words: the mask, once computed. lost: tokens since the first that was not allowed."""
 
     def __init__(self, given: GrammarFilter, tokenizer: Tokenizer, width: int, prefix: str) -> None:
@@ -101,7 +101,7 @@ class _Text:
 
 def prepare(constraints: Iterable[object]) -> None:
     """Compute the masks of the grammars among constraints of one tokenizer, without the GIL."""
-    texts = [text for text in constraints if isinstance(text, _Text) and text.words is None]
+    texts = [text for text in constraints if isinstance(text, _GrammarState) and text.words is None]
     texts = [text for text in texts if not text.lost and not text.matcher.is_stopped()]
     if texts:
         masks = torch.empty(len(texts), -(-texts[0].ids // WORD), dtype=torch.int32)

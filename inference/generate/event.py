@@ -28,7 +28,7 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextPiece:
     """Text and its ids; probabilities, top tokens and logits have one entry per id, if wanted."""
 
     text: str = ""
@@ -44,7 +44,7 @@ class Statistics:
     """Tokens and pages, summed over sequences, and times.
 
     new_tokens: includes the stop token, not the healed one; drafted, accepted: tokens that a draft
-    guessed, and those of them that the model chose, too; waiting: until the first pass over the
+    proposed, and those of them that the model chose, too; waiting: until the first pass over the
     prompt; prompt: from then to the first token; text: from the first token to the last.
     """
 
@@ -60,7 +60,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event(Piece):
+class Event(TextPiece):
     """One step of a request; only the last event has a `reason`.
 
     The texts of all events join to the completion. After a stop string, `ids` includes its tokens,
@@ -80,13 +80,13 @@ class Event(Piece):
     suppressed_ids: tuple[int, ...] = ()
     reason: Reason | None = None
     trigger: int | str | None = None
-    held: Piece | None = None
+    held: TextPiece | None = None
     error: Exception | None = None
     statistics: Statistics | None = None
 
 
 def columns(request: Request, tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return the fields of a `Piece` that have one entry per token."""
+    """Return the fields of a `TextPiece` that have one entry per token."""
     fields: dict[str, Any] = {"ids": tuple([token.id for token in tokens])}
     if request.probabilities:
         fields["probabilities"] = tuple(token.probability for token in tokens)

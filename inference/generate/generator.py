@@ -21,19 +21,19 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.images import placeholders
 from exl2flow.core.requests.request import Request, Text, check_integer
 from exl2flow.inference.adapters import adapters_of
+from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of, reserve
-from exl2flow.inference.cache.pages import PageTable
 from exl2flow.inference.drafts import Draft, Drafter
 from exl2flow.inference.filters import Combined
-from exl2flow.inference.generate.decoding import Decoding
+from exl2flow.inference.generate.decode import Decode
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event, Reason
+from exl2flow.inference.generate.hidden_states import HiddenStates, salt_of
 from exl2flow.inference.generate.job import Job
+from exl2flow.inference.generate.prefill import Prefill
 from exl2flow.inference.generate.prompt import Prompt as EncodedPrompt
 from exl2flow.inference.generate.prompt import check, embedded, encoded
-from exl2flow.inference.generate.reading import Reading
-from exl2flow.inference.generate.schedule import Schedule
-from exl2flow.inference.generate.states import States, salt_of
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.scheduler import Scheduler
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
@@ -68,7 +68,7 @@ class Generator:
                 fit in the free memory.
             slots: sequences that run at once.
             chunk: tokens of prompts that one pass reads, a multiple of 256.
-            draft: a `Draft` or an `NgramDraft`, which guesses tokens; texts do not depend on it.
+            draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
 
         Raises:
             ConfigError: there is no such format, a number is out of range, or the draft has another
@@ -89,13 +89,13 @@ class Generator:
         self.pages = pages_of(tokens or fitting(model.max_tokens, placed, name))
         pool = reserve(model.spec, pages=self.pages, form=form, placement=placement)
         most = min(self.context, self.pages * PAGE_TOKENS)
-        self._steps = Steps(model, pool, slots=slots, max_tokens=most, draft=draft)
-        self._schedule = Schedule(self._steps, PageTable(self.pages), slots=slots)
-        self._reading = Reading(self._steps, self._schedule, chunk=chunk)
-        self.states = States(
-            model, self._steps, self._schedule.table, context=self.context, chunk=chunk
+        self._steps = DeviceSlots(model, pool, slots=slots, max_tokens=most, draft=draft)
+        self._scheduler = Scheduler(self._steps, PagePool(self.pages), slots=slots)
+        self._prefill = Prefill(self._steps, self._scheduler, chunk=chunk)
+        self.states = HiddenStates(
+            model, self._steps, self._scheduler.table, context=self.context, chunk=chunk
         )
-        self._decoding = Decoding(self._steps, self._schedule)
+        self._decode = Decode(self._steps, self._scheduler)
         self._cancelled, self._events = deque[Job](), list[Event]()
         self._submitting = Lock()  # a job is added before a failure ends all, or refused after it
 
@@ -122,14 +122,14 @@ class Generator:
             tokenizer,
             max_new_tokens=most,
             adapters=adapters,
-            begin=partial(self._schedule.table.begin, salt),
+            begin=partial(self._scheduler.table.begin, salt),
             constraint=constraint or None,
             deliver=deliver or self._events.append,
             on_cancel=self._cancelled.append,
         )
         with self._submitting:
             self._steps.check_works()
-            self._schedule.add(job)
+            self._scheduler.add(job)
         return job
 
     def _check(self, request: Request, prompt: EncodedPrompt) -> int:
@@ -157,7 +157,7 @@ class Generator:
         self._check(request, job.prompt)
         job.change(request)
         if job.steps and request.settings != before.settings:
-            self._schedule.send_back(job)  # its slot gets the settings when it continues
+            self._scheduler.preempt(job)  # its slot gets the settings when it continues
 
     @property
     def failure(self) -> Exception | None:
@@ -167,12 +167,12 @@ class Generator:
     @property
     def free_pages(self) -> int:
         """Pages that no job uses."""
-        return self._schedule.table.free
+        return self._scheduler.table.free
 
     @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
-        return self._schedule.is_idle
+        return self._scheduler.is_idle
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -187,9 +187,9 @@ class Generator:
             self._steps.check_stream()
             try:
                 self._end_cancelled()
-                self._schedule.admit()
-                self._reading.step()
-                self._decoding.step()
+                self._scheduler.admit()
+                self._prefill.step()
+                self._decode.step()
             except Exception as error:  # the device may be in any state
                 if not self.fail(error):
                     raise
@@ -200,9 +200,9 @@ class Generator:
     def fail(self, error: Exception) -> bool:
         """End all jobs with an error, and refuse further ones; False: there was no job."""
         with self._submitting:
-            self._steps.failure, jobs = error, self._schedule.abandon()
+            self._steps.failure, jobs = error, self._scheduler.abandon()
         for job in jobs:
-            self._schedule.end(job, job.output.finish("error", error=error))
+            self._scheduler.end(job, job.output.finish("error", error=error))
         return bool(jobs)
 
     def cancel(self, job: Job) -> None:
@@ -211,7 +211,7 @@ class Generator:
 
     def cancel_all(self) -> None:
         """End all jobs."""
-        self._drop(self._schedule.all())
+        self._drop(self._scheduler.all())
 
     def stream(self, *requests: Request, abort_event: Flag | None = None) -> Generated[Event]:
         """Yield the events of requests as they come; giving the iteration up ends their jobs.
@@ -291,7 +291,7 @@ class Generator:
             job = self._cancelled.popleft()
             if not job.is_done:
                 reason: Reason = "cancelled" if job.error is None else "error"
-                self._schedule.end(job, job.output.finish(reason, error=job.error))
+                self._scheduler.end(job, job.output.finish(reason, error=job.error))
 
     @torch.inference_mode()
     def warmup(self) -> None:

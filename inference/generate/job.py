@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.adapters import Used
-from exl2flow.inference.cache.pages import Pages
-from exl2flow.inference.drafts import Reach
+from exl2flow.inference.cache.page_pool import SequencePages
+from exl2flow.inference.drafts import AcceptanceRate
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics, Token
 from exl2flow.inference.generate.output import NONE, Output
@@ -33,7 +33,7 @@ class Sequence:
     """
 
     ids: list[int]
-    held: Pages
+    held: SequencePages
     slot: int = -1
 
     @property
@@ -48,9 +48,9 @@ class Job:
     launched: samples that were begun and not read yet; steps: whether its sequences take part in
     decode steps; begin: makes the pages of a new sequence; skips: how often another job overtook it
     in the queue; constraint: of its filters; shown: the mask that its slot has; reach: how many
-    tokens are worth guessing; error: what its callback raised; is_stale: whether the samples that
-    were begun are to be discarded; is_stepwise: whether the next sample begins only with the next
-    call of `Generator.step`.
+    draft tokens are worth proposing; error: what its callback raised; is_stale: whether the samples
+    that were begun are to be discarded; is_stepwise: whether the next sample begins only with the
+    next call of `Generator.step`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Job:
         max_new_tokens: int,
         constraint: Combined | None,
         adapters: Used,
-        begin: Callable[[], Pages],
+        begin: Callable[[], SequencePages],
         deliver: Callable[[Event], None],
         on_cancel: Callable[["Job"], None],
     ) -> None:
@@ -77,7 +77,7 @@ class Job:
         self.launched = self.skips = 0
         self.steps = self.is_done = self.is_stale = self.is_stepwise = False
         self.shown, self.constraint = FREE, constraint
-        self.reach = Reach()
+        self.reach = AcceptanceRate()
         self.draws = deque[float]()  # of samples that were not read yet
         self.mu: float | None = None
         self._times = [time.monotonic()]  # submitted, started, first token, last token
@@ -126,7 +126,7 @@ class Job:
         return self.output.new_tokens + self.launched < self.max_new_tokens
 
     def most_drafted(self, room: int) -> int:
-        """Return how many tokens may be guessed before the next sample."""
+        """Return how many draft tokens the next step may verify."""
         waits = self.request.hooks or (self.output.waits and self.request.settings.mirostat)
         if waits or self.is_stepwise or self.output.healing is not None:
             return 0  # a sample, or what Mirostat learned from it, may be taken back
@@ -146,7 +146,7 @@ class Job:
         return None if ahead else self.output.healing, self.output.blocked(ahead, drafted)
 
     def follows(self, token: Token, cut: int, ends: frozenset[int]) -> bool:
-        """Continue the constraint by a token, or cut as many; False: the token ends the text."""
+        """Advance the constraint by a token, or roll it back; False: the token ends the text."""
         if self.constraint is None:
             return True
         if cut:

@@ -13,12 +13,12 @@ from itertools import accumulate
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.bans import firsts
-from exl2flow.inference.generate.event import Event, Piece, Reason, Token, columns
+from exl2flow.inference.generate.event import Event, Reason, TextPiece, Token, columns
 from exl2flow.inference.generate.loops import is_loop
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.inference.generate.strings import Strings
 from exl2flow.model import TextStream, Tokenizer
-from exl2flow.model.text.text_stream import Place
+from exl2flow.model.text.text_stream import StreamPosition
 
 NONE: frozenset[int] = frozenset()
 
@@ -32,7 +32,7 @@ class Pending:
 
     token: Token
     text: str
-    place: Place
+    place: StreamPosition
     unhealed: int
 
 
@@ -87,12 +87,12 @@ class Output:
         return bool(self._bans or self._request.hooks)
 
     def cut(self, behind: Sequence[int] = ()) -> list[tuple[int, ...]]:
-        """Return what follows `behind` the ids in passages that were cut back and begin again."""
+        """Return the rest of every banned passage whose beginning was generated again."""
         begun = [(ids, (*self.ids[at:], *behind)) for at, ids in self._cut]
         return [ids[len(made) :] for ids, made in begun if ids[: len(made)] == made != ids]
 
     def blocked(self, ahead: int = 0, behind: Sequence[int] = ()) -> frozenset[int]:
-        """Return ids that a sample must not take, `ahead` others before it, `behind` if known."""
+        """Return the ids to mask `ahead` positions from now; `behind`: the draft ids in between."""
         banned = self.excluded
         if self._cut and ahead == len(behind):
             banned |= firsts(self.cut(behind))
@@ -230,7 +230,7 @@ class Output:
             text=text[:cut],
             reason=reason,
             trigger=trigger,
-            held=Piece(text=held_text, **columns(self._request, held)),
+            held=TextPiece(text=held_text, **columns(self._request, held)),
             error=error,
             **columns(self._request, tokens),
         )

@@ -1,4 +1,4 @@
-"""Which GPU takes which layers: computed from sizes, so nothing is loaded to find out.
+"""Layer split: which GPU takes which layers, computed from sizes before anything is loaded.
 
 Parts are dealt out in order, each to the device of the one before it if there is room, else to the
 next one. What a device needs never falls when it gets more parts, so this uses the fewest devices,
@@ -19,7 +19,7 @@ from exl2flow.core.runtime.memory import free_memory
 from exl2flow.core.words import size
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import ModelSpec, Placement, TensorFiles
-from exl2flow.model.memory.footprint import Share, Texts, exact_format
+from exl2flow.model.memory.footprint import DeviceNeed, Texts, exact_format
 from exl2flow.model.memory.footprint import pages as page_count
 
 GB = 10**9
@@ -164,7 +164,7 @@ class _Load:
     """Parts on one device: names for people, stored bytes, and what they need besides."""
 
     stored: int = 0
-    share: Share = field(default_factory=Share)
+    share: DeviceNeed = field(default_factory=DeviceNeed)
     has_embedding: bool = False
 
     @property
@@ -178,7 +178,7 @@ class _Part:
 
     name: str
     stored: int
-    share: Share
+    share: DeviceNeed
     shared: int = 0
     is_embedding: bool = False
 
@@ -267,9 +267,9 @@ def needs(
 
 def _parts(spec: ModelSpec, sizes: Sizes, texts: Texts) -> list[_Part]:
     """Return embedding, layers and head."""
-    embedding, head = Share.of_embedding(spec, texts), Share.of_head(spec, texts)
+    embedding, head = DeviceNeed.of_embedding(spec, texts), DeviceNeed.of_head(spec, texts)
     layers = [
-        _Part(f"layer {index}", stored, Share.of_layer(spec, index, texts))
+        _Part(f"layer {index}", stored, DeviceNeed.of_layer(spec, index, texts))
         for index, stored in enumerate(sizes.layers)
     ]
     return [

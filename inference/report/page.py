@@ -37,7 +37,7 @@ Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → its sample or 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ReportEntry:
     """One model of the page; `plot` is SVG."""
 
     figures: Compared
@@ -76,10 +76,10 @@ class Section:
     """Models of one source, scored on one text, rising in size."""
 
     name: str
-    entries: Sequence[Entry]
+    entries: Sequence[ReportEntry]
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> ReportEntry:
         """The smallest model."""
         return self.entries[0]
 
@@ -150,9 +150,9 @@ def write_up(folder: Path) -> str:
     return _render(_sections(entries), failed, published, folder.name)
 
 
-def _sections(entries: Iterable[Entry]) -> list[Section]:
+def _sections(entries: Iterable[ReportEntry]) -> list[Section]:
     """Group models whose figures can be compared, by source."""
-    groups: dict[tuple[object, ...], list[Entry]] = {}
+    groups: dict[tuple[object, ...], list[ReportEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.compared_by, []).append(entry)
     members = sorted(groups.values(), key=lambda group: str(group[0].source))
@@ -183,10 +183,10 @@ def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
     return found
 
 
-def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> Entry:
+def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> ReportEntry:
     folder = Path(score.model)
     record = read_object(folder / RECORD_FILE)
-    return Entry(
+    return ReportEntry(
         figures=figures,
         score=score,
         contents=inspect_model(folder),
@@ -219,7 +219,7 @@ def _render(
     )
 
 
-def _provenance(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
     """Return how the models were made as (what, value); differing values are listed."""
     found: dict[str, dict[str, None]] = {}
     for entry in entries:

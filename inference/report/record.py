@@ -87,7 +87,7 @@ def _score(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _report(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `quantize` said of a sublayer, what is foreign in it left out."""
+    """Return `quantize`'s report on a sublayer, without fields of an unexpected type."""
     known = dict(layer)
     if "projections" in layer:
         items = mapping(layer["projections"]).items()

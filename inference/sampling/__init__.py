@@ -5,12 +5,12 @@ from exl2flow.inference.sampling.bits import breakers, completed, newline_ids
 from exl2flow.inference.sampling.chain import choose, sample
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
-from exl2flow.kernels import NOT_FINITE, Sampled
+from exl2flow.kernels import NOT_FINITE, SampledTokens
 
 __all__ = [
     "NOT_FINITE",
     "Kind",
-    "Sampled",
+    "SampledTokens",
     "SamplerSlots",
     "SamplingSettings",
     "breakers",

@@ -8,12 +8,14 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import completed
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
-from exl2flow.kernels import Sampled, get_ops
+from exl2flow.kernels import SampledTokens, get_ops
 from exl2flow.model import Tokenizer
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, slots: SamplerSlots, draws: torch.Tensor, kind: Kind) -> Sampled:
+def sample(
+    logits: torch.Tensor, slots: SamplerSlots, draws: torch.Tensor, kind: Kind
+) -> SampledTokens:
     """Choose an id for each of the first n slots, and append it to its history.
 
     See `Ops.sample`; `kind` serves the settings of all active slots among them.
@@ -33,7 +35,7 @@ def choose(
     allowed: torch.Tensor | None = None,
     mu: float | None = None,
     top: int = 0,
-) -> tuple[Sampled, float]:
+) -> tuple[SampledTokens, float]:
     """Choose a token for each of several texts, as a generator does; return Mirostat's bound, too.
 
     Args:

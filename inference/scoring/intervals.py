@@ -1,4 +1,4 @@
-"""How sure a score is: 95 % intervals from the sums of its rows.
+"""95 % confidence intervals of scores, from the sums of their rows.
 
 Rows are resampled with replacement, because the positions of one row depend on each other. Two
 models scored on the same rows are compared pairwise: each resample takes the same rows of both.

@@ -218,7 +218,7 @@ _TOGETHER_AT = ctypes.addressof(_ATTRIBUTES)
 _EARLY_AT = _TOGETHER_AT + ctypes.sizeof(_Attribute)
 
 
-class _Call(threading.local):
+class _LaunchCall(threading.local):
     """What a thread tells the driver, written anew by each launch: making it would take longer."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class _Call(threading.local):
         self.at = ctypes.byref(self.how)
 
 
-_CALL = _Call()
+_CALL = _LaunchCall()
 
 
 @cache

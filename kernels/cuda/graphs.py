@@ -1,4 +1,4 @@
-"""GPU work that is recorded once and replayed, so that launching it costs the host nothing."""
+"""CUDA graphs: GPU work that is captured once and replayed, so the host launches nothing."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -15,10 +15,10 @@ WARM_UP = 2  # runs before a recording, to compile kernels and create plans and 
 T = TypeVar("T")
 
 
-class Recording(Generic[T]):
-    """Recorded work; `result` is overwritten by every replay, also by one of its pool."""
+class CudaGraph(Generic[T]):
+    """A captured CUDA graph; `result` is overwritten by every replay, also by one of its pool."""
 
-    def __init__(self, work: Callable[[], T], beside: "Recording[T] | None" = None) -> None:
+    def __init__(self, work: Callable[[], T], beside: "CudaGraph[T] | None" = None) -> None:
         """Record work, in the memory of `beside` if the two never run at the same time.
 
         Raises:
@@ -38,8 +38,8 @@ class Recording(Generic[T]):
         return self.result
 
 
-class Recordings:
-    """Recordings by key, in one pool of memory; work that cannot be recorded is launched."""
+class GraphPool:
+    """CUDA graphs by key, in one pool of memory; work that cannot be captured is launched."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Recordings:
         """`idle` makes a context in which work, all on one device, changes nothing that counts."""
         self.records = records
         self._idle, self._device = idle, device
-        self._made: dict[tuple[Hashable, ...], Recording[Any]] = {}
+        self._made: dict[tuple[Hashable, ...], CudaGraph[Any]] = {}
 
     def replay(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> T:
         """Do work that is always the same under its key."""
@@ -65,7 +65,7 @@ class Recordings:
         beside = next(iter(self._made.values()), None)
         try:
             with self._here(), self._idle():
-                self._made[key] = Recording(work, beside=beside)
+                self._made[key] = CudaGraph(work, beside=beside)
         except RuntimeError as error:
             log.info("step=launched reason=%s", error)
             self.records = False

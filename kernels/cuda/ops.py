@@ -42,7 +42,7 @@ from exl2flow.kernels.reference.ops import (
 )
 from exl2flow.kernels.reference.refit import REFIT_MAXIMA, STRENGTHS, maxima_multiples, times_output
 
-_RECORDING = threading.Lock()  # recordings register with the random number generator
+_CAPTURING = threading.Lock()  # captures register with the random number generator
 
 
 class CudaOps(TorchOps):
@@ -336,12 +336,12 @@ class CudaOps(TorchOps):
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: launches are recorded, because Python is slower than the device.
 
-        A recording has its own memory; without enough of it, nothing is recorded.
+        A capture has its own memory; without enough of it, nothing is captured.
         """
         if times == 0:
             return
         current = torch.cuda.current_stream()
-        with _RECORDING, suppress(torch.OutOfMemoryError):
+        with _CAPTURING, suppress(torch.OutOfMemoryError):
             stream, first = _recorder(current)
             stream.wait_stream(current)
             graph = _recorded(work, stream, first.pool())
@@ -354,11 +354,11 @@ class CudaOps(TorchOps):
 
 @lru_cache(maxsize=16)
 def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
-    """Return the stream that records for `current`, and a first recording, which owns their memory.
+    """Return the stream that captures for `current`, and a first graph, which owns their memory.
 
     Torch hands out its 32 streams in turn: creating new ones would record other streams' work.
     """
-    stream = own_stream(current.device, ("recordings of", current))
+    stream = own_stream(current.device, ("captures of", current))
     pool = torch.cuda.graph_pool_handle()
     return stream, _recorded(lambda: torch.zeros(1, device=current.device), stream, pool)
 
@@ -375,7 +375,7 @@ def _recorded(
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # the recording is discarded anyway
+            with suppress(RuntimeError):  # the capture is discarded anyway
                 graph.capture_end()
             raise
         graph.capture_end()

@@ -1,4 +1,4 @@
-"""Lay out a file's matrices on a GPU for the products at inference, one launch each."""
+"""Repack a file's matrices on a GPU for the inference kernels, one launch each."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Products of few rows with packed matrices on a GPU: kernels read the codes."""
+"""Fused linears at small batch size on a GPU: kernels read the codes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,30 +17,30 @@ from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.kernels.cuda.steps import activated, add_normed, norm
 from exl2flow.kernels.cuda.timing import ColdTimer
 from exl2flow.kernels.interface.ops import FEW_ROWS
-from exl2flow.kernels.interface.packed import Product
+from exl2flow.kernels.interface.packed import FusedLinear
 from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans.product import (
     MOST_ROWS,
-    Plan,
-    are_known,
+    LaunchPlan,
     filled,
-    has_own_norm,
-    needs_more,
+    fuses_all,
+    norms_apart,
     plan_of,
+    splits_epilogue,
 )
 from exl2flow.kernels.plans.shares import WARPS
 from exl2flow.kernels.plans.tuning import Parts, Tuning, candidates, fastest, key_of
 
 
 def multiply(
-    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """See `Ops.multiply`."""
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     if len(x) > FEW_ROWS or not is_one_form:
         return cuda_prompts.multiply(x, products, hidden)
     runs = [*_runs(products, len(x))]
-    if len(runs) == 1 and are_known(products, len(x)):
+    if len(runs) == 1 and fuses_all(products, len(x)):
         plan = _plan(tuple(products), bucket(len(x)))
         if plan is not None:
             return _launched(plan, x, products, hidden)
@@ -54,7 +54,7 @@ def multiply(
 
 
 def _halved(
-    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Multiply rows that do not fit the device, half of them at a time."""
     half = bucket(len(x)) // 2
@@ -67,11 +67,11 @@ def _halved(
     return results, torch.cat([part[1] for part in parts])
 
 
-def _runs(products: Sequence[Product], rows: int) -> Iterator[list[Product]]:
+def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLinear]]:
     """Divide a chain before norms and after results that are not the kernel's work."""
-    run: list[Product] = []
+    run: list[FusedLinear] = []
     for product in products:
-        if run and (needs_more(run[-1], product, rows) or has_own_norm(product)):
+        if run and (splits_epilogue(run[-1], product, rows) or norms_apart(product)):
             yield run
             run = []
         run.append(product)
@@ -79,17 +79,17 @@ def _runs(products: Sequence[Product], rows: int) -> Iterator[list[Product]]:
 
 
 def _run(
-    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Multiply as `multiply` does, with launches for what the kernel leaves out; or no hidden."""
     first, last = products[0], products[-1]
-    if first.norm is not None and has_own_norm(first):
+    if first.norm is not None and norms_apart(first):
         x = norm(x, first.norm)
     cores = [_core(product, is_last=product is last) for product in products]
     found, states = multiply(x, cores, hidden)
     if any(core.adds for core in cores):
         hidden = states
-    if not needs_more(last, None, len(x)):
+    if not splits_epilogue(last, None, len(x)):
         return found, hidden
     [y] = found
     if last.activation is not None and not last.is_gated:
@@ -102,12 +102,12 @@ def _run(
     return [y], y if last.adds else hidden
 
 
-_CORES: WeakKeyDictionary[Product, dict[bool, Product]] = WeakKeyDictionary()
+_CORES: WeakKeyDictionary[FusedLinear, dict[bool, FusedLinear]] = WeakKeyDictionary()
 
 
-def _core(product: Product, *, is_last: bool) -> Product:
+def _core(product: FusedLinear, *, is_last: bool) -> FusedLinear:
     """Return what the kernel computes of a product: always the same object, for its plans."""
-    drops_norm, drops_rest = has_own_norm(product), is_last and needs_more(product, None, 1)
+    drops_norm, drops_rest = norms_apart(product), is_last and splits_epilogue(product, None, 1)
     if not drops_norm and not drops_rest:
         return product
     cores = _CORES.setdefault(product, {})
@@ -121,7 +121,7 @@ def _core(product: Product, *, is_last: bool) -> Product:
 
 
 def _launched(
-    plan: Plan, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None
+    plan: LaunchPlan, x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     argument, x = filled(plan.argument.copy(), rows=len(x)), x.contiguous()
     by = products[0].norm
@@ -129,7 +129,7 @@ def _launched(
         x = norm(x, by)
     found: list[torch.Tensor] = []
     used = [x]  # kept until the launch: stages must not share memory
-    before: Product | None = None
+    before: FusedLinear | None = None
     for stage, product in zip(argument["stages"], products, strict=False):
         filled(stage, x=x)
         if plan.adds_normed and product.after is not None:
@@ -176,10 +176,10 @@ def _launched(
     return found, found[0] if hidden is None else hidden
 
 
-_PLANS: WeakKeyDictionary[Product, dict[object, Plan | None]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | None]] = WeakKeyDictionary()
 
 
-def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
+def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | None:
     """Return how to divide products for at most so many rows; computed once."""
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
@@ -200,7 +200,7 @@ def _plan(products: tuple[Product, ...], rows: int) -> Plan | None:
     return plans[key]
 
 
-def _parts(products: Sequence[Product], rows: int) -> Parts | None:
+def _parts(products: Sequence[FusedLinear], rows: int) -> Parts | None:
     """Return how many parts to divide rows into, measured at the next power of two of `rows`.
 
     None: the default.
@@ -228,7 +228,7 @@ def _tuning(file: Path) -> Tuning:
     return Tuning(file)
 
 
-def _measured(products: Sequence[Product], rows: int) -> Parts | None:
+def _measured(products: Sequence[FusedLinear], rows: int) -> Parts | None:
     """Return the fastest parts; None during stream capture or when memory is short."""
     device = _device(products)
     processors, most_shared = limits(device.index)
@@ -248,5 +248,5 @@ def _measured(products: Sequence[Product], rows: int) -> Parts | None:
     return None
 
 
-def _device(products: Sequence[Product]) -> torch.device:
+def _device(products: Sequence[FusedLinear]) -> torch.device:
     return products[0].matrices[0].codes.device

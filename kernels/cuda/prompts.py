@@ -1,4 +1,4 @@
-"""Products with many rows on a GPU: matrices are decoded to fp16, and cuBLAS multiplies."""
+"""Linears at large batch size (prefill): dequantize to fp16, multiply with cuBLAS."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,7 +12,7 @@ from exl2flow.kernels.cuda.packing import panel_table
 from exl2flow.kernels.cuda.steps import activated, add_normed, gated, norm
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.ops import MOST_BESIDE
-from exl2flow.kernels.interface.packed import TILE, PackedMatrix, Product
+from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import MOST_MATRICES, filled
 
 PART = np.dtype(  # `Part` in decode.cu
@@ -28,7 +28,7 @@ WORK = np.dtype(  # `Work`
 
 
 def multiply(
-    x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """See `Ops.multiply`."""
     found, is_own = [x], False  # whether the hidden state was made here
@@ -53,13 +53,13 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return _decoded([matrix])
 
 
-def _is_sum(p: Product) -> bool:
+def _is_sum(p: FusedLinear) -> bool:
     """Return whether cuBLAS can add the product to the hidden state."""
     is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
     return p.adds and is_plain
 
 
-def _results(x: torch.Tensor, p: Product) -> list[torch.Tensor]:
+def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
     """Return x Q + bias of each matrix; those of several may be columns of one tensor."""
     found: list[torch.Tensor] = []
     for matrices in [p.matrices] if _bytes(p.matrices) <= MOST_BESIDE else zip(p.matrices):
@@ -76,7 +76,7 @@ def _results(x: torch.Tensor, p: Product) -> list[torch.Tensor]:
 
 
 def _finished(
-    p: Product, found: list[torch.Tensor], hidden: torch.Tensor | None
+    p: FusedLinear, found: list[torch.Tensor], hidden: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Apply what follows a product."""
     if p.activation is not None:

@@ -15,7 +15,7 @@ from exl2flow.kernels.cuda.compiler import (
     launch,
     limits,
 )
-from exl2flow.kernels.interface.sampler_ops import Sampled, SamplerState, SamplerSteps
+from exl2flow.kernels.interface.sampler_ops import SampledTokens, SamplerState, SamplerSteps
 from exl2flow.kernels.plans.product import filled
 from exl2flow.kernels.reference import sampler as torch_sampler
 
@@ -82,12 +82,12 @@ CALL = np.dtype(
 
 def sample(
     logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
-) -> Sampled:
+) -> SampledTokens:
     """See `Ops.sample`."""
     n, vocab = len(logits), state.vocab_size
     most = min(steps.most or vocab, vocab)
     top, is_few = min(steps.top, most), most <= MOST_FEW
-    call = _Call(logits.device)
+    call = _SampleCall(logits.device)
     call.set(
         logits=logits,
         table=state.table,
@@ -122,7 +122,7 @@ def sample(
     else:
         assert adjusted is not None
         _choose_all(call, adjusted, most)
-    return Sampled(
+    return SampledTokens(
         ids=ids,
         probabilities=probabilities if steps.probabilities else None,
         top_ids=top_ids if top else None,
@@ -130,7 +130,7 @@ def sample(
     )
 
 
-class _Call:
+class _SampleCall:
     """The argument of all kernels, and the tensors that it points to."""
 
     def __init__(self, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class _Call:
         launch(file, name, grid, self._struct, device=self.device, early=True, **how)
 
 
-def _adjust(call: _Call, state: SamplerState, steps: SamplerSteps) -> torch.Tensor:
+def _adjust(call: _SampleCall, state: SamplerState, steps: SamplerSteps) -> torch.Tensor:
     """Launch what changes logits, and return them."""
     n, vocab, room = len(state.counts), state.vocab_size, state.history.shape[1] - 1
     adjusted = call.new("adjusted", n, vocab, dtype=torch.float32)
@@ -176,7 +176,7 @@ def _adjust(call: _Call, state: SamplerState, steps: SamplerSteps) -> torch.Tens
     return adjusted
 
 
-def _choose_few(call: _Call, n: int, vocab: int, most: int, *, is_adjusted: bool) -> None:
+def _choose_few(call: _SampleCall, n: int, vocab: int, most: int, *, is_adjusted: bool) -> None:
     """Select candidates from each piece of the vocabulary, then one CTA per row does the rest."""
     pieces, room = -(-vocab // PIECE), 1 << (most - 1).bit_length()
     if not is_adjusted:
@@ -188,7 +188,7 @@ def _choose_few(call: _Call, n: int, vocab: int, most: int, *, is_adjusted: bool
     call.run("choose.cu", "choose_few", (n,), threads=threads, shared=FEW_BYTES * room)
 
 
-def _choose_all(call: _Call, adjusted: torch.Tensor, most: int) -> None:
+def _choose_all(call: _SampleCall, adjusted: torch.Tensor, most: int) -> None:
     """Sort, then teams of CTAs take row by row."""
     order, ordered = torch_sampler.rank(adjusted, most)
     teams = max(1, min(len(adjusted), limits(call.device.index)[0] // TEAM))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from exl2flow.kernels.cuda.compiler import NORM_PIECES, THREADS, launch
-from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.reference import steps as torch_steps
 
 STEP_THREADS, NORM_THREADS = 256, 512
@@ -13,7 +13,7 @@ MOST_ROWS = 65535  # of a grid's second axis
 WIDE = 8  # numbers in 16 bytes
 
 
-def norm(x: torch.Tensor, by: Norm) -> torch.Tensor:
+def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
     """See `Ops.norm`."""
     if not _is_plain(*(tensor for tensor in (x, by.weight, by.bias) if tensor is not None)):
         return torch_steps.norm(x, by)
@@ -54,7 +54,7 @@ def norm(x: torch.Tensor, by: Norm) -> torch.Tensor:
 
 
 def add_normed(
-    x: torch.Tensor, by: Norm, hidden: torch.Tensor | None, multiplier: float = 1.0
+    x: torch.Tensor, by: NormArgs, hidden: torch.Tensor | None, multiplier: float = 1.0
 ) -> torch.Tensor:
     """Return hidden + norm(x) · multiplier for rows fp16 (r, d), added in fp32.
 
@@ -67,7 +67,11 @@ def add_normed(
 
 
 def _add_normed(
-    x: torch.Tensor, by: Norm, hidden: torch.Tensor | None, y: torch.Tensor, multiplier: float = 1.0
+    x: torch.Tensor,
+    by: NormArgs,
+    hidden: torch.Tensor | None,
+    y: torch.Tensor,
+    multiplier: float = 1.0,
 ) -> None:
     """Write to y, whose memory is laid out as that of x."""
     d, heads, head_step = x.shape[-1], 1, 1

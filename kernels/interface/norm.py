@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
-class Norm:
+class NormArgs:
     """y = RN(x / sqrt(mean(x²) + eps)) · weight + bias over the last axis, the division in fp32.
 
     weight: (d,), or (heads, d) for x (…, heads, t, d).

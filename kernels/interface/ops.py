@@ -10,8 +10,8 @@ import torch
 
 from exl2flow.kernels.interface.cache_ops import CacheOps
 from exl2flow.kernels.interface.groups import Group
-from exl2flow.kernels.interface.norm import Norm
-from exl2flow.kernels.interface.packed import PackedMatrix, Product
+from exl2flow.kernels.interface.norm import NormArgs
+from exl2flow.kernels.interface.packed import FusedLinear, PackedMatrix
 from exl2flow.kernels.interface.sampler_ops import SamplerOps
 from exl2flow.kernels.streams import kept, sent
 
@@ -238,7 +238,7 @@ class Ops(CacheOps, SamplerOps, Protocol):
     def multiply(
         self,
         x: torch.Tensor,
-        products: Sequence[Product],
+        products: Sequence[FusedLinear],
         hidden: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return x Q + bias of packed matrices, summed in fp32; chain several products.
@@ -255,8 +255,8 @@ class Ops(CacheOps, SamplerOps, Protocol):
         """
         ...
 
-    def norm(self, x: torch.Tensor, by: Norm) -> torch.Tensor:
-        """Normalize x (…, d), or (…, heads, t, d) with weights of heads; see `Norm`."""
+    def norm(self, x: torch.Tensor, by: NormArgs) -> torch.Tensor:
+        """Normalize x (…, d), or (…, heads, t, d) with weights of heads; see `NormArgs`."""
         ...
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

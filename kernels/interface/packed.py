@@ -1,4 +1,4 @@
-"""The layout of a quantized matrix in memory at inference, converted from the file on load.
+"""Packed matrices: the kernels' layout of a quantized matrix, repacked from the file on load.
 
 Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
 warp holds the codes that it feeds to a tensor core as bytes; narrow ones share a byte.
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, Group
-from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.interface.norm import NormArgs
 
 TILE = 32  # columns
 LANES = 32
@@ -82,7 +82,7 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
-class Product:
+class FusedLinear:
     """Multiply one x with matrices whose rows have the same order.
 
     norm: normalizes x first; or None.
@@ -96,9 +96,9 @@ class Product:
     """
 
     matrices: tuple[PackedMatrix, ...]
-    norm: Norm | None = None
+    norm: NormArgs | None = None
     activation: str | None = None
-    after: Norm | None = None
+    after: NormArgs | None = None
     multiplier: float = 1.0
     adds: bool = False
     exact: bool = False
@@ -247,10 +247,10 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
 
 def multiply(
     x: torch.Tensor,
-    products: Sequence[Product],
+    products: Sequence[FusedLinear],
     hidden: torch.Tensor | None,
     *,
-    norm: Callable[[torch.Tensor, Norm], torch.Tensor],
+    norm: Callable[[torch.Tensor, NormArgs], torch.Tensor],
     gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
     activated: Callable[[torch.Tensor, str], torch.Tensor],
     product: Callable[[torch.Tensor, PackedMatrix, torch.dtype], torch.Tensor],

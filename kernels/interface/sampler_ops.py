@@ -79,7 +79,7 @@ class SamplerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledTokens:
     """What a call of `sample` chose; a recording's next replay overwrites it.
 
     ids: int64 (n,), `NOT_FINITE` for a row whose logits are not finite.
@@ -99,7 +99,7 @@ class SamplerOps(Protocol):
 
     def sample(
         self, logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Choose an id for each row, and append it to its history.
 
         Candidates are ordered by falling probability, then rising id, so equal draws give equal

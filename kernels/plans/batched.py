@@ -1,4 +1,4 @@
-"""How products of 5 to 32 rows are divided: the plan that `cuda/batched.cu` follows.
+"""Launch plans of fused linears for batch size 5 to 32, which `csrc/batched.cu` follows.
 
 A warp has a part of the rows of some tiles of 32 columns, a CTA of 16 warps one part of a matrix.
 CTAs meet after each product and add up its parts together.
@@ -15,8 +15,14 @@ import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.packed import TILE, PackedMatrix, Product
-from exl2flow.kernels.plans.product import FIXED_SHARED, MOST_CHAINED, MOST_MATRICES, Plan, filled
+from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
+from exl2flow.kernels.plans.product import (
+    FIXED_SHARED,
+    MOST_CHAINED,
+    MOST_MATRICES,
+    LaunchPlan,
+    filled,
+)
 from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS, kinds_of
 
 ROWS = (8, 16, 32)  # kernels, by the most rows of x
@@ -100,13 +106,13 @@ class Division:
 
 
 def kernel_rows(rows: int) -> int:
-    """Return the rows of x that the kernel for so many has room for."""
+    """Return the row capacity of the kernel variant for `rows` rows."""
     return next(most for most in ROWS if rows <= most)
 
 
 def plan_of(
-    products: Sequence[Product], rows: int, *, processors: int, most_shared: int
-) -> Plan | None:
+    products: Sequence[FusedLinear], rows: int, *, processors: int, most_shared: int
+) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
 
     Args:
@@ -164,7 +170,7 @@ def plan_of(
         else:
             filled(entry, gathers=True)
     has_zeros = products[0].matrices[0].has_zeros
-    return Plan(
+    return LaunchPlan(
         parts=tuple(own.parts for of in divided for own in of),
         file="batched.cu",
         name=f"batched<{held}, {str(has_zeros).lower()}>",
@@ -181,7 +187,7 @@ _SCRATCH: dict[torch.device, torch.Tensor] = {}
 
 
 def _scratch(device: torch.device, count: int) -> torch.Tensor:
-    """Return at least so many numbers fp32 that all launches share, because none overlaps another.
+    """Return an fp32 scratch buffer of at least `count` elements; launches never overlap.
 
     They begin at a multiple of 16 bytes.
     """
@@ -191,7 +197,7 @@ def _scratch(device: torch.device, count: int) -> torch.Tensor:
     return found
 
 
-def slot_bytes(product: Product) -> int:
+def slot_bytes(product: FusedLinear) -> int:
     """Return the bytes of a warp's step, with the scales of its groups."""
     return STEP + MOST_PANELS * product.matrices[0].scale_bytes
 
@@ -199,7 +205,7 @@ def slot_bytes(product: Product) -> int:
 def divide(
     matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_panels: int
 ) -> list[Division] | None:
-    """Give each matrix CTAs such that all warps end as early as can be; None if x does not fit."""
+    """Assign CTAs to matrices so that the slowest warp ends earliest; None if x does not fit."""
     options = [_divisions(m.groups, len(m.codes), rows, processors, most_panels) for m in matrices]
     if not all(options):
         return None
@@ -272,7 +278,7 @@ def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> li
     return lists
 
 
-def _sums(product: Product, divided: Sequence[Division]) -> int:
+def _sums(product: FusedLinear, divided: Sequence[Division]) -> int:
     """Return how many sums are kept of each row of x."""
     matrices = zip(product.matrices, divided, strict=True)
     return sum(len(matrix.codes) * own.parts * TILE for matrix, own in matrices)
@@ -280,7 +286,7 @@ def _sums(product: Product, divided: Sequence[Division]) -> int:
 
 def _fill(
     entry: np.void,
-    product: Product,
+    product: FusedLinear,
     divided: Sequence[Division],
     lists: Sequence[Sequence[Sequence[int]]],
     words: int,
@@ -329,9 +335,9 @@ def _fill(
 
 def _join(
     stage: np.void,
-    before: Product,
+    before: FusedLinear,
     entry: np.void,
-    product: Product,
+    product: FusedLinear,
     squares: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Fill what a stage does for the one behind it; return the tensors they point to.

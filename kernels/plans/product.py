@@ -1,4 +1,4 @@
-"""How products of 1 to 4 rows with packed matrices are divided: the plan `cuda/product.cu` follows.
+"""Launch plans of fused linears for batch size 1 to 4, which `csrc/product.cu` follows.
 
 A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of the rows; its warps
 share its panels equally. Products that each read the previous result are one launch.
@@ -12,7 +12,7 @@ import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS
-from exl2flow.kernels.interface.packed import LANES, TILE, PackedMatrix, Product
+from exl2flow.kernels.interface.packed import LANES, TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.shares import STEP, WARPS, scale_bytes, shares_of
 
 ROWS = (1, 4)  # kernels, by the most rows of x
@@ -78,7 +78,7 @@ CHAIN = np.dtype(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """The launch of some products for a number of rows, without inputs and outputs.
 
     parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
@@ -99,23 +99,25 @@ class Plan:
 
 
 def kernel_rows(rows: int) -> int:
-    """Return the rows of x that the kernel for so many has room for."""
+    """Return the row capacity of the kernel variant for `rows` rows."""
     return next(most for most in ROWS if rows <= most)
 
 
-def are_known(products: Sequence[Product], rows: int) -> bool:
-    """Return whether the kernel computes all of a chain for so many rows of x."""
+def fuses_all(products: Sequence[FusedLinear], rows: int) -> bool:
+    """Return whether one launch can run the whole chain at this batch size."""
     pairs = [*zip(products, [*products[1:], None], strict=True)]
-    return all(not has_own_norm(one) and not needs_more(one, behind, rows) for one, behind in pairs)
+    return all(
+        not norms_apart(one) and not splits_epilogue(one, behind, rows) for one, behind in pairs
+    )
 
 
-def has_own_norm(product: Product) -> bool:
+def norms_apart(product: FusedLinear) -> bool:
     """Return whether the norm before a product is not the kernel's work."""
     return product.norm is not None and not product.norm.is_plain
 
 
-def needs_more(product: Product, following: Product | None, rows: int) -> bool:
-    """Return whether the kernel leaves out what follows from a product's result.
+def splits_epilogue(product: FusedLinear, following: FusedLinear | None, rows: int) -> bool:
+    """Return whether part of the epilogue needs a launch of its own.
 
     A norm of the result is the work of the product behind it, for one row: each of its CTAs does
     it, so for two to four rows a launch is faster. More are batched: all CTAs do it together.
@@ -124,7 +126,7 @@ def needs_more(product: Product, following: Product | None, rows: int) -> bool:
         return True
     if product.after is None:
         return False
-    if following is None or has_own_norm(following):
+    if following is None or norms_apart(following):
         return True
     if not (product.adds and product.after.is_plain):
         return True
@@ -134,17 +136,17 @@ def needs_more(product: Product, following: Product | None, rows: int) -> bool:
 
 
 def plan_of(
-    products: Sequence[Product],
+    products: Sequence[FusedLinear],
     rows: int,
     *,
     processors: int,
     most_shared: int,
     parts: Sequence[int] | None = None,
-) -> Plan | None:
+) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
 
     Args:
-        products: up to `MOST_CHAINED` that the kernel knows (`are_known`), matrices on the device,
+        products: up to `MOST_CHAINED` that the kernel knows (`fuses_all`), matrices on the device,
             all EXL2 or all GPTQ.
         rows: rows of x, up to `MOST_ROWS`.
         processors: multiprocessors of the device.
@@ -205,7 +207,7 @@ def plan_of(
     filled(argument["stages"][0], place=place)
     kept.append(place)
     has_zeros = products[0].matrices[0].has_zeros
-    return Plan(
+    return LaunchPlan(
         parts=tuple(division.parts for division in divisions),
         file="product.cu",
         name=f"product<{kernel_rows(rows)}, {str(has_zeros).lower()}>",
@@ -236,7 +238,7 @@ class _Division:
     scales: int
 
     @classmethod
-    def of(cls, product: Product, parts: int | None, processors: int) -> "_Division":
+    def of(cls, product: FusedLinear, parts: int | None, processors: int) -> "_Division":
         """Divide rows into parts; if `parts` is None, into several when tiles are few."""
         matrices = product.matrices
         sets = _sets(product)
@@ -262,7 +264,7 @@ class _Division:
             scales=max(scale_bytes(share, matrices[0].scale_bytes) for share in flat),
         )
 
-    def shorter(self, product: Product, processors: int) -> "_Division":
+    def shorter(self, product: FusedLinear, processors: int) -> "_Division":
         """Return a division into parts of fewer panels; `length` must be more than one."""
         panels = product.matrices[0].shape[0] // PANEL_ROWS
         return _Division.of(product, -(-panels // (self.length - 1)), processors)
@@ -276,12 +278,12 @@ class _Division:
         return max(of_x, 4 * WARPS * rows * TILE)
 
 
-def _add(products: Sequence[Product]) -> list[bool]:
+def _add(products: Sequence[FusedLinear]) -> list[bool]:
     """Return which products add the norm of the result before them to hidden states."""
     return [False, *(product.after is not None for product in products[:-1])]
 
 
-def _sets(product: Product) -> list[list[PackedMatrix]]:
+def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
     """Return the sets of matrices whose tiles alternate in a CTA."""
     matrices = list(product.matrices)
     return [matrices] if product.activation else [[matrix] for matrix in matrices]
@@ -289,9 +291,9 @@ def _sets(product: Product) -> list[list[PackedMatrix]]:
 
 def _fill(
     entry: np.void,
-    product: Product,
+    product: FusedLinear,
     division: _Division,
-    following: Product | None,
+    following: FusedLinear | None,
     rows: int,
     device: torch.device,
 ) -> list[torch.Tensor]:
@@ -349,7 +351,7 @@ def _fill(
     return kept
 
 
-def _fill_after(entry: np.void, before: Product, product: Product) -> list[torch.Tensor]:
+def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> list[torch.Tensor]:
     """Fill what a `STAGE` adds to hidden states; return the tensors it points to."""
     if before.after is None:
         return []

@@ -1,4 +1,4 @@
-"""What each warp of a product computes: equal shares of a CTA's panels, in steps."""
+"""Split-K among the warps of a CTA: equal shares of its panels, in steps."""
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise

@@ -17,8 +17,8 @@ from statistics import median
 
 from exl2flow.core.errors import StoreError, WriteFailed
 from exl2flow.core.store.files import digest, digest_of, read_json, write_json
-from exl2flow.kernels.interface.packed import PackedMatrix, Product
-from exl2flow.kernels.plans.product import Plan, plan_of
+from exl2flow.kernels.interface.packed import FusedLinear, PackedMatrix
+from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 
 Parts = tuple[int, ...]  # one number per product of a launch
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 def candidates(
-    products: Sequence[Product], rows: int, *, processors: int, most_shared: int
-) -> list[Plan]:
+    products: Sequence[FusedLinear], rows: int, *, processors: int, most_shared: int
+) -> list[LaunchPlan]:
     """Return up to `MOST_CANDIDATES` plans, the default first; arguments are those of `plan_of`.
 
     The others divide one product into other parts. No plans if the default does not fit.
@@ -53,7 +53,7 @@ def candidates(
     return list(found.values())
 
 
-def fastest(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
+def fastest(plans: Sequence[LaunchPlan], time: Callable[[LaunchPlan], float]) -> LaunchPlan:
     """Return the fastest plan: the first one unless another gains `LEAST_GAIN`.
 
     Plans take turns; the first turn does not count.
@@ -64,7 +64,7 @@ def fastest(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
     return plans[best if times[best] < (1 - LEAST_GAIN) * times[0] else 0]
 
 
-def key_of(products: Sequence[Product], rows: int, *, gpu: str, kernel: object) -> str:
+def key_of(products: Sequence[FusedLinear], rows: int, *, gpu: str, kernel: object) -> str:
     """Return the key of a choice: launches with the same key share it.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from exl2flow.kernels.interface import packed
 from exl2flow.kernels.interface.groups import SCALE_LEVELS, Group
 from exl2flow.kernels.interface.ops import BegunGroups, Ops, Scales, device_table, half_ranges
-from exl2flow.kernels.interface.packed import Product
+from exl2flow.kernels.interface.packed import FusedLinear
 from exl2flow.kernels.reference import cache as torch_cache
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import sampler as torch_sampler
@@ -49,7 +49,7 @@ class TorchOps:
     sample = staticmethod(torch_sampler.sample)
 
     def multiply(
-        self, x: torch.Tensor, products: Sequence[Product], hidden: torch.Tensor | None = None
+        self, x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """See `Ops.multiply`."""
         return packed.multiply(

@@ -9,7 +9,12 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from exl2flow.kernels.interface.sampler_ops import NOT_FINITE, Sampled, SamplerState, SamplerSteps
+from exl2flow.kernels.interface.sampler_ops import (
+    NOT_FINITE,
+    SampledTokens,
+    SamplerState,
+    SamplerSteps,
+)
 from exl2flow.kernels.reference.logits import Numbers, adjusted, contains
 
 LEAST = 1e-300  # dropped tokens weigh less
@@ -21,12 +26,12 @@ FRACTION = 53  # bits of a draw
 
 def sample(
     logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
-) -> Sampled:
+) -> SampledTokens:
     """See `Ops.sample`."""
     found, numbers = adjusted(logits, state, steps), state.numbers
     if steps.most == 1:
         best, ids = found.max(dim=-1)  # the first of equals
-        sampled = Sampled(ids=ids, probabilities=torch.ones_like(draws))
+        sampled = SampledTokens(ids=ids, probabilities=torch.ones_like(draws))
     else:
         ids, ordered = rank(found, steps.most)
         best = ordered[:, 0]
@@ -141,11 +146,13 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return x.bitwise_right_shift(bits) & ((1 << 64 - bits) - 1)
 
 
-def chosen(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, top: int) -> Sampled:
+def chosen(
+    ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, top: int
+) -> SampledTokens:
     """Return the ids at a place (n, 1) of candidates (n, c) with their shares."""
     total = weights.sum(-1, keepdim=True)
     shares = weights[:, :top] / total if top else None
-    return Sampled(
+    return SampledTokens(
         ids=ids.gather(1, place)[:, 0],
         probabilities=(weights.gather(1, place) / total)[:, 0],
         top_ids=ids[:, :top] if top else None,
@@ -153,7 +160,7 @@ def chosen(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, top: i
     )
 
 
-def learn(state: SamplerState, numbers: Numbers, sampled: Sampled) -> None:
+def learn(state: SamplerState, numbers: Numbers, sampled: SampledTokens) -> None:
     """Advance Mirostat's bound: mu + eta (tau + log2 p)."""
     assert sampled.probabilities is not None
     error = numbers["mirostat_tau"][:, 0] + sampled.probabilities.log2()
@@ -161,8 +168,8 @@ def learn(state: SamplerState, numbers: Numbers, sampled: Sampled) -> None:
 
 
 def finish(
-    sampled: Sampled, state: SamplerState, fine: torch.Tensor, steps: SamplerSteps
-) -> Sampled:
+    sampled: SampledTokens, state: SamplerState, fine: torch.Tensor, steps: SamplerSteps
+) -> SampledTokens:
     """Mark rows that are not finite, share the ids of pairs, and append all to the histories."""
     last, active, counts = state.history.shape[1] - 1, state.active, state.counts
     ids = sampled.ids.masked_fill(~fine, NOT_FINITE)
@@ -172,7 +179,7 @@ def finish(
     known = torch.where(ids < 0, state.vocab_size, ids).int()
     state.history.scatter_(1, place[:, None], known[:, None])
     counts.add_(active).clamp_max_(last)
-    return Sampled(
+    return SampledTokens(
         ids=ids,
         probabilities=sampled.probabilities if steps.probabilities else None,
         top_ids=sampled.top_ids,

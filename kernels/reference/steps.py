@@ -3,11 +3,11 @@
 import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS
-from exl2flow.kernels.interface.norm import Norm
+from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.interface.ops import device_table
 
 
-def norm(x: torch.Tensor, by: Norm) -> torch.Tensor:
+def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
     """See `Ops.norm`."""
     wide = x.float()
     if by.centered:

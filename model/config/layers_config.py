@@ -1,4 +1,4 @@
-"""What configs say about attention, layer by layer: heads, windows, scores, positions."""
+"""Read the per-layer attention settings of `config.json`: heads, windows, scores, positions."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What configs say about multipliers of embedding, of outputs of sublayers, and of logits."""
+"""Read the multipliers of embedding, sublayer outputs and logits from `config.json`."""
 
 import math
 from collections.abc import Callable

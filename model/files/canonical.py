@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.model.config.spec import ModelSpec
-from exl2flow.model.files.entry import Entry
+from exl2flow.model.files.entry import TensorEntry
 from exl2flow.model.files.weights import TensorFiles
 
 PARTS = (".weight", ".bias")  # of a linear, both with a row per out-feature
@@ -61,8 +61,8 @@ class CanonicalTensors(TensorFiles):
 
 
 def _parts(
-    spec: ModelSpec, old: str, entry: Entry, name: str, rows: Mapping[str, int] | None
-) -> Iterator[tuple[str, Entry]]:
+    spec: ModelSpec, old: str, entry: TensorEntry, name: str, rows: Mapping[str, int] | None
+) -> Iterator[tuple[str, TensorEntry]]:
     """Yield the canonical tensors that a stored one holds."""
     if rows is None:
         yield name, entry

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """Location of a tensor; `offset` counts bytes from the beginning of the file.
 
     run, step: bytes of each run of the tensor, and from one run to the next; 0: it is a single run.
@@ -23,7 +23,7 @@ class Entry:
     run: int = 0
     step: int = 0
     is_transposed: bool = False
-    scales: "Entry | None" = None
+    scales: "TensorEntry | None" = None
     scale_name: str = ""
     block: tuple[int, int] | None = None
     first: int = 0
@@ -39,11 +39,11 @@ class Entry:
         """The shape that the file states, if this is no part of a tensor."""
         return self.shape[::-1] if self.is_transposed else self.shape
 
-    def transposed(self) -> "Entry":
+    def transposed(self) -> "TensorEntry":
         """Return the location of the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], is_transposed=True)
 
-    def grouped(self, groups: int, first: int, count: int) -> "Entry":
+    def grouped(self, groups: int, first: int, count: int) -> "TensorEntry":
         """Return the location of `count` rows from `first` on in each of equal groups of rows."""
         row = self.nbytes // max(self.shape[0], 1)
         return replace(
@@ -55,7 +55,7 @@ class Entry:
             step=self.nbytes // groups,
         )
 
-    def rows(self, first: int, count: int) -> "Entry":
+    def rows(self, first: int, count: int) -> "TensorEntry":
         """Return the location of `count` rows."""
         if self.is_transposed:
             columns = replace(self, shape=self.shape[::-1], is_transposed=False)
@@ -70,7 +70,7 @@ class Entry:
             whole_rows=self.whole_rows or self.shape[0],
         )
 
-    def columns(self, first: int, count: int) -> "Entry":
+    def columns(self, first: int, count: int) -> "TensorEntry":
         """Return the location of `count` columns of a matrix."""
         rows, columns = self.shape
         element = self.nbytes // max(rows * columns, 1)

@@ -1,4 +1,4 @@
-"""What the headers of a model's files tell about it, before any tensor is read."""
+"""Checks that need only the safetensors headers."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Whether a source has the tensors that its config implies, and whether EXL2 can store them."""
+"""Check that a source has the tensors that its config implies, and that EXL2 can store them."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -24,11 +24,11 @@ from exl2flow.core.errors import (
     SourceModelError,
     TensorShapeError,
 )
-from exl2flow.core.runtime.background import helpers, on_its_way
+from exl2flow.core.runtime.background import helpers, send_async
 from exl2flow.core.store.model_files import is_weights
 from exl2flow.model.config.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 from exl2flow.model.files import fp8
-from exl2flow.model.files.entry import Entry
+from exl2flow.model.files.entry import TensorEntry
 
 DTYPES = {
     "F16": torch.float16,
@@ -62,7 +62,7 @@ class TensorFiles:
                 or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
                 "this format"
             )
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         for path in self.files:
             for name, entry in _read_header(path).items():
                 if name in self._entries:
@@ -143,7 +143,7 @@ class TensorFiles:
             NonFiniteState: an fp8 weight does not fit fp16.
         """
         ahead = self._ahead.pop(name, None)
-        return self._read(name, device) if ahead is None else on_its_way(ahead.result(), device)
+        return self._read(name, device) if ahead is None else send_async(ahead.result(), device)
 
     def read_floating(self, name: str) -> torch.Tensor:
         """Return a tensor as `read` does, if its elements are floating-point numbers.
@@ -167,7 +167,7 @@ class TensorFiles:
                 lines.append(str(error))
         return lines
 
-    def _check_scales(self, name: str, entry: Entry) -> None:
+    def _check_scales(self, name: str, entry: TensorEntry) -> None:
         _grid(name, entry)
         scales = _scales(entry)
         if not scales.isfinite().all():
@@ -185,10 +185,10 @@ class TensorFiles:
     ) -> torch.Tensor:
         entry, dtype = self._entry(name), self.dtype(name)
         if entry.dtype == fp8.FP8:
-            return on_its_way(_decoded(name, entry, pinned=pinned), device)
+            return send_async(_decoded(name, entry, pinned=pinned), device)
         return _raw(name, entry, dtype, device, pinned=pinned)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         entry = self._entries.get(name)
         if entry is None:
             raise MissingTensor(
@@ -198,11 +198,11 @@ class TensorFiles:
         return entry
 
 
-def _is_fp8_weight(name: str, entry: Entry) -> bool:
+def _is_fp8_weight(name: str, entry: TensorEntry) -> bool:
     return entry.dtype == fp8.FP8 and name.endswith(fp8.SUFFIX)
 
 
-def _grid(name: str, entry: Entry) -> tuple[int, int]:
+def _grid(name: str, entry: TensorEntry) -> tuple[int, int]:
     """Return the rows and columns of an fp8 weight that share a scale."""
     if entry.scales is None:
         key = name.removesuffix(fp8.SUFFIX)
@@ -227,14 +227,14 @@ def _grid(name: str, entry: Entry) -> tuple[int, int]:
     return fp8.grid_of(shape, entry.scales.shape, entry.block, names=names)
 
 
-def _scales(entry: Entry) -> torch.Tensor:
+def _scales(entry: TensorEntry) -> torch.Tensor:
     """Read the scales of an fp8 weight, fp32."""
     assert entry.scales is not None
     dtype = fp8.SCALE_DTYPES[entry.scales.dtype]
     return _raw(entry.scale_name, entry.scales, dtype).float()
 
 
-def _decoded(name: str, entry: Entry, *, pinned: bool) -> torch.Tensor:
+def _decoded(name: str, entry: TensorEntry, *, pinned: bool) -> torch.Tensor:
     """Read an fp8 weight and its scales; return the values, fp16 on the CPU."""
     grid, scales = _grid(name, entry), _scales(entry)
     codes = _raw(name, entry, torch.float8_e4m3fn)
@@ -250,7 +250,7 @@ def _decoded(name: str, entry: Entry, *, pinned: bool) -> torch.Tensor:
 
 def _raw(
     name: str,
-    entry: Entry,
+    entry: TensorEntry,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     *,
@@ -270,7 +270,7 @@ def _raw(
     return tensor.T.contiguous() if entry.is_transposed else tensor
 
 
-def _fill(name: str, entry: Entry, file: BufferedReader, room: torch.Tensor) -> None:
+def _fill(name: str, entry: TensorEntry, file: BufferedReader, room: torch.Tensor) -> None:
     """Read bytes into memory, uint8 (n,); a copy to a GPU may still be in flight."""
     for part in torch.split(room, PIECE_BYTES):
         # torch reuses pinned memory once it is copied
@@ -298,7 +298,7 @@ def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
         )
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path) -> dict[str, TensorEntry]:
     """Return name → entry of one file that the safetensors library finds consistent."""
     try:
         with path.open("rb") as file:
@@ -318,7 +318,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     header.pop("__metadata__", None)
     data = _LENGTH_BYTES + length
     return {
-        name: Entry(
+        name: TensorEntry(
             path=path,
             dtype=value["dtype"],
             shape=tuple(value["shape"]),
@@ -330,7 +330,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 @contextmanager
-def _opened(entry: Entry) -> Iterator[BufferedReader]:
+def _opened(entry: TensorEntry) -> Iterator[BufferedReader]:
     """Open the file of a tensor."""
     try:
         with entry.path.open("rb") as file:

@@ -16,10 +16,10 @@ from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.blockwise import attend_in_blocks
+from exl2flow.model.layers.fuse import Pair, product_of
 from exl2flow.model.layers.half_layer import HalfLayer
 from exl2flow.model.layers.linear import Linear, narrowed
 from exl2flow.model.layers.norms import Norm
-from exl2flow.model.layers.products import Pair, product_of
 from exl2flow.model.layers.rope import RopeTable, rope_table
 
 COMMON_TOKENS = 256  # cuDNN keeps a plan of 1.4 MB per shape: for texts of multiples of this only
@@ -96,7 +96,7 @@ class AttentionSublayer(HalfLayer):
 
     def project(self, x: torch.Tensor) -> Projected:
         """Apply the q, k and v projections."""
-        q, k, v = self.multiplied(self.captures[0], x)
+        q, k, v = self.apply_linears(self.captures[0], x)
         return Projected(q=q, k=k, v=v)
 
     def attend(
@@ -144,7 +144,7 @@ class AttentionSublayer(HalfLayer):
     def pair(self, norm: Norm | None) -> Pair:
         """Return the products before and after attention, the first with a norm."""
         first = product_of(self.with_roles("q", "k", "v"), norm=norm)
-        return first, self.adding("o")
+        return first, self.residual_product("o")
 
     def _positioned(
         self, q: torch.Tensor, k: torch.Tensor, table: RopeTable, *, with_cache: bool

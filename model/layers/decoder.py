@@ -10,10 +10,10 @@ from exl2flow.kernels import get_ops, on_device
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import KvCache
+from exl2flow.model.layers.fuse import product_of
 from exl2flow.model.layers.linear import DenseLinear, Linear, is_packed, load_linear, read_to
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.placement import Placement
-from exl2flow.model.layers.products import product_of
 from exl2flow.model.layers.rope import RopeTables
 from exl2flow.model.layers.span import Span
 from exl2flow.model.layers.sublayers import Sublayer, build_sublayer

@@ -1,4 +1,4 @@
-"""What all kinds of sublayers do alike: norms, projections, and what is added to hidden states."""
+"""Base of attention and MLP sublayers: norms, projections, residual add."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from exl2flow.kernels import Product
+from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.sublayer_spec import NormRole, Role, SublayerSpec
+from exl2flow.model.layers.fuse import product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
-from exl2flow.model.layers.products import product_of
 from exl2flow.model.layers.rope import RopeTable
 
 if TYPE_CHECKING:
     from exl2flow.model.layers.attention import LayerCache  # which imports this module
 
-Together = Mapping[str, Callable[[torch.Tensor], list[torch.Tensor]]]  # by capture
+FusedProjections = Mapping[str, Callable[[torch.Tensor], list[torch.Tensor]]]  # by capture
 
 
 class HalfLayer(ABC):
@@ -40,12 +40,12 @@ class HalfLayer(ABC):
         self.norms = norms
         self.linears = linears
         self.multiplier = multiplier
-        self.together: Together = {}
+        self.together: FusedProjections = {}
         captures = dict.fromkeys(p.capture for p in spec.projections)
         self._readers = {c: [p.name for p in spec.reading(c)] for c in captures}
         self._last = [p.capture for p in spec.projections if p.is_last]
 
-    def replaced(self, together: Together) -> Self:
+    def replaced(self, together: FusedProjections) -> Self:
         """See `Sublayer.replaced`."""
         made = copy(self)
         made.together = together
@@ -56,7 +56,7 @@ class HalfLayer(ABC):
         norm = self.norms.get(role)
         return x if norm is None else norm(x)
 
-    def multiplied(self, capture: str, x: torch.Tensor) -> list[torch.Tensor]:
+    def apply_linears(self, capture: str, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs of the projections that read an activation, in their order."""
         together = self.together.get(capture)
         if together is not None:
@@ -64,11 +64,11 @@ class HalfLayer(ABC):
         return [self.linears[name](x) for name in self._readers[capture]]
 
     def with_roles(self, *roles: Role) -> list[Linear]:
-        """Return the linears of roles, in this order; those that there are."""
+        """Return the linears with these roles, in order, skipping missing ones."""
         names = {p.role: p.name for p in self.spec.projections}
         return [self.linears[names[role]] for role in roles if role in names]
 
-    def adding(self, role: Role) -> Product | None:
+    def residual_product(self, role: Role) -> FusedLinear | None:
         """Return the product that a part of the sublayer adds to hidden states, if packed."""
         if self.together:
             return None
@@ -91,7 +91,7 @@ class HalfLayer(ABC):
 
     def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the next hidden state, (b, t, hidden)."""
-        puts = (self.multiplied(capture, reads[capture])[0] for capture in self._last)
+        puts = (self.apply_linears(capture, reads[capture])[0] for capture in self._last)
         put = self.normed("after", reduce(torch.add, puts))
         return hidden + (put if self.multiplier == 1.0 else put * self.multiplier)
 

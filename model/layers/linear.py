@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.core.runtime.background import on_its_way
-from exl2flow.kernels import LARGEST_HALF, PackedMatrix, Product, get_ops
+from exl2flow.core.runtime.background import send_async
+from exl2flow.kernels import LARGEST_HALF, FusedLinear, PackedMatrix, get_ops
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
 from exl2flow.model.files.exl2 import (
     QuantizedMatrix,
@@ -115,7 +115,7 @@ class PackedLinear:
         """Lay out the first `out_features` of the padded columns of a stored matrix."""
         bias = None if matrix.bias is None else matrix.bias[:out_features].half()
         self.matrix = matrix.laid_out(orders.sent(matrix.order)).cut(out_features, bias)
-        self._product = Product(matrices=(self.matrix,))
+        self._product = FusedLinear(matrices=(self.matrix,))
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -145,7 +145,7 @@ class RowOrders:
         """Return the device's copy of an order in main memory, int64 (k,)."""
         key = order.numpy().tobytes()
         if key not in self._sent:
-            self._sent[key] = on_its_way(order, self._device)
+            self._sent[key] = send_async(order, self._device)
         return self._sent[key]
 
 
@@ -238,7 +238,7 @@ def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) 
     found = torch.empty(tensor.shape, dtype=dtype, device=device)
     rows = max(1, SENT_ELEMENTS * len(tensor) // tensor.numel())
     for part, source in zip(torch.split(found, rows), torch.split(tensor, rows), strict=True):
-        part.copy_(on_its_way(source, device))
+        part.copy_(send_async(source, device))
     return found
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from exl2flow.kernels import MOST_MATRICES, get_ops
 from exl2flow.model.layers.decoder import Decoder
-from exl2flow.model.layers.products import product_of
+from exl2flow.model.layers.fuse import product_of
 from exl2flow.model.layers.sublayers import Sublayer
 
 Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # key → A (r, k) and Bᵀ (r, n)

@@ -7,10 +7,10 @@ import torch
 from exl2flow.kernels import get_ops
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.attention import LayerCache
+from exl2flow.model.layers.fuse import Pair, product_of
 from exl2flow.model.layers.half_layer import HalfLayer
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
-from exl2flow.model.layers.products import Pair, product_of
 from exl2flow.model.layers.rope import RopeTable
 
 
@@ -36,7 +36,7 @@ class MlpSublayer(HalfLayer):
         """Return what gate and up read, and the product that down reads."""
         first, last = self.captures
         x = self.normed("before", hidden)
-        return {first: x, last: self.activated(self.multiplied(first, x))}
+        return {first: x, last: self.activated(self.apply_linears(first, x))}
 
     def activated(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what down reads from the outputs of gate, if there is one, and up."""
@@ -53,4 +53,6 @@ class MlpSublayer(HalfLayer):
     def pair(self, norm: Norm | None) -> Pair:
         """Return the products before and after what down reads, the first with a norm."""
         first = self.with_roles("gate", "up")
-        return product_of(first, norm=norm, activation=self.activation), self.adding("down")
+        return product_of(first, norm=norm, activation=self.activation), self.residual_product(
+            "down"
+        )

@@ -11,8 +11,8 @@ from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.linear import moved
 
 
-class Norm(kernels.Norm):
-    """A `kernels.Norm` that is called on what it normalizes."""
+class Norm(kernels.NormArgs):
+    """A `kernels.NormArgs` that is called on what it normalizes."""
 
     __slots__ = ()
 

@@ -3,9 +3,9 @@
 import torch
 
 from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
+from exl2flow.model.layers.fuse import Pair
 from exl2flow.model.layers.half_layer import HalfLayer
 from exl2flow.model.layers.mlp import MlpSublayer
-from exl2flow.model.layers.products import Pair
 from exl2flow.model.layers.rope import RopeTable
 
 
@@ -28,7 +28,7 @@ class ParallelSublayer(HalfLayer):
         """Return what the first projections read, what o reads, and what down reads."""
         first, of_attention = self.attention.captures
         x = self.normed("before", hidden)
-        q, k, v, *others = self.multiplied(first, x)
+        q, k, v, *others = self.apply_linears(first, x)
         projected = Projected(q=q, k=k, v=v)
         return {
             first: x,
@@ -38,7 +38,7 @@ class ParallelSublayer(HalfLayer):
 
     def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:
         """See `AttentionSublayer.fill`."""
-        q, k, v, *_ = self.multiplied(self.attention.captures[0], self.normed("before", hidden))
+        q, k, v, *_ = self.apply_linears(self.attention.captures[0], self.normed("before", hidden))
         self.attention.store(Projected(q=q, k=k, v=v), start=start, cache=cache)
 
     def products(self) -> tuple[Pair, ...]:

@@ -1,4 +1,4 @@
-"""On which device each part of a model lies."""
+"""Device map: the device of each part of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

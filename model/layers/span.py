@@ -6,7 +6,7 @@ import torch
 
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
-from exl2flow.model.layers.chains import Chains
+from exl2flow.model.layers.fused_chain import Chains
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
 from exl2flow.model.layers.sublayers import Sublayer

@@ -14,12 +14,12 @@ from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer, LayerCache
-from exl2flow.model.layers.half_layer import Together
+from exl2flow.model.layers.fuse import Pair
+from exl2flow.model.layers.half_layer import FusedProjections
 from exl2flow.model.layers.linear import Linear, RowOrders, load_linear
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.parallel import ParallelSublayer
-from exl2flow.model.layers.products import Pair
 from exl2flow.model.layers.rope import RopeTable
 
 
@@ -57,7 +57,7 @@ class Sublayer(Protocol):
         """
         ...
 
-    def replaced(self, together: Together) -> Self:
+    def replaced(self, together: FusedProjections) -> Self:
         """Return a sublayer that shares norms and linears, but calls functions in their place.
 
         Args:

@@ -50,7 +50,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class DeviceNeed:
     """What parts of a model need on one device besides the bytes of its files; in bytes.
 
     cache, layout: see `Footprint`, the sum of the parts; the others, the most of one part, are
@@ -65,9 +65,9 @@ class Share:
     decoded: int = 0
     logits: int = 0
 
-    def __add__(self, other: "Share") -> "Share":
+    def __add__(self, other: "DeviceNeed") -> "DeviceNeed":
         """Return the needs of both on one device."""
-        return Share(
+        return DeviceNeed(
             cache=self.cache + other.cache,
             layout=self.layout + other.layout,
             activations=max(self.activations, other.activations),
@@ -87,12 +87,12 @@ class Share:
         return self.cache + self.layout + self.work
 
     @classmethod
-    def of_embedding(cls, spec: ModelSpec, texts: Texts) -> "Share":
+    def of_embedding(cls, spec: ModelSpec, texts: Texts) -> "DeviceNeed":
         """Return the needs of the embedding: hidden states."""
         return cls(activations=HALF * _prompt_tokens(texts) * 4 * spec.hidden_size)
 
     @classmethod
-    def of_layer(cls, spec: ModelSpec, index: int, texts: Texts) -> "Share":
+    def of_layer(cls, spec: ModelSpec, index: int, texts: Texts) -> "DeviceNeed":
         """Return the needs of a layer."""
         sublayers = [s for s in spec.sublayers if s.layer_index == index]
         matrices = [p for s in sublayers for p in s.projections]
@@ -111,7 +111,7 @@ class Share:
         )
 
     @classmethod
-    def of_head(cls, spec: ModelSpec, texts: Texts) -> "Share":
+    def of_head(cls, spec: ModelSpec, texts: Texts) -> "DeviceNeed":
         """Return the needs of the head: logits fp32, and what sorts them."""
         return cls(
             layout=_layout_bytes(spec.head.in_features, spec.head.out_features),
@@ -146,9 +146,9 @@ class Footprint:
     ) -> "Footprint":
         """Return the needs for sequences of `context` tokens; they do not depend on the bits."""
         texts = Texts.of(context=context, cache_format=cache_format, sequences=sequences)
-        share = Share.of_embedding(spec, texts) + Share.of_head(spec, texts)
+        share = DeviceNeed.of_embedding(spec, texts) + DeviceNeed.of_head(spec, texts)
         for index in range(spec.num_layers):
-            share += Share.of_layer(spec, index, texts)
+            share += DeviceNeed.of_layer(spec, index, texts)
         return cls(
             context=context,
             cache_format=cache_format,

@@ -40,7 +40,7 @@ class PieceType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class VocabPiece:
     """One vocabulary entry; its id is its position."""
 
     text: str
@@ -54,7 +54,7 @@ class SentencePieceModel:
 
     serialized: bytes
     type: ModelType
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabPiece, ...]
     byte_fallback: bool
     whitespace_suffix: bool
     charsmap: bytes
@@ -86,7 +86,7 @@ class SentencePieceModel:
     @classmethod
     def _parse(cls, data: bytes) -> "SentencePieceModel":
         """Read `ModelProto`; the numbers are those of `sentencepiece_model.proto`."""
-        pieces: list[Piece] = []
+        pieces: list[VocabPiece] = []
         trainer: dict[int, Value] = {}
         normalizer: dict[int, Value] = {}
         for number, value in _fields(data):
@@ -126,11 +126,11 @@ def check_charsmap(charsmap: bytes) -> None:
         raise ValueError(f"a normalization of {len(charsmap)} bytes states a trie of {stated}")
 
 
-def _piece(fields: dict[int, Value]) -> Piece:
+def _piece(fields: dict[int, Value]) -> VocabPiece:
     text = _blob(fields, 1, b"")
     if len(text) > LONGEST_PIECE:
         raise ValueError(f"a piece of {len(text)} bytes")
-    return Piece(
+    return VocabPiece(
         text=text.decode(),
         score=struct.unpack("<f", _blob(fields, 2, bytes(4)))[0],
         type=PieceType(_integer(fields, 3, PieceType.NORMAL)),

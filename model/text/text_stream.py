@@ -11,7 +11,7 @@ CONTEXT_TOKENS = 8  # of the prompt; enough for a decoder that looks back one to
 MOST_HELD = 4  # U+FFFD; an incomplete character has at most 3
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """A state that a `TextStream` can return to."""
 
     tokens: int
@@ -44,11 +44,11 @@ class TextStream:
         self._shown = len(self._ids)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """The current state, for `rewind`."""
-        return Place(len(self._ids), self._anchor, self._shown)
+        return StreamPosition(len(self._ids), self._anchor, self._shown)
 
-    def rewind(self, place: Place) -> None:
+    def rewind(self, place: StreamPosition) -> None:
         """Forget all tokens pushed since `place` was taken."""
         del self._ids[place.tokens :]
         _, self._anchor, self._shown = place

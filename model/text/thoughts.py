@@ -1,4 +1,4 @@
-"""Where thoughts end and the answer begins, in text that comes in pieces and in its ids."""
+"""Split streamed text and its ids into thinking and answer."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

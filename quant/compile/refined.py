@@ -183,7 +183,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     }
 
 
-RECOMPILE = Stage(
+COMPILE_REFINED = Stage(
     name="compile",
     schema=1,
     inputs=("refine", "judge"),

@@ -23,7 +23,7 @@ from exl2flow.core.errors import (
     StoreError,
 )
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.background import helpers, one_ahead, to_host
+from exl2flow.core.runtime.background import helpers, prefetch, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import (
     TEMPORARY_SUFFIX,
@@ -187,7 +187,7 @@ def compile_model(run: StageRun) -> None:
         path = out / shard.name
         if not run.folder.valid(str(path)):
             reads = (partial(tensors.read, name, entry[1]) for name, entry in shard.layout.items())
-            sha256 = write_layout(path, shard.layout, one_ahead(reads), metadata=FORMAT_METADATA)
+            sha256 = write_layout(path, shard.layout, prefetch(reads), metadata=FORMAT_METADATA)
             run.folder.commit(str(path), sha256, cursor=index)
         run.tick(index, len(shards), shard.name)
         run.stop_if_asked()

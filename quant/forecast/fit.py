@@ -8,7 +8,7 @@ from exl2flow.core.store.source import WANTED
 from exl2flow.core.words import size
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint
-from exl2flow.quant.allocate.reach import Reach
+from exl2flow.quant.allocate.bit_range import BitRange
 
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
@@ -57,7 +57,7 @@ def find_fit(config: ConversionConfig) -> Fit | None:
             f"`--context {options.context}` exceeds the model's {spec.max_positions} positions"
         )
     needs = Footprint.of(spec, context=options.context, cache_format=options.cache)
-    reach = Reach.of(config, spec)
+    reach = BitRange.of(config, spec)
     smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
     left = int(options.memory) - needs.total
     if left < smallest:

@@ -23,8 +23,8 @@ from exl2flow.model.files.source_tensors import (
     check_tensors,
     has_all_layers,
 )
+from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
-from exl2flow.quant.allocate.reach import Reach, check_measurement
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.needs import Card, Forecast, Need, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY, Plan, calibration_in_words, what_is_left
@@ -126,7 +126,7 @@ def _plan(
     device: str,
 ) -> Plan:
     """Forecast sizes; refuse an unreachable target."""
-    reach = Reach.of(config, spec)
+    reach = BitRange.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = Forecast(config, spec, card).needs(packed)
     left, outlooks = what_is_left(config, stages, needs)

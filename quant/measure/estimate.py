@@ -16,7 +16,7 @@ from exl2flow.core.options.config import RoundingOptions, ScaleSearch
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
-from exl2flow.kernels import at_the_same_time
+from exl2flow.kernels import run_concurrently
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
@@ -40,7 +40,7 @@ from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.walk.divergence import divergence
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of
-from exl2flow.quant.walk.walk import OverSource, Store, walk
+from exl2flow.quant.walk.walk import SourceWalk, Store, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
@@ -49,7 +49,7 @@ LEAST_SIZE = 1e-30  # of a projection's output
 REFERENCE = (3, 128)  # bits and group size at which the gain of the output metric is measured
 
 
-class Estimating(OverSource):
+class Estimating(SourceWalk):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Estimating(OverSource):
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
         results: dict[str, list[CandidateResult]] = {}
-        for found in at_the_same_time(works, device_of(sublayer)):
+        for found in run_concurrently(works, device_of(sublayer)):
             results |= found
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
         return partial(write_json, path, _content(in_order))

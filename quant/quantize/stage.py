@@ -18,7 +18,7 @@ import torch
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.stage import Stage, StageRun
-from exl2flow.kernels import at_the_same_time, tensor_cores, used_here
+from exl2flow.kernels import record_stream, run_concurrently, tensor_cores
 from exl2flow.model import (
     Linear,
     ModelSpec,
@@ -137,7 +137,7 @@ class Rounding:
         """
         options = self.options
         hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
-        used_here(item.upper)
+        record_stream(item.upper)
         del item
         begun = list(rounded)
         if not options.rounds:
@@ -250,10 +250,10 @@ class Quantizing:
             return dict(zip(names, found, strict=True))
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
-        parts = at_the_same_time(works, device_of(sublayer))
+        parts = run_concurrently(works, device_of(sublayer))
         found = {name: matrix for part in parts for name, matrix in part.items()}
         for matrix in found.values():
-            used_here(matrix.codes, matrix.scale_codes, matrix.max_scales)
+            record_stream(matrix.codes, matrix.scale_codes, matrix.max_scales)
         return found
 
 

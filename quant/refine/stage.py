@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 KEPT = "kept"  # report of a matrix that is not refined
 
 
-class Upgrading:
+class Refining:
     """The work of `refine` at a sublayer, and at the head."""
 
     again = range(0)
@@ -235,7 +235,7 @@ def refine_model(run: StageRun) -> None:
     run.folder.manifest.total = len(model.spec.sublayers) + stored.has_head
     ids = hessian_rows(run.inputs["tokenize"], config.held_out_rows)
     head_is_open = stored.has_head and not run.folder.valid(HEAD_FILE)
-    work = Upgrading(run, stored)
+    work = Refining(run, stored)
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
         work.head(model, states)

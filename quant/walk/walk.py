@@ -53,7 +53,7 @@ class SublayerWork(Protocol):
         ...
 
 
-class OverSource:
+class SourceWalk:
     """Base for work whose states are the source's own and whose results are JSON."""
 
     again = range(0)

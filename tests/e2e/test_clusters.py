@@ -20,7 +20,7 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.runtime.device_locks import Slots
+from exl2flow.core.runtime.device_locks import DeviceLocks
 from exl2flow.flows import sweep, sweep_locally
 
 Environment = Mapping[str, str]
@@ -127,7 +127,7 @@ def quantizers(work_root: Path) -> list[int]:
 
 def check_killed_worker(config: SweepConfig, env: Environment, folder: Path) -> None:
     """Run a sweep one of whose workers is killed, and ask for all that it shall give."""
-    slots = Slots(Path(env["TMPDIR"]) / f"exl2flow-slots-{os.getuid()}" / "cpu")
+    slots = DeviceLocks(Path(env["TMPDIR"]) / f"exl2flow-slots-{os.getuid()}" / "cpu")
     owners: set[int] = set()
 
     def kill_one_of_two() -> None:

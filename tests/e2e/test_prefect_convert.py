@@ -22,7 +22,7 @@ from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.flows import convert, measure
 from exl2flow.flows.runs import preparation
-from exl2flow.flows.runs.preparation import handed_on, prepare
+from exl2flow.flows.runs.preparation import prepare, reuse_checks
 from exl2flow.tasks import stages
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates
@@ -221,7 +221,7 @@ def test_the_flow_checks_unless_its_command_did(
         lambda config, stages: (made.append(config), original(config, stages))[1],
     )
 
-    with handed_on(prepare(converted.config, stages.STAGES)) if is_handed_on else nullcontext():
+    with reuse_checks(prepare(converted.config, stages.STAGES)) if is_handed_on else nullcontext():
         _, state = run_flow(converted.config)
 
     assert state.is_completed()

@@ -25,7 +25,8 @@ LEAST_SETUPTOOLS = 77  # as `pyproject.toml` asks for
 TIMEOUT_SECONDS = 300
 WHERE = """
 import importlib, json
-names = "core.config kernels model.exl2 quant.rounding.hessian tasks.stages flows.cli".split()
+names = "core.options.config kernels.cuda model.files.exl2 quant.rounding.hessian".split()
+names += ["tasks.stages", "flows.cli"]
 names += ["inference", "compat", "calibration_data"]
 modules = [importlib.import_module(f"exl2flow.{name}") for name in names]
 print(json.dumps([module.__file__ for module in modules]))

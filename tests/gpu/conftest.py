@@ -14,8 +14,8 @@ from stage_runs import run_until
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.kernels.cuda import graphs as recording
-from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.kernels.cuda import graphs as cuda_graphs
+from exl2flow.kernels.cuda.graphs import CudaGraph
 
 MANY = 200  # tests of a run
 
@@ -106,14 +106,14 @@ def without_waiting() -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
     """Return all recordings made from now on."""
-    made: list[Recording] = []
+    made: list[CudaGraph] = []
 
-    class Listed(Recording):
+    class Listed(CudaGraph):
         def __init__(self, *arguments, **options) -> None:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(recording, "Recording", Listed)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Listed)
     return made

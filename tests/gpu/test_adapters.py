@@ -10,7 +10,7 @@ from decoding import GREEDY, Slots
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import Adapter, Generator, LoadedModel, Request, load_model
-from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.kernels.cuda.graphs import CudaGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def check(found: Slots, expected: Slots, slots: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 40])
 def test_a_replay_is_a_step(
-    model: LoadedModel, adapters: list[Adapter], rows: int, recordings: list[Recording]
+    model: LoadedModel, adapters: list[Adapter], rows: int, graphs: list[CudaGraph]
 ) -> None:
     a, b, c, d = adapters
     texts = [((a,), (), (b, c), (d,), (b,), ())[slot % 6] for slot in range(rows)]
@@ -75,12 +75,12 @@ def test_a_replay_is_a_step(
     for slots in (recorded, launched):
         slots.run(20)
 
-    assert len(recordings) == 2
+    assert len(graphs) == 2
     check(recorded, launched, range(rows))
 
 
 def test_a_recording_follows_the_slots_adapters(
-    model: LoadedModel, adapters: list[Adapter], recordings: list[Recording]
+    model: LoadedModel, adapters: list[Adapter], graphs: list[CudaGraph]
 ) -> None:
     """Adapters come, go and take each other's places; texts without any are not touched."""
     a, b, c, _ = adapters
@@ -97,11 +97,11 @@ def test_a_recording_follows_the_slots_adapters(
             slots.run(4)
         check(recorded, launched, range(4))
 
-    assert len(recordings) == 2
+    assert len(graphs) == 2
 
 
 def test_a_wider_adapter_makes_new_recordings(
-    model: LoadedModel, adapters: list[Adapter], recordings: list[Recording]
+    model: LoadedModel, adapters: list[Adapter], graphs: list[CudaGraph]
 ) -> None:
     *_, narrow, wide = adapters
     recorded, launched = (
@@ -118,7 +118,7 @@ def test_a_wider_adapter_makes_new_recordings(
         slots.run(4)
 
     check(recorded, launched, range(2))
-    assert len(recordings) == 4  # of samples, of two places of adapters, and of none
+    assert len(graphs) == 4  # of samples, of two places of adapters, and of none
 
 
 def test_steps_are_those_of_a_cpu(

@@ -18,8 +18,8 @@ from exl2flow.kernels import (
     Group,
     Ops,
     Scales,
-    at_the_same_time,
     get_ops,
+    run_concurrently,
 )
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
@@ -275,7 +275,7 @@ def test_many_recordings_beside_each_other(ops: Ops) -> None:
 
     for _ in range(40):  # more than torch has streams
         works = [partial(work, x.clone()) for x in starts]
-        for found, one in zip(at_the_same_time(works, h.device), expected, strict=True):
+        for found, one in zip(run_concurrently(works, h.device), expected, strict=True):
             assert torch.equal(found, one)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exl2flow.kernels import ACTIVATIONS, CACHE_FORMATS, LayerStore, Norm, get_ops
+from exl2flow.kernels import ACTIVATIONS, CACHE_FORMATS, LayerStore, NormArgs, get_ops
 from exl2flow.kernels.cuda import steps as cuda_steps
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
@@ -26,7 +26,7 @@ def layouts(*shape: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("d", [1, 8, 64, 100, 128, 1024, 1032, 4096, 28672, 32776])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (0, 4, 1)])
 def test_rows_are_normed(shape: tuple[int, int, int], d: int) -> None:
-    norm = Norm(weight=torch.rand(d, device=DEVICE).half(), eps=1e-5)
+    norm = NormArgs(weight=torch.rand(d, device=DEVICE).half(), eps=1e-5)
 
     for x in layouts(*shape, d):
         found = get_ops(DEVICE).norm(x, norm)
@@ -39,7 +39,7 @@ def test_rows_are_normed(shape: tuple[int, int, int], d: int) -> None:
 @pytest.mark.parametrize("d", [1, 8, 100, 128, 4096, 28672, 32776])
 def test_rows_are_centered_and_biased(d: int, has_bias: bool, centered: bool) -> None:
     weight, bias = torch.randn(2, d, device=DEVICE).half()
-    norm = Norm(weight=weight, bias=bias if has_bias else None, eps=1e-5, centered=centered)
+    norm = NormArgs(weight=weight, bias=bias if has_bias else None, eps=1e-5, centered=centered)
 
     for x in layouts(2, 3, 7, d):
         x.add_(3)
@@ -55,7 +55,7 @@ def test_heads_have_weights_of_their_own(d: int, centered: bool) -> None:
     for x in layouts(2, 5, 3, d):
         for heads in (x, x.transpose(1, 2)):
             weight = torch.randn(heads.shape[1], d, device=DEVICE).half()
-            norm = Norm(weight=weight, eps=1e-5, centered=centered)
+            norm = NormArgs(weight=weight, eps=1e-5, centered=centered)
 
             found = get_ops(DEVICE).norm(heads, norm)
 
@@ -70,7 +70,7 @@ def test_normed_rows_are_added(d: int, rows: int, multiplier: float, centered: b
     x, hidden = torch.randn(2, rows, d, device=DEVICE).half()
     bias = torch.randn(d, device=DEVICE).half() if centered else None
     weight = torch.randn(d, device=DEVICE).half()
-    norm = Norm(weight=weight, bias=bias, eps=1e-5, centered=centered)
+    norm = NormArgs(weight=weight, bias=bias, eps=1e-5, centered=centered)
 
     for states in (hidden, None):
         found = cuda_steps.add_normed(x, norm, states, multiplier)
@@ -148,7 +148,7 @@ def test_what_is_not_a_number_stays_none() -> None:
 
 def test_what_needs_gradients_is_left_to_torch() -> None:
     ops, x = get_ops(DEVICE), torch.randn(1, 2, 3, 64, device=DEVICE).half().requires_grad_()
-    norm = Norm(weight=torch.ones(64, device=DEVICE).half(), eps=1e-5)
+    norm = NormArgs(weight=torch.ones(64, device=DEVICE).half(), eps=1e-5)
     angles = torch.rand(3, 32, device=DEVICE)
 
     normed = ops.gated(ops.norm(x, norm), x, "silu")

@@ -11,10 +11,10 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import load_model
 from exl2flow.kernels import (
     ACTIVATIONS,
+    FusedLinear,
     Group,
-    Norm,
+    NormArgs,
     PackedMatrix,
-    Product,
     get_ops,
     pack_codes,
     pack_scales,
@@ -68,7 +68,7 @@ def check(matrix: PackedMatrix, rows: int) -> None:
     ops, (k, _) = get_ops(DEVICE), matrix.shape
     x = torch.randn(rows, k, device=DEVICE).half()
 
-    product = Product(matrices=(matrix,))
+    product = FusedLinear(matrices=(matrix,))
 
     [y], _ = ops.multiply(x, [product])
 
@@ -108,7 +108,7 @@ def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None
     found = [
         y
         for some in (matrices[:3], matrices[3:])
-        for y in get_ops(DEVICE).multiply(x, [Product(matrices=tuple(some))])[0]
+        for y in get_ops(DEVICE).multiply(x, [FusedLinear(matrices=tuple(some))])[0]
     ]
 
     for matrix, y in zip(matrices, found, strict=True):
@@ -133,9 +133,9 @@ def test_a_product_gates_another_and_is_added(
     residual = residual.to(DEVICE)
     ops = get_ops(DEVICE)
 
-    product = Product(matrices=(gate, up), activation=activation)
+    product = FusedLinear(matrices=(gate, up), activation=activation)
     [gated], _ = ops.multiply(x, [product])
-    [added], _ = ops.multiply(x, [Product(matrices=(up,), adds=True)], residual)
+    [added], _ = ops.multiply(x, [FusedLinear(matrices=(up,), adds=True)], residual)
 
     low, high = (x.double() @ decode_packed(m).double() + m.bias.double() for m in (gate, up))
     expected = ACTIVATIONS[activation](low) * high
@@ -147,17 +147,19 @@ def test_a_product_gates_another_and_is_added(
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 40])
 @pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
 def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> None:
-    def norm(eps: float) -> Norm:
-        return Norm(weight=torch.rand(hidden, device=DEVICE).half(), eps=eps)
+    def norm(eps: float) -> NormArgs:
+        return NormArgs(weight=torch.rand(hidden, device=DEVICE).half(), eps=eps)
 
     gate, up = (packed(hidden, mlp, kind, (5, 64)) for kind in ((4, 128), (3, 32)))
     inputs = [packed(hidden, n, (bits, 128)) for n, bits in ((hidden, 4), (64, 6), (32, 2))]
     inputs = [replace(matrix, order=inputs[0].order) for matrix in inputs]
     chain = [
-        Product(matrices=(packed(hidden, hidden, (4, 128), (3, 32)),), adds=True),
-        Product(matrices=(gate, replace(up, order=gate.order)), norm=norm(1e-5), activation="silu"),
-        Product(matrices=(packed(mlp, hidden, (6, 32), (4, 128)),), adds=True),
-        Product(matrices=tuple(inputs), norm=norm(1e-6)),
+        FusedLinear(matrices=(packed(hidden, hidden, (4, 128), (3, 32)),), adds=True),
+        FusedLinear(
+            matrices=(gate, replace(up, order=gate.order)), norm=norm(1e-5), activation="silu"
+        ),
+        FusedLinear(matrices=(packed(mlp, hidden, (6, 32), (4, 128)),), adds=True),
+        FusedLinear(matrices=tuple(inputs), norm=norm(1e-6)),
     ]
     x, states = (torch.randn(rows, hidden, device=DEVICE).half() for _ in range(2))
 
@@ -193,7 +195,7 @@ def test_a_loaded_model_stays_quantized_and_says_the_same(llama: ConversionConfi
 
 
 def both(
-    x: torch.Tensor, products: list[Product], hidden: torch.Tensor
+    x: torch.Tensor, products: list[FusedLinear], hidden: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield results of kernels and of the twin, the hidden state last."""
     found, states = get_ops(DEVICE).multiply(x, products, hidden)
@@ -201,9 +203,9 @@ def both(
     yield from zip([*found, states], [*expected, grown], strict=True)
 
 
-def norm_of(d: int, *, centered: bool) -> Norm:
+def norm_of(d: int, *, centered: bool) -> NormArgs:
     weight, bias = torch.rand(2, d, device=DEVICE).half()
-    return Norm(weight=weight, bias=bias if centered else None, eps=1e-5, centered=centered)
+    return NormArgs(weight=weight, bias=bias if centered else None, eps=1e-5, centered=centered)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +219,12 @@ def test_chains_of_every_kind_are_what_their_products_are(
     gate, up = packed(hidden, mlp, (4, 128)), packed(hidden, mlp, (3, 32))
     norms = [norm_of(hidden, centered=centered) for _ in range(4)]
     chain = [
-        Product(matrices=(packed(hidden, hidden, (4, 128)),), after=norms[0], adds=True),
-        Product(matrices=(gate, replace(up, order=gate.order)), norm=norms[1], activation="silu"),
-        Product(matrices=(packed(mlp, hidden, (5, 64)),), after=norms[2], adds=True),
-        Product(matrices=(packed(hidden, 96, (6, 32)),), norm=norms[3]),
+        FusedLinear(matrices=(packed(hidden, hidden, (4, 128)),), after=norms[0], adds=True),
+        FusedLinear(
+            matrices=(gate, replace(up, order=gate.order)), norm=norms[1], activation="silu"
+        ),
+        FusedLinear(matrices=(packed(mlp, hidden, (5, 64)),), after=norms[2], adds=True),
+        FusedLinear(matrices=(packed(hidden, 96, (6, 32)),), norm=norms[3]),
     ]
     chain = [
         replace(
@@ -244,8 +248,8 @@ def test_products_without_a_gate_are_activated(activation: str, rows: int) -> No
     up = up.cut(1376, torch.randn(1376, device=DEVICE).half())
     norm = norm_of(512, centered=True)
     chain = [
-        Product(matrices=(up,), norm=norm, activation=activation),
-        Product(matrices=(down,), adds=True, multiplier=0.01),
+        FusedLinear(matrices=(up,), norm=norm, activation=activation),
+        FusedLinear(matrices=(down,), adds=True, multiplier=0.01),
     ]
     x = torch.randn(rows, 512, device=DEVICE).half()
 

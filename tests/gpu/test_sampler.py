@@ -10,7 +10,7 @@ from pairs import pairs_of
 from sampled import PLAIN, slots_of
 
 from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings, sample
-from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.kernels.cuda.graphs import CudaGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,7 @@ def test_equal_draws_give_equal_tokens(kind: str, batch: int, vocab: int) -> Non
     held, draw = logits.cuda(), torch.zeros(batch, dtype=torch.float64, device="cuda")
     sample(held, replayed, draw, operations)  # takes memory for masks
     before = [each.clone() for each in entered(kind, batch, vocab, "cuda").tensors()]
-    recording = Recording(lambda: sample(held, replayed, draw, operations).ids)
+    recording = CudaGraph(lambda: sample(held, replayed, draw, operations).ids)
     for kept, fresh in zip(replayed.tensors(), before, strict=False):
         kept.copy_(fresh)  # warming up samples, too
 

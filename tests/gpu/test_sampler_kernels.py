@@ -10,7 +10,7 @@ import pytest
 import torch
 from sampled import PLAIN, slots_of
 
-from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, SamplingSettings
+from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, SamplingSettings
 from exl2flow.kernels import get_ops
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +103,7 @@ def compared(
     logits: torch.Tensor,
     histories: Sequence[Sequence[int]],
     **options: Any,
-) -> Sampled:
+) -> SampledTokens:
     """Check three draws of the device against those of the twin; return the last."""
     kind = Kind.of(settings, masked=True, top=8, probabilities=True)
     here, there = (entered(settings, histories, device, **options) for device in ("cpu", DEVICE))

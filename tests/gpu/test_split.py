@@ -12,7 +12,7 @@ from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.loading.layer_split import Sizes, Split, needs, place
-from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model import CanonicalTensors, Placement, resolve
 from exl2flow.model.memory.footprint import Texts
 
@@ -43,7 +43,7 @@ def generated(model: LoadedModel, **options: object) -> list[torch.Tensor]:
 
 
 def test_logits_are_near_those_of_one_gpu_and_the_same_in_every_run(
-    folder: Path, recordings: list[Recording]
+    folder: Path, graphs: list[CudaGraph]
 ) -> None:
     whole = generated(load_model(folder, device="cuda:0"))
     first, second = (generated(load_model(folder, placement=HALVES)) for _ in range(2))
@@ -51,7 +51,7 @@ def test_logits_are_near_those_of_one_gpu_and_the_same_in_every_run(
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     for found, expected in zip(first, whole, strict=True):
         assert (found - expected).norm() <= NEAR * expected.norm()
-    assert recordings
+    assert graphs
 
 
 def test_a_model_may_be_on_another_gpu_than_the_current_one(folder: Path) -> None:

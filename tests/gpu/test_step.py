@@ -12,7 +12,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.sampling import Kind, SamplerSlots, completed, sample
-from exl2flow.kernels.cuda.graphs import Recording
+from exl2flow.kernels.cuda.graphs import CudaGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +61,7 @@ def stacked(slots: Slots, slot: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", ["fp16", "q4"])
 def test_a_replay_is_a_step(
-    model: LoadedModel, name: str, rows: int, recordings: list[Recording]
+    model: LoadedModel, name: str, rows: int, graphs: list[CudaGraph]
 ) -> None:
     prompts = prompts_of(model, rows)
     recorded = entered(model, prompts, name=name)
@@ -70,7 +70,7 @@ def test_a_replay_is_a_step(
     for slots in (recorded, launched):
         slots.run(30)
 
-    assert len(recordings) == 2
+    assert len(graphs) == 2
     assert recorded.sampled == launched.sampled
     for slot in range(rows):
         assert torch.equal(stacked(recorded, slot), stacked(launched, slot))
@@ -104,7 +104,7 @@ def test_recorded_samples_are_those_of_the_chain(model: LoadedModel, kind: str, 
         assert torch.equal(mine[kept], theirs[kept])
 
 
-def test_kinds_of_settings_may_alternate(model: LoadedModel, recordings: list[Recording]) -> None:
+def test_kinds_of_settings_may_alternate(model: LoadedModel, graphs: list[CudaGraph]) -> None:
     prompts = prompts_of(model, 3)
     recorded, launched = (entered(model, prompts, launched=b) for b in (False, True))
 
@@ -120,12 +120,12 @@ def test_kinds_of_settings_may_alternate(model: LoadedModel, recordings: list[Re
         assert recorded.sampled == launched.sampled
         assert all(len(ids) == step for ids in recorded.sampled.values())
 
-    assert len(recordings) == 4  # hot and mixed settings are of one kind
+    assert len(graphs) == 4  # hot and mixed settings are of one kind
 
 
 @pytest.mark.parametrize("places", [(0, 3, 1), (5, 0, 2), (7, 6, 4)], ids=str)
 def test_slots_may_be_taken_in_any_order(
-    model: LoadedModel, places: tuple[int, ...], recordings: list[Recording]
+    model: LoadedModel, places: tuple[int, ...], graphs: list[CudaGraph]
 ) -> None:
     prompts = prompts_of(model, 3)
     recorded, launched = (
@@ -140,21 +140,21 @@ def test_slots_may_be_taken_in_any_order(
         slots.enter(places[0], prompts[0], HOT)
         slots.run(5)
 
-    assert recordings
+    assert graphs
     assert recorded.sampled == launched.sampled
     for slot in recorded.sampled:
         assert torch.equal(stacked(recorded, slot), stacked(launched, slot))
 
 
-def test_recordings_share_memory(model: LoadedModel, recordings: list[Recording]) -> None:
+def test_recordings_share_memory(model: LoadedModel, graphs: list[CudaGraph]) -> None:
     slots = entered(model, prompts_of(model, 16))
     for settings in (GREEDY, HOT, SamplingSettings(top_k=100)):
         for slot in range(16):
             slots.settings[slot] = settings
         slots.run()
 
-    assert len(recordings) == 4
-    assert len({recording._graph.pool() for recording in recordings}) == 1
+    assert len(graphs) == 4
+    assert len({recording._graph.pool() for recording in graphs}) == 1
 
 
 def test_a_recording_is_made_beside_texts(model: LoadedModel) -> None:
@@ -190,7 +190,7 @@ def test_greedy_text_is_that_of_full_passes(model: LoadedModel) -> None:
 
 
 def test_a_step_that_cannot_be_recorded_is_launched(
-    tmp_path: Path, recordings: list[Recording]
+    tmp_path: Path, graphs: list[CudaGraph]
 ) -> None:
     few = {"num_attention_heads": 8}  # of 8 dims each: no kernel attends to heads so small
     folder = make_tiny("llama", tmp_path / "source", **few)
@@ -202,7 +202,7 @@ def test_a_step_that_cannot_be_recorded_is_launched(
         each.run(10)
 
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert recordings == []
+    assert graphs == []
     assert slots.sampled == launched.sampled
 
 
@@ -229,14 +229,14 @@ def test_greedy_texts_of_many_slots_are_those_of_each_alone(model: LoadedModel) 
 
 @pytest.mark.parametrize("settings", [GREEDY, SamplingSettings(), HOT], ids=str)
 def test_texts_reuse_a_recording(
-    model: LoadedModel, settings: SamplingSettings, recordings: list[Recording]
+    model: LoadedModel, settings: SamplingSettings, graphs: list[CudaGraph]
 ) -> None:
     prompts = prompts_of(model, 4)
     fresh = []
     for ids in prompts:
         fresh.append(entered(model, [ids], (settings,)))
         fresh[-1].run(20, draws=[0.3])
-    recordings.clear()
+    graphs.clear()
     slots = entered(model, prompts[:1], (settings,))
 
     for ids, expected in zip(prompts, fresh, strict=True):
@@ -246,7 +246,7 @@ def test_texts_reuse_a_recording(
         slots.enter(0, [5, 6], settings)
         slots.run(4)
 
-    assert len(recordings) == 2
+    assert len(graphs) == 2
 
 
 def test_a_model_is_used_on_one_stream(model: LoadedModel) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2flow.kernels import Group, Norm, PackedMatrix, Product, get_ops
+from exl2flow.kernels import FusedLinear, Group, NormArgs, PackedMatrix, get_ops
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.compiler import limits
 from exl2flow.kernels.plans import tuning
-from exl2flow.kernels.plans.product import Plan
+from exl2flow.kernels.plans.product import LaunchPlan
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The result of each measurement."""
     found: list[tuple[int, ...]] = []
 
-    def watched(plans: Sequence[Plan], time: Callable[[Plan], float]) -> Plan:
+    def watched(plans: Sequence[LaunchPlan], time: Callable[[LaunchPlan], float]) -> LaunchPlan:
         plan = tuning.fastest(plans, time)
         found.append(plan.parts)
         return plan
@@ -56,19 +56,19 @@ def packed(k: int, n: int, bits: int = 4) -> PackedMatrix:
     )
 
 
-def chain() -> list[Product]:
-    norm = Norm(weight=torch.rand(HIDDEN, device=DEVICE).half(), eps=1e-5)
+def chain() -> list[FusedLinear]:
+    norm = NormArgs(weight=torch.rand(HIDDEN, device=DEVICE).half(), eps=1e-5)
     gate = packed(HIDDEN, MLP)
     up = replace(packed(HIDDEN, MLP), order=gate.order)
     return [
-        Product(matrices=(packed(HIDDEN, HIDDEN),), adds=True),
-        Product(matrices=(gate, up), norm=norm, activation="silu"),
-        Product(matrices=(packed(MLP, HIDDEN),), adds=True),
-        Product(matrices=(packed(HIDDEN, HIDDEN, 6),), norm=norm),
+        FusedLinear(matrices=(packed(HIDDEN, HIDDEN),), adds=True),
+        FusedLinear(matrices=(gate, up), norm=norm, activation="silu"),
+        FusedLinear(matrices=(packed(MLP, HIDDEN),), adds=True),
+        FusedLinear(matrices=(packed(HIDDEN, HIDDEN, 6),), norm=norm),
     ]
 
 
-def again(products: Sequence[Product]) -> list[Product]:
+def again(products: Sequence[FusedLinear]) -> list[FusedLinear]:
     """Return new objects with the same matrices, which have no plan yet."""
     return [replace(product) for product in products]
 

@@ -13,12 +13,12 @@ from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.flows.cli.main import app
 from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.publish import Draft, draft, publish
+from exl2flow.tasks.publish import PublicationDraft, draft, publish
 
 REPO = "org/tiny-exl2"
 
 
-def draft_of(models: list[Path], **values: Any) -> Draft:
+def draft_of(models: list[Path], **values: Any) -> PublicationDraft:
     known = {"models": models, "repo": REPO, "max_kl": 100, **values}
     return draft(PublishConfig.model_validate(known))
 

@@ -76,14 +76,14 @@ class Jobs(RuleBasedStateMachine):
         for _ in range(steps):
             self.generator.step()
 
-    @precondition(lambda self: self.generator._schedule.running)
+    @precondition(lambda self: self.generator._scheduler.running)
     @rule()
-    def send_back(self) -> None:
-        self.generator._schedule.send_back(self.generator._schedule.running[-1])
+    def preempt(self) -> None:
+        self.generator._scheduler.preempt(self.generator._scheduler.running[-1])
 
     @invariant()
     def pages_are_used_by_running_jobs(self) -> None:
-        schedule = self.generator._schedule
+        schedule = self.generator._scheduler
         used = {page for job in schedule.running for s in job.sequences for page in s.held.pages}
         assert schedule.table.free == PAGES - len(used)
         slots = [s.slot for job in schedule.running for s in job.sequences]

@@ -12,8 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from exl2flow.inference.cache.listing import ID_BYTES, packed
-from exl2flow.inference.cache.pages import Copy, Pages, PageTable
+from exl2flow.inference.cache.page_pool import Copy, PagePool, SequencePages
+from exl2flow.inference.cache.prefix_tree import ID_BYTES, packed
 
 SIZE = 4  # tokens per page
 COUNT = 9
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(eq=False)
 class Sequence:
-    held: Pages
+    held: SequencePages
     ids: list[int]
     faults: set[int] = field(default_factory=set)  # which its last rows depend on
 
@@ -43,7 +43,7 @@ class Sequence:
 class Machine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.table = PageTable(COUNT, page_tokens=SIZE)
+        self.table = PagePool(COUNT, page_tokens=SIZE)
         self.rows: list[list[Row | None]] = [[None] * SIZE for _ in range(COUNT)]
         self.running: list[Sequence] = []
         self.past: list[tuple[bytes, list[int]]] = [(b"", [0] * SIZE)]
@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
 
     # what the engine and the device do
 
-    def row(self, held: Pages, position: int) -> Row:
+    def row(self, held: SequencePages, position: int) -> Row:
         row = self.rows[held.pages[position // SIZE]][position % SIZE]
         assert row is not None
         return row

@@ -138,5 +138,5 @@ def test_the_cache_that_a_refusal_names_is_the_largest_that_fits(
         )
         return placed(model, rooms, fewer) is not None
 
-    most = max((pages for pages in range(1, texts.pages) if fits(pages)), default=0)
+    most = max((pages for pages in range(1, texts.pages + 1) if fits(pages)), default=0)
     assert (int(named.rstrip("`")) if found else 0) == 256 * most

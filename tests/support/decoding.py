@@ -1,4 +1,4 @@
-"""Sequences in the slots of `Steps`, and a stand-in for a GPU's recordings."""
+"""Sequences in the slots of `DeviceSlots`, and a stand-in for a GPU's recordings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from exl2flow.inference.adapters import Adapter
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.views import Segment
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.loading.load import LoadedModel
-from exl2flow.inference.sampling import Kind, Sampled, SamplingSettings
+from exl2flow.inference.sampling import Kind, SampledTokens, SamplingSettings
 from exl2flow.kernels import CACHE_FORMATS
 
 GREEDY = SamplingSettings.greedy()
@@ -42,9 +42,9 @@ class Slots:
             device=model.decoder.placement.head,
             layers=model.decoder.placement.layers,
         )
-        self.steps = Steps(model, self.cache, slots=slots, max_tokens=tokens)
+        self.steps = DeviceSlots(model, self.cache, slots=slots, max_tokens=tokens)
         if launched:
-            self.steps.recordings.records = False
+            self.steps.graphs.records = False
         self.settings: dict[int, SamplingSettings] = {}
         self.pages: dict[int, list[int]] = {}
         self.sampled: dict[int, list[int]] = {}
@@ -89,7 +89,9 @@ class Slots:
             kept[target] = kept.pop(source)
 
     @torch.inference_mode()
-    def run(self, steps: int = 1, *, draws: Sequence[float] | None = None, **kind: Any) -> Sampled:
+    def run(
+        self, steps: int = 1, *, draws: Sequence[float] | None = None, **kind: Any
+    ) -> SampledTokens:
         """Run steps, and return what the last one sampled.
 
         Draws depend on the number of the step only, so that texts do not depend on slots.

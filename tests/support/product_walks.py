@@ -7,8 +7,8 @@ from itertools import count
 import numpy as np
 import torch
 
-from exl2flow.kernels import Group, PackedMatrix, Product
-from exl2flow.kernels.plans.product import Plan, plan_of
+from exl2flow.kernels import FusedLinear, Group, PackedMatrix
+from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 from exl2flow.kernels.plans.shares import HEADER, WARPS
 
 H200, A100, RTX_4090 = (132, 227 << 10), (108, 163 << 10), (128, 99 << 10)
@@ -33,11 +33,13 @@ def matrix(k: int, columns: int, *kinds: Kind, zeros: bool = False) -> PackedMat
     )
 
 
-def product(*matrices: PackedMatrix, activation: str | None = None, adds: bool = False) -> Product:
-    return Product(matrices=matrices, activation=activation, adds=adds)
+def product(
+    *matrices: PackedMatrix, activation: str | None = None, adds: bool = False
+) -> FusedLinear:
+    return FusedLinear(matrices=matrices, activation=activation, adds=adds)
 
 
-def chain(hidden: int, mlp: int, kv: int, *, zeros: bool = False) -> list[Product]:
+def chain(hidden: int, mlp: int, kv: int, *, zeros: bool = False) -> list[FusedLinear]:
     """Return the products from an attention's output to the next queries, keys and values."""
 
     def uniform(k: int, columns: int, bits: int = 4) -> PackedMatrix:
@@ -55,13 +57,13 @@ def chain(hidden: int, mlp: int, kv: int, *, zeros: bool = False) -> list[Produc
 class Case:
     """Products and their plan."""
 
-    products: Sequence[Product]
+    products: Sequence[FusedLinear]
     rows: int
     most_shared: int
-    plan: Plan
+    plan: LaunchPlan
 
 
-def case_of(products: Sequence[Product], rows: int, device: tuple[int, int]) -> Case:
+def case_of(products: Sequence[FusedLinear], rows: int, device: tuple[int, int]) -> Case:
     processors, most_shared = device
     plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
     assert plan is not None
@@ -189,5 +191,5 @@ def brought_scales(work: Work, share: list[int], size: int) -> Iterator[tuple[in
         yield from ((index, at + byte) for byte in range(0, size_there, size))
 
 
-def stages(case: Case) -> Iterator[tuple[int, Product, np.void]]:
+def stages(case: Case) -> Iterator[tuple[int, FusedLinear, np.void]]:
     return zip(count(), case.products, case.plan.argument["stages"], strict=False)

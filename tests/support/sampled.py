@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, SamplingSettings
+from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, SamplingSettings
 from exl2flow.inference.sampling import sample as sample_rows
 
 PLAIN = SamplingSettings(temperature=1.0, top_k=0, top_p=0.0)
@@ -35,7 +35,7 @@ def sampled(
     settings: SamplingSettings,
     draw: float = 0.5,
     history: Sequence[int] = (),
-) -> Sampled:
+) -> SampledTokens:
     """Return what logits (v,) and a draw give, with all candidates."""
     slots = slots_of([settings], len(logits), histories=[history])
     kind = replace(Kind.of([settings], top=len(logits), probabilities=True), most=None)

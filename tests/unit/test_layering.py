@@ -2,30 +2,18 @@
 
 import ast
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from sources import BELOW, FILES, FOLDERS, ROOT, offenders, parsed
 
 from exl2flow.model import FAMILIES
 from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
-ROOT = Path(__file__).parents[2]
-BELOW: dict[str, set[str]] = {
-    "core": set(),
-    "calibration_data": set(),
-    "kernels": {"core"},
-    "model": {"core", "kernels"},
-    "quant": {"core", "kernels", "model", "calibration_data"},
-    "inference": {"core", "kernels", "model", "calibration_data"},
-}
-BELOW["tasks"] = {*BELOW}
-BELOW["flows"] = {*BELOW}
-BELOW["compat"] = {"core", "kernels", "model", "inference"}  # nothing imports it
-FOLDERS = set(BELOW)
 PATHS_ONLY = {"exl2flow.calibration_data", "exl2flow.calibration_data.standard"}
 PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.heldout"}
 
@@ -161,20 +149,6 @@ class Import:
     at_top: bool
 
 
-def package_files() -> list[str]:
-    return sorted(
-        str(path.relative_to(ROOT)) for name in FOLDERS for path in (ROOT / name).rglob("*.py")
-    )
-
-
-FILES = package_files()
-
-
-@cache
-def parsed(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
-
-
 @cache
 def imports(file: str) -> tuple[Import, ...]:
     """Return all imports of a file; those under `if TYPE_CHECKING` do not run and do not count."""
@@ -271,14 +245,6 @@ def compared_fields(tree: ast.Module) -> set[str]:
 def called_names(tree: ast.Module) -> set[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {node.func.id for node in calls if isinstance(node.func, ast.Name)}
-
-
-def offenders(
-    find: Callable[[str], Iterable[str]], files: Iterable[str] = FILES
-) -> dict[str, set[str]]:
-    """Return file → what is found there and should not be."""
-    found = {file: set(find(file)) for file in files}
-    return {file: words for file, words in found.items() if words}
 
 
 def test_all_folders_have_files() -> None:

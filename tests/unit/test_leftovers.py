@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from leftovers import VARIABLE, marked
@@ -34,7 +35,7 @@ def wait_for_number(mark: str, expected: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_services_of_ended_tests_end(number: signal.Signals) -> None:
-    here = os.path.dirname(os.path.dirname(__file__))
+    here = str(Path(__file__).parents[1] / "support")
     tests = subprocess.Popen(
         [sys.executable, "-c", TESTS],
         env={**os.environ, "PYTHONPATH": here, VARIABLE: "of an outer process"},

@@ -20,7 +20,7 @@ from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import FIRST_EMBEDDING, Request
 from exl2flow.inference import Draft, Event, Generator, Job, NgramDraft
-from exl2flow.inference.generate.event import Piece, Statistics
+from exl2flow.inference.generate.event import Statistics, TextPiece
 from exl2flow.kernels import PAGE_TOKENS
 
 Settings = ExLlamaV2Sampler.Settings
@@ -241,7 +241,7 @@ class Jobs:
         return {
             "eos": True,
             "eos_reason": event.reason,
-            "held": _shown(event.held or Piece()),
+            "held": _shown(event.held or TextPiece()),
             "eos_triggering_token_id": token,
             "eos_triggering_token_str": decoded,
             "eos_triggering_string": stop if token is None else None,
@@ -274,7 +274,7 @@ class Jobs:
         return last
 
 
-def _shown(piece: Piece) -> dict[str, Any]:
+def _shown(piece: TextPiece) -> dict[str, Any]:
     """Return what a piece has: its text, and tensors (1, n, …)."""
     found = {
         "text": piece.text or None,

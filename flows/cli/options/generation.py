@@ -17,7 +17,7 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "no_bos": ("", None),
         "special": ("", None),
     },
-    "What ends a text": {
+    "Stopping": {
         "max_new_tokens": ("N", None),
         "min_new_tokens": ("N", None),
         "stop": ("TEXT", None),
@@ -25,7 +25,7 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "ban": ("TEXT", None),
         "end_loops": ("", None),
     },
-    "What an answer may contain": {
+    "Constraints": {
         "json_schema": ("FILE|JSON", None),
         "regex": ("REGEX", None),
         "grammar": ("FILE", None),
@@ -45,7 +45,7 @@ ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
         "rope_alpha": ("X", None),
         "rope_yarn": ("X", None),
     },
-    "Guesses that make it faster and change no text": {
+    "Speculative decoding (same text)": {
         "draft": ("MODEL", None),
         "ngram": ("", None),
         "draft_tokens": ("N", None),

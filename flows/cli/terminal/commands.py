@@ -21,9 +21,9 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.loading import filters_of, read_adapters
 from exl2flow.flows.cli.options.chat import CHAT, nearest
 from exl2flow.flows.cli.options.sampling import SAMPLING
+from exl2flow.flows.cli.terminal.conversation_file import unused
 from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
-from exl2flow.flows.cli.terminal.place import unused
 from exl2flow.flows.cli.terminal.screen import columns, counted, summary
 
 OFF = "off"
@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChatCommand:
     """`/NAME ARGUMENTS`; words: what completes the arguments, None: files."""
 
     run: Run
@@ -46,7 +46,7 @@ class Command:
         return inspect.getdoc(self.run) or ""
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, ChatCommand] = {}
 
 
 def command(
@@ -55,7 +55,7 @@ def command(
     """Put a function into the table, under its own name."""
 
     def add(run: Run) -> Run:
-        COMMANDS[run.__name__.strip("_")] = Command(run, arguments, words)
+        COMMANDS[run.__name__.strip("_")] = ChatCommand(run, arguments, words)
         return run
 
     return add
@@ -75,7 +75,7 @@ def obey(chat: Chat, text: str) -> Result:
     return _named(f"/{name}", _by_slash(), "command").run(chat, argument.strip())
 
 
-def _by_slash() -> dict[str, Command]:
+def _by_slash() -> dict[str, ChatCommand]:
     return {f"/{name}": one for name, one in COMMANDS.items()}
 
 
@@ -291,7 +291,7 @@ def json(chat: Chat, argument: str) -> Result:
 
 @command()
 def stats(chat: Chat, argument: str) -> Result:
-    """Show tokens, times and guesses of the last answer.
+    """Show tokens, times and acceptance rate of the last answer.
 
     `/set stats on` shows them after each answer.
     """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from exl2flow.core.errors import ConfigError, Exl2FlowError, WriteFailed
 from exl2flow.core.requests.conversation import Turn
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
+from exl2flow.flows.cli.terminal.conversation_file import ConversationFile, put_aside
 from exl2flow.flows.cli.terminal.input import Leave, Typed
-from exl2flow.flows.cli.terminal.place import Place, put_aside
 from exl2flow.flows.cli.terminal.screen import (
     DIM,
     ERROR,
@@ -47,7 +47,7 @@ class Chat:
     file: Path | None
     restart: "Callable[[], Generator]"
     obey: "Callable[[Chat, str], Result]"
-    place: Place | None = None
+    place: ConversationFile | None = None
     typed: Typed | None = None
     why: str = ""
     is_kept: bool = False

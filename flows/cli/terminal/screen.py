@@ -125,7 +125,7 @@ def summary(counts: "ChatStatistics") -> str:
     if counts.drafted:
         share = counts.accepted / max(1, counts.answer_tokens)
         of_drafted = counts.accepted / counts.drafted
-        parts.append(f"guesses right {of_drafted:.0%}, {share:.0%} of the answer")
+        parts.append(f"draft tokens accepted {of_drafted:.0%}, {share:.0%} of the answer")
     return "; ".join(parts)
 
 

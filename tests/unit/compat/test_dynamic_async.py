@@ -145,7 +145,7 @@ def test_an_error_of_the_device_reaches_all_jobs(model, cache, tokenizer, monkey
 
     async def main() -> list[BaseException]:
         generator = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
-        monkeypatch.setattr(generator.generator.native._decoding, "step", fail)
+        monkeypatch.setattr(generator.generator.native._decode, "step", fail)
         jobs = [ExLlamaV2DynamicJobAsync(generator, tokenizer.encode(p), 8) for p in PROMPTS]
         all_wait.set()
 

@@ -14,7 +14,7 @@ from exl2flow.compat.exllamav2.generator import (
 )
 from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.core.requests.request import FIRST_EMBEDDING
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 
 Settings = ExLlamaV2Sampler.Settings
 GREEDY = Settings.greedy()
@@ -126,7 +126,7 @@ def test_banned_tokens_hold_for_a_step(generator, tokenizer, expected) -> None:
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the device work while the host reads, as a GPU does, or not."""
-    monkeypatch.setattr(Steps, "ahead", property(lambda _: request.param))
+    monkeypatch.setattr(DeviceSlots, "ahead", property(lambda _: request.param))
 
 
 @pytest.mark.usefixtures("ahead")

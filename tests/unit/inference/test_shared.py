@@ -21,7 +21,7 @@ from exl2flow.model import resolve
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import check_ranks, dealt, spans
 
-SCRIPT = Path(__file__).parents[2] / "shared_model.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "shared_model.py"
 NEAR = 1e-5  # sums in another order
 MODELS = ("biases", "cohere", "exl2", "gptq", "one-head", "plain", "tied")
 PATIENCE = 60

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from exl2flow.kernels import Threads, at_the_same_time
+from exl2flow.kernels import Threads, run_concurrently
 from exl2flow.kernels.streams import kept, sent
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_work_on_a_cpu_is_done_in_turn() -> None:
         order.append(number)
         return 10 * number
 
-    assert at_the_same_time([lambda: work(1), lambda: work(2)], CPU) == [10, 20]
+    assert run_concurrently([lambda: work(1), lambda: work(2)], CPU) == [10, 20]
     assert order == [1, 2]
 
 
@@ -50,7 +50,7 @@ def test_an_error_of_the_work_is_raised() -> None:
         raise ValueError("it")
 
     with pytest.raises(ValueError, match="it"):
-        at_the_same_time([fail, fail], CPU)
+        run_concurrently([fail, fail], CPU)
 
 
 def test_threads_begin_works_in_order_and_do_them_side_by_side() -> None:

@@ -13,7 +13,7 @@ from exl2flow.core.runtime.device_locks import visible_gpus
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.flows.runs.bitrates import workers_of
 from exl2flow.flows.runs.runners import Messenger
-from exl2flow.tasks.sweep import Share, make_bitrate
+from exl2flow.tasks.sweep import ProcessShare, make_bitrate
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_bitrate_does_not_begin_once_the_stop_file_is_there_whatever_it_holds(
     stop.write_text(text)
     conversion = sweep_of(device="cpu").conversion(3)
 
-    state = make_bitrate.fn("3.0bpw", conversion, Share(workers=1, stop=stop))
+    state = make_bitrate.fn("3.0bpw", conversion, ProcessShare(workers=1, stop=stop))
 
     assert isinstance(state.data, Interrupted)
     assert state.data.signum == number

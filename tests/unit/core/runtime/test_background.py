@@ -11,8 +11,8 @@ import torch
 from exl2flow.core.runtime.background import (
     MOST_WAITING,
     Background,
-    on_its_way,
-    one_ahead,
+    prefetch,
+    send_async,
     to_host,
 )
 
@@ -152,7 +152,7 @@ def test_one_runs_ahead_of_the_result_in_use(count: int) -> None:
         return 10 * number
 
     found = []
-    for result in one_ahead(partial(work, number) for number in range(count)):
+    for result in prefetch(partial(work, number) for number in range(count)):
         next_one = min(len(found) + 1, count - 1)
         deadline = time.monotonic() + 10
         while next_one not in begun and time.monotonic() < deadline:
@@ -166,4 +166,4 @@ def test_one_runs_ahead_of_the_result_in_use(count: int) -> None:
 def test_tensor_on_its_way_to_the_cpu_stays() -> None:
     tensor = torch.ones(3)
 
-    assert on_its_way(tensor, "cpu") is tensor
+    assert send_async(tensor, "cpu") is tensor

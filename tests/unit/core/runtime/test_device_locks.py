@@ -16,18 +16,18 @@ import pytest
 from exl2flow.core.errors import Interrupted, WriteFailed
 from exl2flow.core.runtime import device_locks as module
 from exl2flow.core.runtime import interrupt
-from exl2flow.core.runtime.device_locks import Slots, named_gpus, see_only, turn, visible_gpus
+from exl2flow.core.runtime.device_locks import DeviceLocks, named_gpus, see_only, turn, visible_gpus
 from exl2flow.core.runtime.interrupt import listening
 
 HOLD = """
 import sys
 from pathlib import Path
-from exl2flow.core.runtime.device_locks import Slots
+from exl2flow.core.runtime.device_locks import DeviceLocks
 
 def pause():
     sys.exit("none is free")
 
-with Slots(Path(sys.argv[1])).hold(sys.argv[2:], pause) as device:
+with DeviceLocks(Path(sys.argv[1])).hold(sys.argv[2:], pause) as device:
     print(device, flush=True)
     sys.stdin.read()
 """
@@ -42,14 +42,14 @@ def give_up() -> None:
 
 
 @pytest.fixture
-def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slots:
+def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceLocks:
     """Slots for a process that has held none yet."""
     monkeypatch.setattr(module, "_devices", {})
-    return Slots(tmp_path / "slots" / "cuda")
+    return DeviceLocks(tmp_path / "slots" / "cuda")
 
 
 @contextmanager
-def holder(slots: Slots, *devices: str) -> Iterator[subprocess.Popen[str]]:
+def holder(slots: DeviceLocks, *devices: str) -> Iterator[subprocess.Popen[str]]:
     """Run a process that holds a slot until its input ends."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(slots.folder), *devices],
@@ -67,7 +67,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_processes_hold_different_devices_until_they_are_killed(slots: Slots) -> None:
+def test_processes_hold_different_devices_until_they_are_killed(slots: DeviceLocks) -> None:
     with holder(slots, "3", "5") as first, holder(slots, "3", "5") as second:
         assert {said(first), said(second)} == {"3", "5"}
         assert slots.owners() == {first.pid, second.pid}
@@ -80,7 +80,7 @@ def test_processes_hold_different_devices_until_they_are_killed(slots: Slots) ->
             assert slots.owners() == {first.pid, third.pid}
 
 
-def test_who_holds_a_slot_is_known_at_once_and_not_its_holder_before(slots: Slots) -> None:
+def test_who_holds_a_slot_is_known_at_once_and_not_its_holder_before(slots: DeviceLocks) -> None:
     slots.folder.mkdir(parents=True)
     (slots.folder / "0").write_text("99999999")  # of one that was killed
 
@@ -103,7 +103,7 @@ def test_gpus_are_those_that_cuda_is_told_to_show(monkeypatch: pytest.MonkeyPatc
     assert visible_gpus("cpu") == []
 
 
-def test_who_waits_goes_on_when_the_device_is_free(slots: Slots) -> None:
+def test_who_waits_goes_on_when_the_device_is_free(slots: DeviceLocks) -> None:
     with holder(slots, "0") as other:
         said(other)
 
@@ -117,7 +117,7 @@ def test_who_waits_goes_on_when_the_device_is_free(slots: Slots) -> None:
     assert slots.owners() == set()
 
 
-def test_process_stays_with_its_first_device(slots: Slots) -> None:
+def test_process_stays_with_its_first_device(slots: DeviceLocks) -> None:
     with slots.hold(["1", "0"], give_up):
         pass
     with slots.hold(["0", "1"], give_up) as device:
@@ -126,7 +126,7 @@ def test_process_stays_with_its_first_device(slots: Slots) -> None:
             pass  # neither the other one, nor its own a second time
 
 
-def test_threads_of_a_process_hold_its_device_in_turn(slots: Slots) -> None:
+def test_threads_of_a_process_hold_its_device_in_turn(slots: DeviceLocks) -> None:
     inside, together = 0, []
     look = threading.Lock()
 
@@ -149,7 +149,7 @@ def test_threads_of_a_process_hold_its_device_in_turn(slots: Slots) -> None:
     assert set(together) == {1}
 
 
-def test_file_that_was_tidied_away_is_made_again(slots: Slots) -> None:
+def test_file_that_was_tidied_away_is_made_again(slots: DeviceLocks) -> None:
     with slots.hold(["0"], give_up):
         (slots.folder / "0").unlink()
 
@@ -157,7 +157,7 @@ def test_file_that_was_tidied_away_is_made_again(slots: Slots) -> None:
         assert (slots.folder / "0").is_file()
 
 
-def test_names_of_parts_of_a_gpu_are_files(slots: Slots) -> None:
+def test_names_of_parts_of_a_gpu_are_files(slots: DeviceLocks) -> None:
     name = "MIG-GPU-8e41/1/0"
 
     with slots.hold([name], give_up) as device:
@@ -169,7 +169,7 @@ def test_slots_of_a_host_are_for_their_user_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    slots = Slots.of_host("cpu")
+    slots = DeviceLocks.of_host("cpu")
 
     with slots.hold(["0"], give_up):
         mode = stat.S_IMODE(slots.folder.parent.stat().st_mode)
@@ -178,7 +178,7 @@ def test_slots_of_a_host_are_for_their_user_only(
     assert mode == 0o700
 
 
-def test_folder_that_is_somebody_elses_is_not_used(slots: Slots, tmp_path: Path) -> None:
+def test_folder_that_is_somebody_elses_is_not_used(slots: DeviceLocks, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     slots.folder.parent.symlink_to(tmp_path / "elsewhere")
 

@@ -12,7 +12,7 @@ from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_an_error_behind_a_prompt_begins_on_its_own_line(folder: Path, failing: 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the fourth decode step of the process be the last one."""
-    forward, counts = Steps.forward, [0]
+    forward, counts = DeviceSlots.forward, [0]
 
     def broken(*given: Any, **named: Any) -> None:
         counts[0] += 1
@@ -151,7 +151,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         forward(*given, **named)
 
-    monkeypatch.setattr(Steps, "forward", broken)
+    monkeypatch.setattr(DeviceSlots, "forward", broken)
 
 
 @pytest.mark.timeout(30)

@@ -14,7 +14,7 @@ from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.runs import preparation
 from exl2flow.flows.runs.local import run_locally
-from exl2flow.flows.runs.preparation import handed_on, prepare, prepare_sweep
+from exl2flow.flows.runs.preparation import prepare, prepare_sweep, reuse_checks
 from exl2flow.tasks.stages import STAGES
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
@@ -78,7 +78,7 @@ def test_what_is_handed_on_holds_for_that_configuration_only(
 ) -> None:
     config = small_config(source, tmp_path / "out", bpw=4.0)
 
-    with handed_on(prepare(config, STAGES)):
+    with reuse_checks(prepare(config, STAGES)):
         assert prepare(small_config(source, tmp_path / "out", bpw=5.0), STAGES).config.bpw == 5.0
         with pytest.raises(PreflightFailed):
             prepare(small_config(source, tmp_path / "out", bpw=2.0), STAGES)

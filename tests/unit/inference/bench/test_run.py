@@ -9,7 +9,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError, SourceModelError
 from exl2flow.inference import load_model
 from exl2flow.inference.bench import bench, run
-from exl2flow.inference.bench.run import Session, affordable, read_in_step
+from exl2flow.inference.bench.run import BenchSession, affordable, read_in_step
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_prompts_and_steps_are_timed(folder: Path) -> None:
 
 
 def test_a_slow_machine_reads_less_and_says_so(folder: Path) -> None:
-    session = Session(
+    session = BenchSession(
         load_model(folder, device="cpu"), cache="fp32", seconds=0.0, report=lambda text: None
     )
 

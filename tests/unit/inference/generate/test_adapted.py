@@ -25,7 +25,7 @@ from exl2flow.inference import (
     load_model,
 )
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.model.layers.low_rank import LowRank
 
 GREEDY = SamplingSettings.greedy()
@@ -178,13 +178,13 @@ def test_jobs_that_were_sent_back_keep_their_adapters(
     ]
     roomy = ids_of(Generator(model, tokens=8192, slots=4), *every)
     cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=4)
-    sent_back, send_back = list[Job](), cramped._schedule.send_back
+    preempted, preempt = list[Job](), cramped._scheduler.preempt
     monkeypatch.setattr(
-        cramped._schedule, "send_back", lambda job: (sent_back.append(job), send_back(job))
+        cramped._scheduler, "preempt", lambda job: (preempted.append(job), preempt(job))
     )
 
     assert ids_of(cramped, *every) == roomy
-    assert {len(job.adapters) for job in sent_back} & {1, 2}
+    assert {len(job.adapters) for job in preempted} & {1, 2}
 
 
 def test_a_banned_string_cuts_a_text_with_adapters_back(
@@ -294,7 +294,7 @@ def test_recorded_steps_follow_the_slots_adapters(
     model: LoadedModel, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Again.made = []
-    monkeypatch.setattr(recording, "Recording", Again)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Again)
     a, b, c = adapters
     sets = [(), (a,), (b,), (), (c,), (a, b), (a, c), (c,)]
     every = [
@@ -302,13 +302,13 @@ def test_recorded_steps_follow_the_slots_adapters(
         for tag, used in enumerate(sets)
     ]
     generator = Generator(model, tokens=8192, slots=3)
-    generator._steps.recordings.records = True
+    generator._steps.graphs.records = True
 
     found = ids_of(generator, *every, request(9, max_new_tokens=60))
 
     every.append(request(9, max_new_tokens=60))
     assert found == {each.tag: alone(model, each) for each in every}
-    marks = {key[2] for key in generator._steps.recordings._made if isinstance(key[2], str)}
+    marks = {key[2] for key in generator._steps.graphs._made if isinstance(key[2], str)}
     assert marks == {"plain", "adapted"}
 
 

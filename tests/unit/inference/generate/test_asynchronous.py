@@ -153,7 +153,7 @@ def test_a_failure_of_the_device_reaches_all(
     decode = generator._steps.forward
 
     def broken(*step: object) -> object:
-        if len(generator._schedule.running) < 3:
+        if len(generator._scheduler.running) < 3:
             return decode(*step)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

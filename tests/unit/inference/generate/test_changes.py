@@ -6,7 +6,7 @@ import pytest
 
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.inference import Event, Generator, Job, LoadedModel, Request, SamplingSettings
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 
 GREEDY = SamplingSettings.greedy()
 PROMPT = (40, 41, 42, 43)
@@ -16,7 +16,7 @@ COUNT = 12
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"], autouse=True)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the device works while the host reads, as a GPU does."""
-    monkeypatch.setattr(Steps, "ahead", property(lambda _: request.param))
+    monkeypatch.setattr(DeviceSlots, "ahead", property(lambda _: request.param))
     return request.param
 
 

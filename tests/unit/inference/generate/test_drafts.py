@@ -22,9 +22,9 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.inference.drafts import Reach, Wanted
+from exl2flow.inference.drafts import AcceptanceRate, DraftRequest
 from exl2flow.inference.filters import GrammarFilter
-from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.kernels.cuda import graphs as cuda_graphs
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
 GREEDY = SamplingSettings.greedy()
@@ -131,7 +131,7 @@ class Oracle:
 
     def copy(self, *_: object) -> None: ...
 
-    def guess(self, wanted: Mapping[int, Wanted]) -> dict[int, list[int]]:
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
         return {slot: self._guess([*one.ids], one.most) for slot, one in wanted.items()}
 
     def _guess(self, ids: list[int], most: int) -> list[int]:
@@ -195,10 +195,10 @@ def test_texts_do_not_depend_on_a_draft_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Again.made = []
-    monkeypatch.setattr(recording, "Recording", Again)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Again)
     draft = Draft(model=model, tokens=3, least=least)
     generator = Generator(model, tokens=8192, slots=16, draft=draft)
-    generator._steps.recordings.records = not launched
+    generator._steps.graphs.records = not launched
 
     found = run(generator, requests())
 
@@ -252,7 +252,7 @@ def test_ngrams_go_on_as_they_did() -> None:
     guesses = NgramDraft(longest=3).start()
 
     def after(ids: list[int], most: int = 4) -> list[int]:
-        return guesses.guess({0: Wanted(guesses, ids, most)})[0]
+        return guesses.propose({0: DraftRequest(guesses, ids, most)})[0]
 
     assert after([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2]
     assert after([1, 2, 9, 7, 2, 8, 6, 1, 2]) == [9, 7, 2, 8]  # the longest, not the latest
@@ -269,15 +269,15 @@ def test_ngrams_go_on_as_they_did() -> None:
 def test_ngrams_follow_a_text_that_was_cut_back() -> None:
     guesses = NgramDraft(longest=2).start()
     ids = [*range(100), 7, 8]
-    assert guesses.guess({0: Wanted(guesses, ids, 2)})[0] == [9, 10]
+    assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [9, 10]
 
     ids[-2:] = [20, 21, 22]
 
-    assert guesses.guess({0: Wanted(guesses, ids, 2)})[0] == [23, 24]
+    assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [23, 24]
 
 
 def test_reach_follows_what_was_right() -> None:
-    good, bad = Reach(), Reach()
+    good, bad = AcceptanceRate(), AcceptanceRate()
     for _ in range(20):
         good.note(good.tokens, good.tokens)
         bad.note(bad.tokens, 0)

@@ -134,18 +134,18 @@ def test_a_job_that_was_sent_back_reads_its_rows_again(
         request(rows_of(90, seed=i), ids_of(5), max_new_tokens=260, settings=HOT, seed=i)
         for i in range(4)
     ]
-    cramped, sent_back = Generator(model, tokens=5 * PAGE_TOKENS, slots=4), list[object]()
-    send_back = cramped._schedule.send_back
+    cramped, preempted = Generator(model, tokens=5 * PAGE_TOKENS, slots=4), list[object]()
+    preempt = cramped._scheduler.preempt
 
     def forgets(job: Any) -> None:
-        sent_back.append(job)
-        send_back(job)
-        cramped._schedule.table.clear()
+        preempted.append(job)
+        preempt(job)
+        cramped._scheduler.table.clear()
 
-    monkeypatch.setattr(cramped._schedule, "send_back", forgets)
+    monkeypatch.setattr(cramped._scheduler, "preempt", forgets)
 
     assert [ids for ids, _ in run(cramped, *wanted)] == ids_after(model, *wanted)
-    assert sent_back
+    assert preempted
 
 
 @pytest.mark.parametrize("kind", ["model", "ngrams"])

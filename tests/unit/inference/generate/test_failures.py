@@ -157,17 +157,17 @@ def test_another_thread_may_submit_while_the_queue_is_looked_at(model: LoadedMod
     class Watched:
         @property
         def is_done(self) -> bool:
-            thread = threading.Thread(target=generator._schedule.add, args=(ended,))
+            thread = threading.Thread(target=generator._scheduler.add, args=(ended,))
             thread.start()
             thread.join()
             return True
 
     ended.is_done = True
-    generator._schedule.add(Watched())
+    generator._scheduler.add(Watched())
 
     assert generator.is_idle
-    assert generator._schedule.all() == []
-    assert len(generator._schedule._waiting) == 4
+    assert generator._scheduler.all() == []
+    assert len(generator._scheduler._waiting) == 4
 
 
 @pytest.mark.parametrize("seed", ["x", 1.5, True])

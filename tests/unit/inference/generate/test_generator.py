@@ -137,9 +137,9 @@ def test_jobs_that_were_sent_back_go_on_where_they_were(
     every = requests(4, tokens=260, settings=settings, logits=True)
     roomy = [*Generator(model, cache=cache, tokens=8192, slots=4).stream(*every)]
     cramped = Generator(model, cache=cache, tokens=5 * PAGE_TOKENS, slots=4)
-    sent_back, send_back = list[Job](), cramped._schedule.send_back
+    preempted, preempt = list[Job](), cramped._scheduler.preempt
     monkeypatch.setattr(
-        cramped._schedule, "send_back", lambda job: (sent_back.append(job), send_back(job))
+        cramped._scheduler, "preempt", lambda job: (preempted.append(job), preempt(job))
     )
 
     found = [*cramped.stream(*every)]
@@ -148,7 +148,7 @@ def test_jobs_that_were_sent_back_go_on_where_they_were(
         assert ids_of(found) == ids_of(roomy)
     else:
         check_same(model, cache, found, roomy)
-    assert len(sent_back) >= 2
+    assert len(preempted) >= 2
     assert is_empty(cramped)
 
 

@@ -9,7 +9,7 @@ from tiny import make_tiny
 
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
 from exl2flow.inference.sampling import Kind
-from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.kernels.cuda.graphs import ROWS, bucket
 
 MIXED = (GREEDY, SamplingSettings(temperature=1.5), HOT)
@@ -23,22 +23,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
     """Record with `Again` from now on, and return all recordings."""
     Again.made = []
-    monkeypatch.setattr(recording, "Recording", Again)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Again)
     return Again.made
 
 
 def recorded(model: LoadedModel, **options: object) -> Slots:
     slots = Slots(model, **options)
-    slots.steps.recordings.records = True
+    slots.steps.graphs.records = True
     return slots
 
 
 @pytest.mark.parametrize("settings", [MIXED, (GREEDY,) * 3], ids=("mixed", "greedy"))
 def test_replays_sample_what_launches_do(
-    model: LoadedModel, settings: tuple[SamplingSettings, ...], recordings: list[Again]
+    model: LoadedModel, settings: tuple[SamplingSettings, ...], graphs: list[Again]
 ) -> None:
     found, expected = recorded(model, slots=4), Slots(model, slots=4)
     for slot, (each, ids) in enumerate(zip(settings, prompts_of(model), strict=False)):
@@ -59,28 +59,28 @@ def test_replays_sample_what_launches_do(
             theirs[:3, :-1] if theirs.dim() > 1 else theirs[:3],
         )
     assert torch.equal(found.steps.lengths, expected.steps.lengths)
-    assert len(recordings) == 2
+    assert len(graphs) == 2
 
 
 def test_each_kind_and_each_number_of_rows_is_recorded_once(
-    model: LoadedModel, recordings: list[Again]
+    model: LoadedModel, graphs: list[Again]
 ) -> None:
     slots, prompts = recorded(model, slots=4), prompts_of(model)
 
     for settings in (GREEDY, SamplingSettings(), GREEDY, SamplingSettings(top_k=3)):
         slots.enter(0, prompts[0], settings)
         slots.run(2)
-    assert len(recordings) == 3  # of the forward pass, an argmax, and 64 candidates
+    assert len(graphs) == 3  # of the forward pass, an argmax, and 64 candidates
     slots.enter(2, prompts[1])
     slots.run(2)
     slots.enter(3, prompts[2])
     slots.run(2)
 
-    assert len(recordings) == 5
-    assert [each.beside for each in recordings] == [None, *[recordings[0]] * 4]
+    assert len(graphs) == 5
+    assert [each.beside for each in graphs] == [None, *[graphs[0]] * 4]
 
 
-def test_a_recording_is_made_beside_a_text(model: LoadedModel, recordings: list[Again]) -> None:
+def test_a_recording_is_made_beside_a_text(model: LoadedModel, graphs: list[Again]) -> None:
     found, ids = recorded(model, slots=8), prompts_of(model)[3]
     found.enter(0, ids, HOT)
     found.run(3)
@@ -89,32 +89,30 @@ def test_a_recording_is_made_beside_a_text(model: LoadedModel, recordings: list[
         found.run(2)
 
     assert found.sampled[0] == text_alone(model, ids, HOT, 9).sampled[0]
-    assert len(recordings) == 8
+    assert len(graphs) == 8
 
 
 @torch.inference_mode()
-def test_what_is_warmed_up_is_not_recorded_again(
-    model: LoadedModel, recordings: list[Again]
-) -> None:
+def test_what_is_warmed_up_is_not_recorded_again(model: LoadedModel, graphs: list[Again]) -> None:
     slots, prompts = recorded(model, slots=5), prompts_of(model)
     slots.enter(0, prompts[0])
 
     slots.steps.warm_up([Kind.of([GREEDY]), Kind.of([HOT])])
 
     # 1, 2, 4 and 5 rows: two kinds and the forward pass; ends of 1, 2 and 4 prompts
-    assert len(recordings) == 4 * 3 + 3
+    assert len(graphs) == 4 * 3 + 3
     for slot, ids in enumerate(prompts[1:], 1):
         slots.run()
         slots.enter(slot, ids, HOT)
     slots.run()
-    assert len(recordings) == 15
+    assert len(graphs) == 15
     alone = text_alone(model, prompts[0], GREEDY, 5)
     assert slots.sampled[0] == alone.sampled[0]
 
 
 @pytest.mark.parametrize("lengths", [(3,), (8, 20), (1, 64, 9), (30, 2, 17, 5)])
 def test_ends_of_prompts_are_read_in_recorded_passes(
-    model: LoadedModel, recordings: list[Again], lengths: tuple[int, ...]
+    model: LoadedModel, graphs: list[Again], lengths: tuple[int, ...]
 ) -> None:
     """Each text fills the context."""
     source, context = torch.Generator().manual_seed(0), 512
@@ -123,7 +121,7 @@ def test_ends_of_prompts_are_read_in_recorded_passes(
         for _ in lengths
     ]
     recorded = Generator(model, tokens=4096, slots=4)
-    recorded._steps.recordings.records = True
+    recorded._steps.graphs.records = True
     for ids, length in zip(prompts, lengths, strict=True):
         [*recorded.stream(Request(ids[:-length], stops=(), max_new_tokens=1))]
 
@@ -138,15 +136,15 @@ def test_ends_of_prompts_are_read_in_recorded_passes(
         return found
 
     assert texts(recorded) == texts(Generator(model, tokens=4096, slots=4))
-    assert ("tails", bucket(len(lengths))) in recorded._steps.recordings._made
+    assert ("tails", bucket(len(lengths))) in recorded._steps.graphs._made
 
 
 def test_warming_up_leaves_pages_alone_that_another_text_has_now(
-    model: LoadedModel, recordings: list[Again]
+    model: LoadedModel, graphs: list[Again]
 ) -> None:
     first, second = torch.randint(2, model.spec.vocab_size, (2, 400)).tolist()
     generator = Generator(model, tokens=512, slots=1)
-    generator._steps.recordings.records = True
+    generator._steps.graphs.records = True
     for count in (300, 305):
         [*generator.stream(Request(first[:count], stops=(), max_new_tokens=1))]
     request = Request(second, settings=GREEDY, stops=(), max_new_tokens=40)
@@ -171,7 +169,7 @@ def test_what_cannot_be_recorded_is_launched_and_tried_once(
         tried.append(work)
         raise RuntimeError("not permitted")
 
-    monkeypatch.setattr(recording, "Recording", fails)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", fails)
     slots, ids = recorded(model, slots=3), prompts_of(model)[0]
     for slot in range(2):
         slots.enter(slot, ids, HOT)

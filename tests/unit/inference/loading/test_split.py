@@ -26,7 +26,7 @@ from exl2flow.inference import (
 from exl2flow.inference.cache.paged import fitting
 from exl2flow.inference.drafts import Draft, NgramDraft
 from exl2flow.inference.loading.layer_split import Split
-from exl2flow.kernels.cuda import graphs as recording
+from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.model import (
     Decoder,
     DenseLinear,
@@ -103,10 +103,10 @@ def generated(model: LoadedModel, **options: Any) -> Generated:
 def record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record with `Again` from now on."""
     Again.made = []
-    monkeypatch.setattr(recording, "Recording", Again)
-    begin = recording.Recordings.__init__
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Again)
+    begin = cuda_graphs.GraphPool.__init__
     monkeypatch.setattr(
-        recording.Recordings,
+        cuda_graphs.GraphPool,
         "__init__",
         lambda self, idle, *, device, **_: begin(self, idle, records=True, device=device),
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from product_walks import H200, chain, matrix, product
 
-from exl2flow.kernels import FEW_ROWS, Norm, Product
+from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.products import multiply
 from exl2flow.kernels.plans.product import MOST_ROWS
@@ -126,7 +126,7 @@ def test_a_plan_is_made_once_for_so_many_rows(
     made: list[int] = []
     plan_of = cuda_products.plan_of
 
-    def counted(products: tuple[Product, ...], rows: int, **limits: int) -> object:
+    def counted(products: tuple[FusedLinear, ...], rows: int, **limits: int) -> object:
         made.append(rows)
         return plan_of(products, rows, **limits)
 
@@ -161,7 +161,7 @@ def test_a_launch_has_as_many_rows_as_there_is_memory_for(
     assert y.shape == last.shape == (rows, 32)
 
 
-RMS = Norm(weight=inputs(1, 64)[0], eps=1e-5)
+RMS = NormArgs(weight=inputs(1, 64)[0], eps=1e-5)
 CENTERED = replace(RMS, centered=True)
 
 

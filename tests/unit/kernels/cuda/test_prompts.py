@@ -10,7 +10,7 @@ import pytest
 import torch
 from product_walks import chain, matrix, product
 
-from exl2flow.kernels import FEW_ROWS, Norm, PackedMatrix, Product
+from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs, PackedMatrix
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.interface.packed import decode_packed
@@ -22,7 +22,7 @@ ROWS = FEW_ROWS + 1
 class Device:
     """What `decode.cu` does, for the matrices of some products; `found`: names and grids."""
 
-    def __init__(self, products: Sequence[Product]) -> None:
+    def __init__(self, products: Sequence[FusedLinear]) -> None:
         matrices = [matrix for p in products for matrix in p.matrices]
         self._of = {matrix.codes.data_ptr(): matrix for matrix in matrices}
         self.found: list[tuple[str, tuple[int, ...]]] = []
@@ -69,7 +69,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_prompts, name, getattr(TORCH_OPS, name))
 
     def add_normed(
-        x: torch.Tensor, by: Norm, hidden: torch.Tensor | None, multiplier: float = 1.0
+        x: torch.Tensor, by: NormArgs, hidden: torch.Tensor | None, multiplier: float = 1.0
     ) -> torch.Tensor:
         found = TORCH_OPS.norm(x, by).float() * multiplier
         return (found if hidden is None else found + hidden).half()
@@ -77,13 +77,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_prompts, "add_normed", add_normed)
 
 
-def begin(products: Sequence[Product], monkeypatch: pytest.MonkeyPatch) -> Device:
+def begin(products: Sequence[FusedLinear], monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device(products)
     monkeypatch.setattr(cuda_prompts, "launch", device.launch)
     return device
 
 
-def random_like(products: Sequence[Product]) -> list[Product]:
+def random_like(products: Sequence[FusedLinear]) -> list[FusedLinear]:
     """Give the matrices of products codes and scales other than zero."""
 
     def drawn(one: PackedMatrix) -> PackedMatrix:
@@ -98,7 +98,9 @@ def random_like(products: Sequence[Product]) -> list[Product]:
     return [replace(p, matrices=tuple(map(drawn, p.matrices))) for p in products]
 
 
-def check(products: Sequence[Product], monkeypatch: pytest.MonkeyPatch, *, adds: bool) -> Device:
+def check(
+    products: Sequence[FusedLinear], monkeypatch: pytest.MonkeyPatch, *, adds: bool
+) -> Device:
     """Compare with the specification; what comes in must stay as it is."""
     products = random_like(products)
     device = begin(products, monkeypatch)
@@ -115,7 +117,7 @@ def check(products: Sequence[Product], monkeypatch: pytest.MonkeyPatch, *, adds:
     return device
 
 
-RMS = Norm(weight=torch.rand(64).half() + 0.5, eps=1e-5)
+RMS = NormArgs(weight=torch.rand(64).half() + 0.5, eps=1e-5)
 
 
 @pytest.mark.parametrize("adds", [True, False])

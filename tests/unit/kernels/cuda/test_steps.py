@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from exl2flow.kernels import CACHE_FORMATS, LayerStore, Norm
+from exl2flow.kernels import CACHE_FORMATS, LayerStore, NormArgs
 from exl2flow.kernels.cuda import cache as cuda_cache
 from exl2flow.kernels.cuda import steps as cuda_steps
 
@@ -29,8 +29,8 @@ def halves(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.float16)
 
 
-def rms(d: int) -> Norm:
-    return Norm(weight=halves(d), eps=1e-5)
+def rms(d: int) -> NormArgs:
+    return NormArgs(weight=halves(d), eps=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_activations_are_read_by_sixteen_bytes(launches: list) -> None:
 @pytest.mark.parametrize(
     "norm",
     [
-        Norm(weight=halves(64), eps=1e-5, centered=True),
-        Norm(weight=halves(64), eps=1e-5, bias=halves(64)),
-        Norm(weight=halves(5, 64), eps=1e-5),
+        NormArgs(weight=halves(64), eps=1e-5, centered=True),
+        NormArgs(weight=halves(64), eps=1e-5, bias=halves(64)),
+        NormArgs(weight=halves(5, 64), eps=1e-5),
     ],
 )
-def test_norms_of_other_kinds_have_a_kernel_of_their_own(norm: Norm, launches: list) -> None:
+def test_norms_of_other_kinds_have_a_kernel_of_their_own(norm: NormArgs, launches: list) -> None:
     x = halves(2, 3, 5, 64).transpose(1, 2)
 
     assert cuda_steps.norm(x, norm).stride() == x.stride()

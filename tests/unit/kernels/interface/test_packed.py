@@ -7,7 +7,7 @@ import torch
 from bounds import near
 from torch.nn.functional import layer_norm, rms_norm
 
-from exl2flow.kernels import ACTIVATIONS, Group, Norm, PackedMatrix, Product, get_ops
+from exl2flow.kernels import ACTIVATIONS, FusedLinear, Group, NormArgs, PackedMatrix, get_ops
 from exl2flow.kernels.interface.packed import (
     decoded_scales,
     pack_codes,
@@ -142,7 +142,7 @@ def test_in_features_meet_the_rows_that_are_theirs() -> None:
     matrix, codes, scale_codes, maxima = exl2()
     x = torch.randn(3, len(matrix.order)).half()
 
-    [y], last = OPS.multiply(x, [Product(matrices=(matrix,))])
+    [y], last = OPS.multiply(x, [FusedLinear(matrices=(matrix,))])
 
     by_row = OPS.decode(codes, OPS.decode_scales(scale_codes, maxima), matrix.groups)
     close(y, x[:, matrix.order].float() @ by_row.float())
@@ -152,8 +152,8 @@ def test_in_features_meet_the_rows_that_are_theirs() -> None:
 def test_matrices_of_a_product_share_what_is_normalized() -> None:
     order = torch.randperm(512)
     matrices = (of_order(order), of_order(order, n=32, bias=True))
-    x, norm = torch.randn(3, 512).half(), Norm(weight=torch.rand(512).half(), eps=1e-2)
-    product = Product(matrices=matrices, norm=norm)
+    x, norm = torch.randn(3, 512).half(), NormArgs(weight=torch.rand(512).half(), eps=1e-2)
+    product = FusedLinear(matrices=matrices, norm=norm)
 
     found, _ = OPS.multiply(x, [product])
 
@@ -167,7 +167,7 @@ def test_the_first_matrix_gates_the_second(activation: str) -> None:
     order = torch.randperm(512)
     gate, up = of_order(order, bias=True), of_order(order)
     x = torch.randn(3, 512).half() / 8
-    product = Product(matrices=(gate, up), activation=activation)
+    product = FusedLinear(matrices=(gate, up), activation=activation)
 
     [y], _ = OPS.multiply(x, [product])
 
@@ -179,11 +179,11 @@ def test_the_first_matrix_gates_the_second(activation: str) -> None:
 def test_a_chain_goes_on_with_what_comes_out(has_hidden: bool) -> None:
     first, second, third = (of_order(torch.randperm(512), n=512) for _ in range(3))
     x, hidden = torch.randn(3, 512).half() / 64, torch.randn(3, 512)
-    norm = Norm(weight=torch.rand(512).half(), eps=1e-5)
+    norm = NormArgs(weight=torch.rand(512).half(), eps=1e-5)
     chain = [
-        Product(matrices=(first,), adds=True),
-        Product(matrices=(second,), norm=norm),
-        Product(matrices=(third,), adds=True),
+        FusedLinear(matrices=(first,), adds=True),
+        FusedLinear(matrices=(second,), norm=norm),
+        FusedLinear(matrices=(third,), adds=True),
     ]
 
     [y], last = OPS.multiply(x, chain, hidden.half() if has_hidden else None)
@@ -198,7 +198,7 @@ def test_a_chain_goes_on_with_what_comes_out(has_hidden: bool) -> None:
 def test_a_product_that_adds_nothing_leaves_the_hidden_state() -> None:
     matrix, hidden = exl2()[0], torch.randn(3, 64).half()
 
-    [y], last = OPS.multiply(torch.randn(3, 512).half(), [Product(matrices=(matrix,))], hidden)
+    [y], last = OPS.multiply(torch.randn(3, 512).half(), [FusedLinear(matrices=(matrix,))], hidden)
 
     assert last is hidden
     assert y is not hidden
@@ -231,7 +231,7 @@ def test_gptq_scales_and_zeros_come_back() -> None:
 def test_one_matrix_is_activated(activation: str) -> None:
     matrix, x = of_order(torch.randperm(512), bias=True), torch.randn(3, 512).half() / 8
 
-    [y], _ = OPS.multiply(x, [Product(matrices=(matrix,), activation=activation)])
+    [y], _ = OPS.multiply(x, [FusedLinear(matrices=(matrix,), activation=activation)])
 
     close(y, ACTIVATIONS[activation](x.float() @ plain(matrix) + matrix.bias.float()))
 
@@ -246,8 +246,8 @@ def test_relu2_is_a_square() -> None:
 def test_what_is_added_is_normed_and_multiplied_before(centered: bool, has_hidden: bool) -> None:
     matrix, x = of_order(torch.randperm(512), n=64), torch.randn(3, 512).half()
     hidden, bias = torch.randn(3, 64).half(), torch.randn(64).half() if centered else None
-    after = Norm(weight=torch.randn(64).half(), bias=bias, eps=1e-5, centered=centered)
-    product = Product(matrices=(matrix,), after=after, multiplier=0.25, adds=True)
+    after = NormArgs(weight=torch.randn(64).half(), bias=bias, eps=1e-5, centered=centered)
+    product = FusedLinear(matrices=(matrix,), after=after, multiplier=0.25, adds=True)
 
     [y], last = OPS.multiply(x, [product], hidden if has_hidden else None)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from product_walks import A100, H200, RTX_4090, chain, matrix, product
 
-from exl2flow.kernels import Norm, Product
+from exl2flow.kernels import FusedLinear, NormArgs
 from exl2flow.kernels.plans.batched import (
     LEAST_SLOTS,
     LIST_HEADER,
@@ -19,7 +19,7 @@ from exl2flow.kernels.plans.batched import (
     plan_of,
     slot_bytes,
 )
-from exl2flow.kernels.plans.product import FIXED_SHARED, Plan
+from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan
 from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
 
 RTX_3060 = (28, 99 << 10)
@@ -56,18 +56,18 @@ every_case = pytest.mark.parametrize("name", MADE)
 
 
 @cache
-def made(name: str) -> tuple[list[Product], int, tuple[int, int], Plan]:
+def made(name: str) -> tuple[list[FusedLinear], int, tuple[int, int], LaunchPlan]:
     products, rows, (processors, most_shared) = MADE[name]
     plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
     assert plan is not None
     return products, rows, (processors, most_shared), plan
 
 
-def pointed(plan: Plan, address: int) -> torch.Tensor:
+def pointed(plan: LaunchPlan, address: int) -> torch.Tensor:
     return next(tensor for tensor in plan.kept if tensor.data_ptr() == address)
 
 
-def lists(plan: Plan, stage: np.void, of: np.void) -> list[list[int]]:
+def lists(plan: LaunchPlan, stage: np.void, of: np.void) -> list[list[int]]:
     """Return the lists of a matrix's parts: header, places of rows, steps up to the last one."""
     found = []
     for row in pointed(plan, of["lists"]).tolist():
@@ -78,7 +78,7 @@ def lists(plan: Plan, stage: np.void, of: np.void) -> list[list[int]]:
     return found
 
 
-def warps(plan: Plan, of: np.void) -> dict[tuple[int, int], list[int]]:
+def warps(plan: LaunchPlan, of: np.void) -> dict[tuple[int, int], list[int]]:
     """Return the parts that warps have of each tile: see `Work` in batched.cu."""
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for cta in range(of["ctas"]):
@@ -194,7 +194,7 @@ def test_the_first_x_is_gathered_by_the_lists() -> None:
 
 def test_results_and_norms_are_in_the_order_of_the_product_behind() -> None:
     products = chain(64, 96, 32)
-    norm, after = (Norm(weight=torch.randn(64).half(), eps=eps) for eps in (1e-3, 1e-4))
+    norm, after = (NormArgs(weight=torch.randn(64).half(), eps=eps) for eps in (1e-3, 1e-4))
     products[0] = replace(products[0], after=after, multiplier=0.5)
     products[1] = replace(products[1], norm=norm)
     products[3] = replace(products[3], norm=norm)

@@ -23,14 +23,14 @@ from product_walks import (
     steps_of,
 )
 
-from exl2flow.kernels import Norm
+from exl2flow.kernels import NormArgs
 from exl2flow.kernels.plans.product import (
     FIXED_SHARED,
     LEAST_SLOTS,
     MOST_ROWS,
     MOST_SLOTS,
     NO_CTA,
-    Plan,
+    LaunchPlan,
     plan_of,
 )
 from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
@@ -203,7 +203,7 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
     assert case.plan.shared + FIXED_SHARED <= case.most_shared
 
 
-def pointed(plan: Plan, address: int) -> torch.Tensor:
+def pointed(plan: LaunchPlan, address: int) -> torch.Tensor:
     return next(tensor for tensor in plan.kept if tensor.data_ptr() == address)
 
 
@@ -233,7 +233,7 @@ def test_the_first_input_is_brought_to_the_order_of_the_rows() -> None:
 
 
 def test_a_norm_lies_in_the_order_of_the_rows() -> None:
-    norm = Norm(weight=torch.randn(64).half(), eps=1e-3)
+    norm = NormArgs(weight=torch.randn(64).half(), eps=1e-3)
     normed = replace(product(matrix(64, 32, (4, 32))), norm=norm)
     plan = case_of([normed], 3, H200).plan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2flow.kernels import Group, Norm, PackedMatrix, Product
-from exl2flow.kernels.plans.product import Plan, plan_of
+from exl2flow.kernels import FusedLinear, Group, NormArgs, PackedMatrix
+from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 from exl2flow.kernels.plans.tuning import (
     LEAST_GAIN,
     MOST_CANDIDATES,
@@ -36,23 +36,25 @@ def matrix(k: int, n: int, bits: int = 4, rows: int = 32) -> PackedMatrix:
     )
 
 
-def chain() -> list[Product]:
-    norm = Norm(weight=torch.ones(1024).half(), eps=1e-5)
+def chain() -> list[FusedLinear]:
+    norm = NormArgs(weight=torch.ones(1024).half(), eps=1e-5)
     return [
-        Product(matrices=(matrix(1024, 1024),), adds=True),
-        Product(matrices=(matrix(1024, 2816), matrix(1024, 2816)), norm=norm, activation="silu"),
-        Product(matrices=(matrix(2816, 1024),), adds=True),
-        Product(matrices=(matrix(1024, 1024), matrix(1024, 256), matrix(1024, 256)), norm=norm),
+        FusedLinear(matrices=(matrix(1024, 1024),), adds=True),
+        FusedLinear(
+            matrices=(matrix(1024, 2816), matrix(1024, 2816)), norm=norm, activation="silu"
+        ),
+        FusedLinear(matrices=(matrix(2816, 1024),), adds=True),
+        FusedLinear(matrices=(matrix(1024, 1024), matrix(1024, 256), matrix(1024, 256)), norm=norm),
     ]
 
 
-LAUNCHES: dict[str, Callable[[], list[Product]]] = {
+LAUNCHES: dict[str, Callable[[], list[FusedLinear]]] = {
     "chain": chain,
-    "few tiles": lambda: [Product(matrices=(matrix(4096, 512),))],
-    "many tiles": lambda: [Product(matrices=(matrix(512, 16384),))],
-    "one panel": lambda: [Product(matrices=(matrix(32, 32),))],
-    "ten panels": lambda: [Product(matrices=(matrix(320, 32),))],
-    "rows that do not fit": lambda: [Product(matrices=(matrix(28672, 256, 8, 128),))],
+    "few tiles": lambda: [FusedLinear(matrices=(matrix(4096, 512),))],
+    "many tiles": lambda: [FusedLinear(matrices=(matrix(512, 16384),))],
+    "one panel": lambda: [FusedLinear(matrices=(matrix(32, 32),))],
+    "ten panels": lambda: [FusedLinear(matrices=(matrix(320, 32),))],
+    "rows that do not fit": lambda: [FusedLinear(matrices=(matrix(28672, 256, 8, 128),))],
 }
 
 
@@ -119,7 +121,7 @@ def test_what_does_not_fit_at_all_has_no_candidates() -> None:
     assert candidates(chain(), 1, processors=4, most_shared=LARGE) == []
 
 
-def plans_of(name: str) -> Sequence[Plan]:
+def plans_of(name: str) -> Sequence[LaunchPlan]:
     return candidates(LAUNCHES[name](), 1, processors=132, most_shared=LARGE)
 
 
@@ -139,9 +141,9 @@ def test_the_default_is_taken_unless_another_gains_enough() -> None:
 
 def test_slow_first_turns_and_outliers_do_not_count() -> None:
     plans = plans_of("few tiles")
-    seen: list[Plan] = []
+    seen: list[LaunchPlan] = []
 
-    def time(plan: Plan) -> float:
+    def time(plan: LaunchPlan) -> float:
         seen.append(plan)
         turn = seen.count(plan)
         if plan is plans[1]:
@@ -155,20 +157,20 @@ def test_slow_first_turns_and_outliers_do_not_count() -> None:
 def test_keys_tell_launches_apart() -> None:
     one, gate = matrix(1024, 512), matrix(1024, 512)
     products = [
-        [Product(matrices=(one,))],
-        [Product(matrices=(one,), adds=True)],
-        [Product(matrices=(one,), norm=Norm(weight=torch.ones(1024).half(), eps=1e-5))],
-        [Product(matrices=(one, gate))],
-        [Product(matrices=(one, gate), activation="silu")],
-        [Product(matrices=(one, gate), activation="gelu")],
-        [Product(matrices=(one,)), Product(matrices=(matrix(512, 512),))],
-        [Product(matrices=(matrix(512, 512),))],
-        [Product(matrices=(matrix(1024, 544),))],
-        [Product(matrices=(matrix(1024, 512, bits=5),))],
-        [Product(matrices=(matrix(1024, 512, rows=64),))],
-        [Product(matrices=(one.cut(500),))],
-        [Product(matrices=(replace(one, bias=torch.zeros(512).half()),))],
-        [Product(matrices=(replace(one, scales=torch.zeros(16, 32, 8, 4).int()),))],
+        [FusedLinear(matrices=(one,))],
+        [FusedLinear(matrices=(one,), adds=True)],
+        [FusedLinear(matrices=(one,), norm=NormArgs(weight=torch.ones(1024).half(), eps=1e-5))],
+        [FusedLinear(matrices=(one, gate))],
+        [FusedLinear(matrices=(one, gate), activation="silu")],
+        [FusedLinear(matrices=(one, gate), activation="gelu")],
+        [FusedLinear(matrices=(one,)), FusedLinear(matrices=(matrix(512, 512),))],
+        [FusedLinear(matrices=(matrix(512, 512),))],
+        [FusedLinear(matrices=(matrix(1024, 544),))],
+        [FusedLinear(matrices=(matrix(1024, 512, bits=5),))],
+        [FusedLinear(matrices=(matrix(1024, 512, rows=64),))],
+        [FusedLinear(matrices=(one.cut(500),))],
+        [FusedLinear(matrices=(replace(one, bias=torch.zeros(512).half()),))],
+        [FusedLinear(matrices=(replace(one, scales=torch.zeros(16, 32, 8, 4).int()),))],
     ]
 
     keys = {key_of(p, 1, gpu="A", kernel="1") for p in products}

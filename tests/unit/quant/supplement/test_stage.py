@@ -18,8 +18,8 @@ from exl2flow.core.store.stage import RECORD_FILE, Pipeline
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.page import write_up
 from exl2flow.model import ModelSpec, resolve
+from exl2flow.quant.allocate.bit_range import BitRange
 from exl2flow.quant.allocate.budget import allot, read_choice
-from exl2flow.quant.allocate.reach import Reach
 from exl2flow.quant.allocate.stage import ALLOCATE
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.measure.candidates import (
@@ -196,9 +196,9 @@ def test_model_record_plan_and_reports_say_what_was_preferred(allotted: Pipeline
 def test_reach_is_that_of_groups_of_128(kind: str, spec: ModelSpec) -> None:
     sensitivity = {"kind": kind}
 
-    low, high = Reach.of(config_of(spec, sensitivity=sensitivity), spec).bpw
+    low, high = BitRange.of(config_of(spec, sensitivity=sensitivity), spec).bpw
 
-    least, most = Reach.of(config_of(spec, sensitivity=sensitivity, allocate={}), spec).bpw
+    least, most = BitRange.of(config_of(spec, sensitivity=sensitivity, allocate={}), spec).bpw
     assert least < 3
     assert high <= most
     assert low < least if kind == "fisher" else low > 5  # `error`: MLPs mix groups
@@ -208,7 +208,7 @@ def test_targets_that_need_smaller_groups_are_refused_with_a_way_out(spec: Model
     config = config_of(spec, bpw=4.0, sensitivity={"kind": "error"})
 
     with pytest.raises(BudgetUnreachable, match=r"raise `--bpw` or leave out `--prefer speed`$"):
-        Reach.of(config, spec).packed_bytes(config, spec)
+        BitRange.of(config, spec).packed_bytes(config, spec)
 
 
 def test_targets_that_need_2_bits_beside_a_given_measurement_are_refused(

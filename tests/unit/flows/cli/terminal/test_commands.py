@@ -10,8 +10,8 @@ from screens import Screen as Terminal
 from screens import Script
 
 from exl2flow.flows.cli.terminal.commands import COMMANDS, SETTINGS
+from exl2flow.flows.cli.terminal.conversation_file import ConversationFile
 from exl2flow.flows.cli.terminal.loop import Chat
-from exl2flow.flows.cli.terminal.place import Place
 
 Say = Callable[[str], str]
 
@@ -244,7 +244,7 @@ def test_a_saved_conversation_is_loaded(chat: Chat, say: Say, tmp_path: Path) ->
 def test_save_refuses_the_file_of_another_running_chat(
     chat: Chat, say: Say, tmp_path: Path
 ) -> None:
-    other = Place.take(tmp_path / "other.json")
+    other = ConversationFile.take(tmp_path / "other.json")
     other.file.write_text("theirs")
     say("Hello")
 
@@ -254,7 +254,7 @@ def test_save_refuses_the_file_of_another_running_chat(
 
 def test_save_writes_the_file_of_this_chat(chat: Chat, say: Say) -> None:
     assert chat.file is not None
-    chat.place = Place.take(chat.file)
+    chat.place = ConversationFile.take(chat.file)
     say("Hello")
 
     assert say(f"/save {chat.file}").startswith("saved to")
@@ -346,8 +346,8 @@ def test_a_failing_job_ends_the_answer_not_the_chat(
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat.session.generator._decoding, "step", fail)
-        patch.setattr(chat.session.generator._reading, "step", fail)
+        patch.setattr(chat.session.generator._decode, "step", fail)
+        patch.setattr(chat.session.generator._prefill, "step", fail)
         shown = say("And now?")
 
     assert "error: " in shown

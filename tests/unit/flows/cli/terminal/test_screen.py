@@ -25,7 +25,7 @@ def test_a_second_ctrl_c_ends_the_answer_at_once_not_the_chat(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat.session.generator._decoding, "step", interrupt)
+        patch.setattr(chat.session.generator._decode, "step", interrupt)
         shown = say("Hello")
 
     assert "stopped at once" in shown

@@ -9,24 +9,24 @@ import torch
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.views import MOST_STEPS, Segment, StepView
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
-from exl2flow.kernels.cuda.graphs import Recordings, bucket
+from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, RopeTables
 
 MOST = FEW_ROWS // STEP_TOKENS  # sequences of a pass
 
 
-class Tails:
+class TailPrefill:
     """Reads up to `STEP_TOKENS` tokens of each of a few sequences per replay.
 
     What is read beyond the end of a sequence is written again later, or to the spare page.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: PagedCache, angles: RopeTables, recordings: Recordings
+        self, decoder: Decoder, cache: PagedCache, angles: RopeTables, graphs: GraphPool
     ) -> None:
         """Take the angles of all positions of a sequence, and of `STEP_TOKENS` behind them."""
         self._decoder, self._cache, self._angles = decoder, cache, angles
-        self._recordings = recordings
+        self._graphs = graphs
         self._width, device = pages_of(len(angles.positions)), cache.device
         self._ids = torch.zeros(MOST, STEP_TOKENS, dtype=torch.int64, device=device)
         self._begins = torch.zeros(MOST, dtype=torch.int32, device=device)
@@ -37,7 +37,7 @@ class Tails:
         """Return whether all of these are such ends, and passes are recorded."""
         most = MOST_STEPS * STEP_TOKENS
         are_short = all(s.begin and s.count <= most for s in segments)
-        return self._recordings.records and len(segments) <= MOST and are_short
+        return self._graphs.records and len(segments) <= MOST and are_short
 
     def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Store keys and values of the segments' tokens; return their states (t, hidden)."""
@@ -52,7 +52,7 @@ class Tails:
             self._put(self._ids, [text[at : at + STEP_TOKENS] for text, at in pairs], 0)
             begins = [s.begin + at for s, at in zip(segments, places, strict=True)]
             self._begins[: len(begins)] = on_device(torch.tensor(begins).int(), self._cache.device)
-            states = self._recordings.replay(("tails", rows), partial(self._pass, rows))
+            states = self._graphs.replay(("tails", rows), partial(self._pass, rows))
             for text, of_text, x in zip(texts, found, states, strict=False):
                 of_text.append(x[: max(0, len(text) - begin)].clone())
         return torch.cat([x for of_text in found for x in of_text])
@@ -61,7 +61,7 @@ class Tails:
         """Record the passes."""
         self._tables.fill_(self._cache.spare)  # the pages of the last pass may belong to others
         for rows in sorted({bucket(count) for count in range(1, MOST + 1)}):
-            self._recordings.make(("tails", rows), partial(self._pass, rows))
+            self._graphs.make(("tails", rows), partial(self._pass, rows))
 
     def _pass(self, rows: int) -> torch.Tensor:
         view = StepView(self._cache, self._tables[:rows], self._begins[:rows], count=STEP_TOKENS)

@@ -4,19 +4,19 @@ import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.inference.cache.views import Segment
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job, Sequence
-from exl2flow.inference.generate.schedule import Schedule
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.scheduler import Scheduler
 
 Part = tuple[Job, Sequence, int]  # a sequence, and how many of its tokens to read
 
 
-class Reading:
+class Prefill:
     """Reads at most `chunk` tokens per step, of the oldest jobs first."""
 
-    def __init__(self, steps: Steps, schedule: Schedule, *, chunk: int) -> None:
-        self._steps, self._schedule, self._chunk = steps, schedule, chunk
+    def __init__(self, steps: DeviceSlots, schedule: Scheduler, *, chunk: int) -> None:
+        self._steps, self._scheduler, self._chunk = steps, schedule, chunk
 
     def step(self) -> None:
         """Make one pass, if a prompt waits."""
@@ -40,17 +40,17 @@ class Reading:
             self._steps.read(ids, segments, rows, used)
         for job, sequence, count in parts:
             held = sequence.held
-            self._schedule.table.fill(held, sequence.ids[held.filled : held.filled + count])
+            self._scheduler.table.fill(held, sequence.ids[held.filled : held.filled + count])
             total = sum(len(s.ids) - 1 for s in job.sequences)
             read = total - sum(s.unread for s in job.sequences)
             job.deliver(Event(stage="prompt", tag=job.request.tag, read=read, total=total))
-            self._schedule.begin_steps(job)
+            self._scheduler.begin_steps(job)
 
     def _read_alone(self, part: Part, error: Exception) -> None:
         torch.cuda.empty_cache()
         job, _, count = part
         try:
-            if job in self._schedule.running:
+            if job in self._scheduler.running:
                 self._read([part])
         except torch.OutOfMemoryError:
             failure = OutOfDeviceMemory(
@@ -58,7 +58,7 @@ class Reading:
                 "generator a smaller `chunk` or fewer `tokens`"
             )
             failure.__cause__ = error
-            self._schedule.end(job, job.output.finish("error", error=failure), keep=False)
+            self._scheduler.end(job, job.output.finish("error", error=failure), keep=False)
 
     def _next(self) -> list[Part]:
         """Return what to read next, with pages for it.
@@ -66,28 +66,28 @@ class Reading:
         Of several sequences that continue alike, one reads, and the others take over its pages.
         """
         found, names, room = list[Part](), set[object](), self._chunk
-        for job in [*self._schedule.running]:
+        for job in [*self._scheduler.running]:
             for sequence in job.sequences:
-                is_back = job not in self._schedule.running  # another one took its pages
+                is_back = job not in self._scheduler.running  # another one took its pages
                 if is_back or job.steps or not self._takes_over(job, sequence):
                     continue
-                name = self._schedule.table.next_key(sequence.held, sequence.ids)
+                name = self._scheduler.table.next_key(sequence.held, sequence.ids)
                 count = self._part(sequence, room)
                 if not count or name in names:
                     continue
-                if not self._schedule.reserve(job, sequence, sequence.held.filled + count):
+                if not self._scheduler.reserve(job, sequence, sequence.held.filled + count):
                     break
                 names.add(name or object())
                 found.append((job, sequence, count))
                 room -= count
-        return [part for part in found if part[0] in self._schedule.running]
+        return [part for part in found if part[0] in self._scheduler.running]
 
     def _takes_over(self, job: Job, sequence: Sequence) -> bool:
         """Use what the cache holds; return whether something must be read."""
-        self._steps.copy(self._schedule.table.match(sequence.held, sequence.ids))
+        self._steps.copy(self._scheduler.table.match(sequence.held, sequence.ids))
         if sequence.unread:
             return True
-        self._schedule.begin_steps(job)
+        self._scheduler.begin_steps(job)
         return False
 
     def _part(self, sequence: Sequence, room: int) -> int:
@@ -95,4 +95,4 @@ class Reading:
         if sequence.unread <= room:
             return sequence.unread
         end = sequence.held.filled + room
-        return max(0, end - end % self._schedule.table.page_tokens - sequence.held.filled)
+        return max(0, end - end % self._scheduler.table.page_tokens - sequence.held.filled)

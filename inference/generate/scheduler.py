@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
 
-from exl2flow.inference.cache.pages import PageTable
+from exl2flow.inference.cache.page_pool import PagePool
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import FREE, Job, Sequence
-from exl2flow.inference.generate.steps import Steps
 from exl2flow.kernels.cuda.graphs import bucket
 
 LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
 
 
-class Schedule:
+class Scheduler:
     """The queue, the slots and the pages of a generator.
 
     running: jobs with slots, the oldest first. catch_up: reads what was launched, which may end
     jobs; set by who launches, weakly, so that the memory of a dropped generator is free at once.
     """
 
-    def __init__(self, steps: Steps, table: PageTable, *, slots: int) -> None:
+    def __init__(self, steps: DeviceSlots, table: PagePool, *, slots: int) -> None:
         self.table, self.running = table, list[Job]()
         self.catch_up: Callable[[], Callable[[], None] | None] = lambda: None
         self._steps = steps
@@ -84,11 +84,11 @@ class Schedule:
         if len(job.sequences) == 2:
             self._steps.sampler.pair(*(s.slot for s in job.sequences))
 
-    def make_room(self) -> None:
+    def reserve_pages(self) -> None:
         """Take the pages that the next step writes; send jobs back if there are too few."""
         for job in [*self.running]:
             while job.steps and job in self.running and not self._has_next(job):
-                self.send_back(self.running[-1])
+                self.preempt(self.running[-1])
 
     def _has_next(self, job: Job) -> bool:
         for s in job.sequences:
@@ -111,12 +111,12 @@ class Schedule:
     def reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:
         """Take pages for a prompt, from younger jobs if need be; False: the job went back."""
         while not self.table.reserve(sequence.held, tokens):
-            self.send_back(self.running[-1])
+            self.preempt(self.running[-1])
             if job not in self.running:
                 return False
         return True
 
-    def accept(self, job: Job) -> None:
+    def advance(self, job: Job) -> None:
         """Let the job's sequences follow its output, which a token or a rewind has changed."""
         made, lacks = job.output.ids, False
         for s, prompt in zip(job.sequences, job.prompt.sequences, strict=True):
@@ -148,7 +148,7 @@ class Schedule:
         self._steps.stand_at(sequence.slot, sequence.ids)
         self._steps.sampler.cut(sequence.slot, count)
 
-    def send_back(self, job: Job) -> None:
+    def preempt(self, job: Job) -> None:
         """Put a running job at the front of the queue, unless it ends by itself."""
         if job.launched:
             if (catch_up := self.catch_up()) is not None:

@@ -27,7 +27,7 @@ from exl2flow.quant.supplement.stage import is_allowed, read_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class BitRange:
     """Least and most bits of decoder and head; numel: the decoder's weights.
 
     plain: bytes of the tensors that are stored as fp16, and of those that are carried.

@@ -1,4 +1,4 @@
-"""Decode steps: launched for all jobs that can go on, read one step later, token by token."""
+"""Decode: launch a step for all running jobs, read its tokens one step later."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -11,15 +11,15 @@ import torch
 
 from exl2flow.core.errors import InferenceError
 from exl2flow.core.requests.request import Request, Sampled
-from exl2flow.inference.drafts import Wanted
+from exl2flow.inference.drafts import DraftRequest
 from exl2flow.inference.filters import prepare
-from exl2flow.inference.generate.arrival import Arrival
+from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.inference.generate.draft_positions import restored
 from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
-from exl2flow.inference.generate.part import Part, Place
-from exl2flow.inference.generate.places import restored
-from exl2flow.inference.generate.schedule import Schedule
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.pending_result import PendingResult
+from exl2flow.inference.generate.scheduler import Scheduler
+from exl2flow.inference.generate.step_job import StepJob, TokenMask
 from exl2flow.inference.sampling import Kind
 from exl2flow.inference.sampling.bits import ids_of
 
@@ -34,16 +34,16 @@ class _Launched:
     if no job has any.
     """
 
-    parts: list[Part]
-    arrivals: list[Arrival]
+    parts: list[StepJob]
+    arrivals: list[PendingResult]
     mu: torch.Tensor | None
 
 
-class Decoding:
+class Decode:
     """Samples tokens for each job whose prompt is read, and hands them to the job's output."""
 
-    def __init__(self, steps: Steps, schedule: Schedule) -> None:
-        self._steps, self._schedule = steps, schedule
+    def __init__(self, steps: DeviceSlots, schedule: Scheduler) -> None:
+        self._steps, self._scheduler = steps, schedule
         self._launched: _Launched | None = None
         schedule.catch_up = WeakMethod(self.catch_up)
 
@@ -51,7 +51,7 @@ class Decoding:
         """Launch the next step for all that need not wait for the last one, then read that."""
         if self._launched is not None and self._must_wait(self._launched.parts):
             self.catch_up()
-        self._schedule.make_room()
+        self._scheduler.reserve_pages()
         parts, slots = self._forward()
         if any(part.job.constraint is not None for part in parts):
             self.catch_up()  # what a constraint allows follows from the last token
@@ -61,17 +61,17 @@ class Decoding:
         if not self._steps.ahead or any(part.job.is_stepwise for part in parts):
             self.catch_up()
 
-    def _must_wait(self, parts: list[Part]) -> bool:
+    def _must_wait(self, parts: list[StepJob]) -> bool:
         """Return whether the next forward pass depends on the tokens of these."""
         waits = (part.job.output.waits or part.job.is_stale for part in parts)
-        return self._steps.guesses is not None or any(waits)
+        return self._steps.proposer is not None or any(waits)
 
-    def _forward(self) -> tuple[list[Part], int]:
+    def _forward(self) -> tuple[list[StepJob], int]:
         """Launch the next forward pass; return the jobs that sample from it, and its slots."""
-        self._schedule.close_gaps()
-        jobs = [job for job in self._schedule.running if job.steps and job.wants_more]
-        slots = self._schedule.top if jobs else 0
-        parts = [Part(job, draft) for job, draft in self._drafted(jobs, slots)]
+        self._scheduler.close_gaps()
+        jobs = [job for job in self._scheduler.running if job.steps and job.wants_more]
+        slots = self._scheduler.top if jobs else 0
+        parts = [StepJob(job, draft) for job, draft in self._drafted(jobs, slots)]
         if parts:
             drafts = {slot: part.draft for part in parts for slot in part.slots}
             self._steps.forward(slots, drafts)
@@ -80,29 +80,29 @@ class Decoding:
         return parts, slots
 
     def _drafted(self, jobs: Sequence[Job], slots: int) -> Iterator[tuple[Job, list[int]]]:
-        """Yield the jobs with guesses of their next tokens."""
-        if self._steps.guesses is None or not jobs:
+        """Yield the jobs with draft tokens."""
+        if self._steps.proposer is None or not jobs:
             yield from ((job, []) for job in jobs)
             return
         room = self._steps.room(slots)
         wanted = {
-            s.slot: Wanted(s, s.ids, job.most_drafted(room) if s is job.lead else 0)
+            s.slot: DraftRequest(s, s.ids, job.most_drafted(room) if s is job.lead else 0)
             for job in jobs
             for s in job.sequences
         }
-        found, known = self._steps.guesses.guess(wanted), range(self._steps.sampler.vocab_size)
+        found, known = self._steps.proposer.propose(wanted), range(self._steps.sampler.vocab_size)
         for job in jobs:
             draft = [*takewhile(known.__contains__, found[job.lead.slot])]
-            yield job, draft[: self._schedule.reserve_ahead(job, len(draft))]
+            yield job, draft[: self._scheduler.reserve_ahead(job, len(draft))]
 
-    def _sample(self, parts: list[Part], slots: int) -> _Launched | None:
+    def _sample(self, parts: list[StepJob], slots: int) -> _Launched | None:
         """Launch the samples of a forward pass: first all first places, then those behind them."""
         constraints = [part.job.constraint for part in parts]
         prepare(one for c in constraints if c is not None for one in c.parts)
         parts = [part for part in parts if self._plan(part)]
         if not parts:
             return None
-        kind, arrivals = self._kind(parts), list[Arrival]()
+        kind, arrivals = self._kind(parts), list[PendingResult]()
         count, mu = max(len(part.places) for part in parts), None
         if any(part.job.request.settings.mirostat for part in parts):
             mu = self._steps.sampler.mu.clone()
@@ -115,10 +115,10 @@ class Decoding:
                 sampled = self._steps.sample(slots, kind, behind=place > 0)
                 requests = ((part.slot, part.job.request) for part in there)
                 rows = [slot for slot, request in requests if request.logits or request.hooks]
-                arrivals.append(Arrival(sampled, self._steps.logits, rows))
+                arrivals.append(PendingResult(sampled, self._steps.logits, rows))
         return _Launched(parts, arrivals, mu)
 
-    def _prepare(self, parts: list[Part], slots: int, places: int) -> None:
+    def _prepare(self, parts: list[StepJob], slots: int, places: int) -> None:
         """Tell the device the draws of all places, and what was drafted."""
         draws = [[0.0] * slots for _ in range(places)]
         drafted = [[-1] * slots for _ in range(places - 1)]
@@ -129,7 +129,7 @@ class Decoding:
                     drafted[place - 1][slot] = part.draft[place - 1]
         self._steps.places.prepare(draws, drafted)
 
-    def _plan(self, part: Part) -> bool:
+    def _plan(self, part: StepJob) -> bool:
         """Find what each place may take; False: the job has ended."""
         if part.job.is_done:
             return False
@@ -141,13 +141,13 @@ class Decoding:
             if not part.places[0].must_end:
                 return True
             event = part.job.output.finish("end_filter")
-        self._schedule.end(part.job, event)
+        self._scheduler.end(part.job, event)
         return False
 
-    def _kind(self, parts: list[Part]) -> Kind:
+    def _kind(self, parts: list[StepJob]) -> Kind:
         """Return the operations that serve all jobs that are decoded."""
-        jobs = [job for job in self._schedule.running if job.steps]
-        has_mask = any(place != Place() for part in parts for place in part.places)
+        jobs = [job for job in self._scheduler.running if job.steps]
+        has_mask = any(place != TokenMask() for part in parts for place in part.places)
         every = [job.request.settings for job in jobs]
         return Kind.of(
             {id(each): each for each in every}.values(),  # a hash reads all of a long bias
@@ -156,7 +156,7 @@ class Decoding:
             probabilities=any(job.request.probabilities or job.request.hooks for job in jobs),
         )
 
-    def _show(self, part: Part, place: Place) -> None:
+    def _show(self, part: StepJob, place: TokenMask) -> None:
         """Set what the next sample of a job may take."""
         if place.allowed is not None or place.mask != part.job.shown:
             part.job.shown = place.mask
@@ -174,14 +174,14 @@ class Decoding:
                 part.job.launched -= 1
                 self._read(part, launched)
 
-    def _read(self, part: Part, launched: _Launched) -> None:
+    def _read(self, part: StepJob, launched: _Launched) -> None:
         """Hand the tokens of a step to a job, up to the first one that was not drafted."""
         job, top = part.job, _top(part.job.request)
         if job.is_stale:
             job.is_stale = False
             if launched.mu is not None:
                 self._steps.sampler.mu[part.slot].copy_(launched.mu[part.slot])
-            self._schedule.accept(job)  # goes back to the last token that was read
+            self._scheduler.advance(job)  # goes back to the last token that was read
             return
         arrivals = launched.arrivals[: len(part.places)]
         tokens = [arrival.token(part.slot, top) for arrival in arrivals]
@@ -197,11 +197,11 @@ class Decoding:
             try:
                 self._take(job, token, place.ends)
             except Exception as error:  # of a hook
-                self._schedule.end(job, job.output.finish("error", error=error))
+                self._scheduler.end(job, job.output.finish("error", error=error))
             if job.is_done or len(job.output.ids) <= before:
                 break
 
-    def _end_without_token(self, job: Job, place: Place) -> None:
+    def _end_without_token(self, job: Job, place: TokenMask) -> None:
         """End a job that nothing was sampled for: it excludes all ids, or its logits are broken."""
         sampler = self._steps.sampler
         message = "the logits are not finite; check the files of the model"
@@ -214,7 +214,7 @@ class Decoding:
                 "`min_new_tokens` rule out all of them; allow more"
             )
         event = job.output.finish("error", error=InferenceError(message))
-        self._schedule.end(job, event, keep=not left)  # others may not read broken values
+        self._scheduler.end(job, event, keep=not left)  # others may not read broken values
 
     def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:
         job.sampled()
@@ -222,14 +222,14 @@ class Decoding:
             token = self._hooked(job, token)
         event = job.output.push(token)
         if event is not None and event.reason is not None:
-            self._schedule.end(job, event)
+            self._scheduler.end(job, event)
             return
         if event is not None:
             job.deliver(event)
         if job.follows(token, len(event.suppressed_ids) if event is not None else 0, ends):
-            self._schedule.accept(job)
+            self._scheduler.advance(job)
         else:
-            self._schedule.end(job, job.output.finish("end_filter"))
+            self._scheduler.end(job, job.output.finish("end_filter"))
 
     def _hooked(self, job: Job, token: Token) -> Token:
         """Let the hooks see a token and replace it."""
@@ -251,5 +251,5 @@ class Decoding:
 
 
 def _top(request: Request) -> int:
-    """Return how many of the likeliest tokens somebody wants to see."""
+    """Return the number of top-k tokens that the request or its hooks need."""
     return max(request.top_tokens, CANDIDATES if request.hooks else 0)

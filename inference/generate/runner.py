@@ -15,9 +15,9 @@ import torch
 from exl2flow.inference.adapters import AdapterSlots
 from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
-from exl2flow.inference.generate.places import Places
-from exl2flow.inference.generate.tails import Tails
-from exl2flow.kernels.cuda.graphs import Recordings
+from exl2flow.inference.generate.draft_positions import DraftPositions
+from exl2flow.inference.generate.tail_prefill import TailPrefill
+from exl2flow.kernels.cuda.graphs import GraphPool
 from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
 from exl2flow.model.layers.span import Span
 
@@ -37,21 +37,21 @@ class State:
     tables: torch.Tensor
     lengths: torch.Tensor
     ids: torch.Tensor
-    places: Places
+    places: DraftPositions
     adapters: AdapterSlots
-    recordings: Recordings
+    graphs: GraphPool
     idle: Idle
     most: int
 
 
-class Passes(Protocol):
+class Runner(Protocol):
     """How a model is run."""
 
     def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
         """Return what a pass over prompts takes."""
 
     def read_ends(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Read ends of prompts as `Tails.read` does; None: take `views` for these."""
+        """Read ends of prompts as `TailPrefill.read` does; None: take `views` for these."""
 
     def forward(self, rows: int, count: int) -> None:
         """Put the logits behind the next `count` tokens of the first slots in their places."""
@@ -66,13 +66,13 @@ class Passes(Protocol):
         """Record passes over so many rows and tokens of each."""
 
 
-class WholePasses:
+class SingleRunner:
     """Passes of a model on one device."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._angles = RopeTables.of(state.decoder.spec, state.most, state.cache.device)
-        self._tails = Tails(state.decoder, state.cache, self._angles, state.recordings)
+        self._tails = TailPrefill(state.decoder, state.cache, self._angles, state.graphs)
 
     def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
         view = PromptView(self._state.cache, segments)
@@ -82,10 +82,10 @@ class WholePasses:
         return self._tails.read(ids, segments) if self._tails.takes(segments) else None
 
     def forward(self, rows: int, count: int) -> None:
-        self._state.recordings.replay(*self._step(rows, count))
+        self._state.graphs.replay(*self._step(rows, count))
 
     def copy(self, pages: torch.Tensor) -> None:
-        self._state.recordings.replay(("copy",), partial(self._state.cache.copy, pages))
+        self._state.graphs.replay(("copy",), partial(self._state.cache.copy, pages))
 
     def tables_changed(self) -> None:
         """Do nothing: passes read the slots' own tables."""
@@ -93,7 +93,7 @@ class WholePasses:
     def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
         self._tails.warm_up()
         for rows, count in steps:
-            self._state.recordings.make(*self._step(rows, count))
+            self._state.graphs.make(*self._step(rows, count))
 
     def _step(self, rows: int, count: int) -> tuple[tuple[object, ...], Callable[[], None]]:
         return (rows, count, self._state.adapters.mark), partial(self._forward, rows, count)
@@ -121,7 +121,7 @@ class _Leg:
         dtype = state.decoder.embedding.weight.dtype
         self.entering = torch.zeros(state.ids.numel(), hidden_size, dtype=dtype, device=device)
         self.angles = RopeTables.of(state.decoder.spec, state.most, device)
-        self.recordings = Recordings(state.idle, records=state.recordings.records, device=device)
+        self.graphs = GraphPool(state.idle, records=state.graphs.records, device=device)
 
     def step(self, rows: int, count: int) -> tuple[KvCache, RopeTables]:
         """Return what a pass over tokens of the first slots takes."""
@@ -129,7 +129,7 @@ class _Leg:
         return view, self.angles.at(view.positions)
 
 
-class SplitPasses:
+class SplitRunner:
     """Passes of a model on several devices.
 
     Before a step, the other devices get lengths from the head's, the first one ids as well; hidden
@@ -142,7 +142,7 @@ class SplitPasses:
         self._legs = [_Leg(span, state, hidden_size) for span in state.decoder.spans]
         self._is_stale = False
         for leg in self._legs:
-            state.adapters.tell(leg.recordings.forget)
+            state.adapters.tell(leg.graphs.forget)
 
     def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
         views = [PromptView(leg.cache, segments) for leg in self._legs]
@@ -164,7 +164,7 @@ class SplitPasses:
         for place, leg in enumerate(self._legs):
             if place:
                 leg.entering[: rows * count].copy_(hidden.flatten(0, 1), non_blocking=True)
-            hidden = leg.recordings.replay(*self._step(place, rows, count))
+            hidden = leg.graphs.replay(*self._step(place, rows, count))
 
     def copy(self, pages: torch.Tensor) -> None:
         self._state.cache.copy(pages)
@@ -175,7 +175,7 @@ class SplitPasses:
     def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
         for rows, count in steps:
             for place, leg in enumerate(self._legs):
-                leg.recordings.make(*self._step(place, rows, count))
+                leg.graphs.make(*self._step(place, rows, count))
 
     def _step(
         self, place: int, rows: int, count: int

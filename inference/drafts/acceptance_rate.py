@@ -1,17 +1,17 @@
-"""How many tokens are worth guessing."""
+"""The acceptance rate of draft tokens, and how many are worth proposing."""
 
 import math
 from dataclasses import dataclass
 
-from exl2flow.inference.drafts.guesses import MOST_DRAFTED
+from exl2flow.inference.drafts.proposer import MOST_DRAFTED
 
 WORTH = 0.25
 MEMORY = 0.9  # of what was seen, per pass
 
 
 @dataclass(slots=True)
-class Reach:
-    """Follows how many guesses for a text are right, and counts them.
+class AcceptanceRate:
+    """Follows how many draft tokens of a text are accepted, and counts them.
 
     drafted, accepted: tokens so far.
     """
@@ -28,7 +28,7 @@ class Reach:
         return max(1, min(MOST_DRAFTED, int(math.log(WORTH) / math.log(max(rate, 0.01)))))
 
     def note(self, drafted: int, accepted: int) -> None:
-        """Count the guesses of a pass; those behind a wrong one say nothing."""
+        """Update the acceptance rate; draft tokens after the first mismatch are not evidence."""
         self.drafted += drafted
         self.accepted += accepted
         self._right = MEMORY * self._right + accepted

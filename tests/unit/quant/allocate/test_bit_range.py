@@ -12,8 +12,8 @@ from tiny import make_tiny
 from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import resolve
+from exl2flow.quant.allocate.bit_range import BitRange
 from exl2flow.quant.allocate.budget import decoder_numel, total_target
-from exl2flow.quant.allocate.reach import Reach
 from exl2flow.quant.measure.candidates import PROJECTION_OPTIONS, candidates_for
 from exl2flow.quant.measure.measurement import candidate_bits, projection_bits
 
@@ -27,8 +27,8 @@ def config_of(source: Path, **values: object) -> ConversionConfig:
     return small_config(source, source.parent / "out", **values)
 
 
-def reach_of(config: ConversionConfig) -> Reach:
-    return Reach.of(config, resolve(config.source))
+def reach_of(config: ConversionConfig) -> BitRange:
+    return BitRange.of(config, resolve(config.source))
 
 
 def output_of(config: ConversionConfig) -> int:

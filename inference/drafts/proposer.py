@@ -1,4 +1,4 @@
-"""What proposes tokens, and what it sees of the slots whose texts it continues."""
+"""Interfaces of proposers: what proposes draft tokens, and what it shares with the generator."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -10,22 +10,22 @@ from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
-from exl2flow.kernels.cuda.graphs import Recordings
+from exl2flow.kernels.cuda.graphs import GraphPool
 from exl2flow.model import Decoder
 
 MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies
 
 
-class Slots(NamedTuple):
-    """What a model that guesses shares with the slots of a generator; see `Steps`."""
+class SharedSlots(NamedTuple):
+    """What a draft model shares with the slots of a generator; see `DeviceSlots`."""
 
     cache: PagedCache
     tables: torch.Tensor
     lengths: torch.Tensor
-    recordings: Recordings
+    graphs: GraphPool
 
 
-class Wanted(NamedTuple):
+class DraftRequest(NamedTuple):
     """A text by its ids, which may take `most` more tokens from a draft; `owner` keeps them."""
 
     owner: object
@@ -33,8 +33,8 @@ class Wanted(NamedTuple):
     most: int
 
 
-class Guesses(Protocol):
-    """What guesses for the slots of one generator."""
+class Proposer(Protocol):
+    """Proposes draft tokens for the slots of one generator."""
 
     @property
     def decoder(self) -> Decoder | None:
@@ -46,16 +46,16 @@ class Guesses(Protocol):
     def copy(self, pages: torch.Tensor) -> None:
         """Follow the copy of pages, int64 (2, n): sources and targets."""
 
-    def guess(self, wanted: Mapping[int, Wanted]) -> Mapping[int, Sequence[int]]:
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> Mapping[int, Sequence[int]]:
         """Return what may follow the texts, by slot."""
 
 
 class Drafter(Protocol):
-    """What a caller gives a generator; `tokens`: at most so many are guessed for a text at once."""
+    """What a caller gives a generator; `tokens`: the most draft tokens per text and step."""
 
     @property
     def tokens(self) -> int: ...
-    def start(self, model: LoadedModel, slots: Slots) -> Guesses: ...
+    def start(self, model: LoadedModel, slots: SharedSlots) -> Proposer: ...
 
 
 def check(name: str, value: float, least: float, most: float) -> None:

@@ -1,4 +1,4 @@
-"""What pages hold: ids below the key of the pages before them, in a tree without tensors."""
+"""Prefix tree of cached pages: finds pages by the hash of everything before them. No tensors."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ ID_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
-class Pages:
-    """Pages of one sequence whose first `filled` tokens are written; a `PageTable` changes it."""
+class SequencePages:
+    """Pages of one sequence whose first `filled` tokens are written; a `PagePool` changes it."""
 
     root: bytes  # stands for the key before the first page
     pages: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Pages:
 
 @dataclass(slots=True)
 class Page:
-    """Who uses a page, and what it holds; only a `PageTable` changes it."""
+    """Who uses a page, and what it holds; only a `PagePool` changes it."""
 
     users: int = 0
     before: bytes = b""  # key of the pages before it
@@ -42,7 +42,7 @@ class Page:
         return [*memoryview(self.content).cast("q")]
 
 
-class Listing:
+class PrefixTree:
     """The listed pages of a table, by key and by what comes before them."""
 
     def __init__(self, pages: list[Page], page_tokens: int) -> None:
@@ -51,7 +51,7 @@ class Listing:
         self.full: dict[bytes, int] = {}  # key → page
         self.after: dict[bytes, list[tuple[bytes, int]]] = {}  # key → (content, page), sorted
 
-    def known(self, held: Pages, index: int, ids: Sequence[int]) -> int | None:
+    def known(self, held: SequencePages, index: int, ids: Sequence[int]) -> int | None:
         """Return the page that holds the ids of an index, if there is one and more ids follow."""
         end = (index + 1) * self.page_tokens
         if end >= len(ids):

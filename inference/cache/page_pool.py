@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from exl2flow.inference.cache.listing import ID_BYTES, Listing, Page, Pages, packed
+from exl2flow.inference.cache.prefix_tree import ID_BYTES, Page, PrefixTree, SequencePages, packed
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
 
-__all__ = ["Copy", "PageTable", "Pages"]
+__all__ = ["Copy", "PagePool", "SequencePages"]
 
 LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
 WORTH_WAITING = 32  # tokens in common; to read fewer costs less than to wait for a pass
@@ -31,7 +31,7 @@ class Copy:
     tokens: int
 
 
-class PageTable:
+class PagePool:
     """Hands out pages and finds those that hold the beginning of a sequence.
 
     Ids are always those of one sequence, which only grows between cuts. Misuse fails an assertion.
@@ -42,18 +42,18 @@ class PageTable:
         self.page_tokens = page_tokens
         self.pages = [Page() for _ in range(pages)]
         self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
-        self._listed = Listing(self.pages, page_tokens)
+        self._listed = PrefixTree(self.pages, page_tokens)
 
     @property
     def free(self) -> int:
         """Number of pages without users, with or without content."""
         return len(self._free)
 
-    def begin(self, salt: bytes = b"") -> Pages:
+    def begin(self, salt: bytes = b"") -> SequencePages:
         """Return an empty sequence; sequences with different salts share nothing."""
-        return Pages(salt)
+        return SequencePages(salt)
 
-    def match(self, held: Pages, ids: Sequence[int]) -> Copy | None:
+    def match(self, held: SequencePages, ids: Sequence[int]) -> Copy | None:
         """Fill a sequence from the cache, up to its last id at most, from a page boundary only.
 
         It shares full pages, then copies the longest known beginning of the next one. Pages that
@@ -79,7 +79,7 @@ class PageTable:
         held.cached += tokens
         return self._copy(held, source, tokens)
 
-    def needs(self, held: Pages, ids: Sequence[int]) -> int:
+    def needs(self, held: SequencePages, ids: Sequence[int]) -> int:
         """Return how many of the free pages `match` and `reserve` take for all ids."""
         index = self._boundary(held)
         while index is not None and (page := self._listed.known(held, index, ids)) is not None:
@@ -88,7 +88,7 @@ class PageTable:
             index += 1
         return max(0, -(-len(ids) // self.page_tokens) - max(index or 0, len(held.pages)))
 
-    def next_key(self, held: Pages, ids: Sequence[int]) -> tuple[bytes, bytes] | None:
+    def next_key(self, held: SequencePages, ids: Sequence[int]) -> tuple[bytes, bytes] | None:
         """Return a name for what a prompt pass reads next, None if nobody could take it over.
 
         Let one of the sequences with equal names read in a pass; after it, `match` gives the
@@ -100,7 +100,7 @@ class PageTable:
         before = self._key_before(held, index)
         return None if before is None else (before, packed(ids[held.filled : end]))
 
-    def reserve(self, held: Pages, tokens: int) -> bool:
+    def reserve(self, held: SequencePages, tokens: int) -> bool:
         """Take pages for the first `tokens` positions, or none at all if too few are free."""
         assert not held.released, "the sequence has been released"
         missing = -(-tokens // self.page_tokens) - len(held.pages)
@@ -109,7 +109,7 @@ class PageTable:
         held.pages += [self._take() for _ in range(missing)]
         return True
 
-    def fill(self, held: Pages, ids: Sequence[int]) -> list[int]:
+    def fill(self, held: SequencePages, ids: Sequence[int]) -> list[int]:
         """Record that keys and values of the next ids have been written.
 
         A page that becomes full is exchanged for one with equal content, if there is one.
@@ -128,7 +128,7 @@ class PageTable:
             done += len(new)
         return exchanged
 
-    def cut(self, held: Pages, tokens: int) -> Copy | None:
+    def cut(self, held: SequencePages, tokens: int) -> Copy | None:
         """Rewind to the first `tokens`, and give back the pages after them, also reserved ones.
 
         If others use the last page, its first rows move to another one. If none is free, `filled`
@@ -152,7 +152,7 @@ class PageTable:
         held.filled -= inside
         return None
 
-    def release(self, held: Pages, *, keep: bool = True) -> None:
+    def release(self, held: SequencePages, *, keep: bool = True) -> None:
         """End a sequence. Its pages stay listed, unless their values are not finite (`keep=False`).
 
         Then forget all content that begins with the same two ids, and so includes copies of its
@@ -170,17 +170,17 @@ class PageTable:
         """Forget the content of all free pages."""
         self._forget(list(self._free))
 
-    def _boundary(self, held: Pages) -> int | None:
+    def _boundary(self, held: SequencePages) -> int | None:
         """Return the index of the next page, None inside a page or after forgotten ones."""
         assert not held.released, "the sequence has been released"
         index, inside = divmod(held.filled, self.page_tokens)
         return None if inside or self._key_before(held, index) is None else index
 
-    def _key_before(self, held: Pages, index: int) -> bytes | None:
+    def _key_before(self, held: SequencePages, index: int) -> bytes | None:
         """Return the key of the pages before an index, None if they are not listed."""
         return self.pages[held.pages[index - 1]].key if index else held.root
 
-    def _copy(self, held: Pages, source: int, tokens: int) -> Copy | None:
+    def _copy(self, held: SequencePages, source: int, tokens: int) -> Copy | None:
         """Add a page that begins like the source; None if it is the source, evicted."""
         page = self.pages[source]
         before, content = page.before, page.content[: tokens * ID_BYTES]
@@ -190,7 +190,7 @@ class PageTable:
         held.pages.append(target)
         return Copy(source, target, tokens) if source != target else None
 
-    def _fill_page(self, held: Pages, index: int, new: bytes, *, is_fresh: bool) -> bool:
+    def _fill_page(self, held: SequencePages, index: int, new: bytes, *, is_fresh: bool) -> bool:
         """Add ids to a page, and return whether it was exchanged for an equal one."""
         own = held.pages[index]
         page = self.pages[own]
@@ -226,7 +226,7 @@ class PageTable:
             self._free[index] = None
             self._free.move_to_end(index, last=bool(page.content))
 
-    def _give_back(self, held: Pages, index: int) -> None:
+    def _give_back(self, held: SequencePages, index: int) -> None:
         """Drop the pages of a sequence from an index on, the last one first."""
         while len(held.pages) > index:
             self._drop(held.pages.pop())

@@ -19,7 +19,7 @@ from exl2flow.core.store.files import lock
 
 
 @dataclass(frozen=True)
-class Place:
+class ConversationFile:
     """A file that no other chat has while this object lives.
 
     wanted: the file that the user asked for; another chat has it if `file` is a different one.
@@ -34,7 +34,7 @@ class Place:
         return self.file == self.wanted
 
     @classmethod
-    def take(cls, file: Path) -> "Place":
+    def take(cls, file: Path) -> "ConversationFile":
         """Lock a file, or the first one with a number that is free; links are followed."""
         wanted = Path(os.path.realpath(file))
         found, locked = _locked(wanted)

@@ -1,4 +1,4 @@
-"""The work between two attentions of a packed model as one chain of products.
+"""Chains: all fused linears between two attentions of a packed model, as one launch.
 
 From an attention's output to the next queries, keys and values, each product reads what the one
 before it writes, so a GPU runs the chain of few tokens in one launch (`Ops.multiply`) where its
@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from exl2flow.kernels import Product, get_ops
+from exl2flow.kernels import FusedLinear, get_ops
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache, Projected
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -25,8 +25,8 @@ class Beside:
     """The first products of a parallel block, and those of its MLP; all read one norm's result."""
 
     norm: Norm | None
-    inputs: Product
-    mlp: Sequence[Product]
+    inputs: FusedLinear
+    mlp: Sequence[FusedLinear]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Link:
     """
 
     attention: AttentionSublayer
-    chain: Sequence[Product]
+    chain: Sequence[FusedLinear]
     beside: Beside | None = None
 
     def inputs(
@@ -119,13 +119,13 @@ class Chains:
     """The attentions with what leads to them, and the products after the last one."""
 
     links: Sequence[Link]
-    last: Sequence[Product]
+    last: Sequence[FusedLinear]
 
     @classmethod
     def of(cls, sublayers: Sequence[Sublayer]) -> Self | None:
         """Return the chains of sublayers, or None unless all their linears are packed."""
         links: list[Link] = []
-        chain: list[Product] = []
+        chain: list[FusedLinear] = []
         for sublayer in sublayers:
             pairs = sublayer.products()
             products = [product for pair in pairs for product in pair if product is not None]

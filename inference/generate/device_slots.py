@@ -16,29 +16,29 @@ import torch
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.adapters import AdapterSlots, Used
+from exl2flow.inference.cache.page_pool import Copy
 from exl2flow.inference.cache.paged import PagedCache, pages_of
-from exl2flow.inference.cache.pages import Copy
 from exl2flow.inference.cache.views import Segment
-from exl2flow.inference.drafts import Drafter, Slots
-from exl2flow.inference.generate.passes import Passes, SplitPasses, State, WholePasses
-from exl2flow.inference.generate.places import Places
+from exl2flow.inference.drafts import Drafter, SharedSlots
+from exl2flow.inference.generate.draft_positions import DraftPositions
+from exl2flow.inference.generate.runner import Runner, SingleRunner, SplitRunner, State
 from exl2flow.inference.loading.load import LoadedModel
-from exl2flow.inference.sampling import Kind, Sampled, SamplerSlots, completed, sample
+from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, completed, sample
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
-from exl2flow.kernels.cuda.graphs import Recordings, bucket
+from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
 COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
-class Steps:
+class DeviceSlots:
     """The device side of a generator's slots.
 
     tables: int32 (slots, pages); lengths: int32 (slots,), tokens whose keys and values are stored;
     ids: int64 (slots, 1 + drafts), the token after those, and drafts behind it; logits: fp32
     (slots, v), of what was sampled last.
-    Idle slots write to the cache's spare page. drafts: the most per slot; guesses: what makes them.
+    Idle slots write to the cache's spare page. drafts: the most per slot; proposer: makes them.
     failure: after which the device may be in any state.
     """
 
@@ -59,7 +59,7 @@ class Steps:
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.ids = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
-        self.places = Places(slots, width, drafts, device)
+        self.places = DraftPositions(slots, width, drafts, device)
         self._tokenizer = model.tokenizer
         known = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         self.sampler = SamplerSlots(
@@ -67,11 +67,11 @@ class Steps:
         )
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
         idle = partial(self.places.idle, self.sampler.active)
-        self.recordings = Recordings(idle, records=records, device=device)
+        self.graphs = GraphPool(idle, records=records, device=device)
         self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self.failure: Exception | None = None
-        self._adapters = AdapterSlots(model.decoder, slots, self.recordings.forget)
-        kind = SplitPasses if model.decoder.placement.is_split else WholePasses
+        self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
+        kind = SplitRunner if model.decoder.placement.is_split else SingleRunner
         state = State(
             decoder=model.decoder,
             cache=cache,
@@ -80,13 +80,13 @@ class Steps:
             ids=self.ids,
             places=self.places,
             adapters=self._adapters,
-            recordings=self.recordings,
+            graphs=self.graphs,
             idle=idle,
             most=max_tokens + max(drafts, STEP_TOKENS),
         )
-        self._passes: Passes = kind(state)
-        shared = Slots(cache, self.tables, self.lengths, self.recordings)
-        self.guesses = None if draft is None else draft.start(model, shared)
+        self._passes: Runner = kind(state)
+        shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
+        self.proposer = None if draft is None else draft.start(model, shared)
         self.no_states = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
 
@@ -113,8 +113,8 @@ class Steps:
         if self.cache.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.cache.device).cuda_stream
-        guessing = self.guesses.decoder if self.guesses is not None else None
-        for decoder in (self._decoder, guessing):
+        drafting = self.proposer.decoder if self.proposer is not None else None
+        for decoder in (self._decoder, drafting):
             if decoder is not None and _STREAMS.setdefault(decoder, stream) != stream:
                 raise ConfigError(
                     "the model is in use on another CUDA stream; make its generators and call them "
@@ -200,8 +200,8 @@ class Steps:
                 hidden = decoder.hidden(*work)[0]
             else:
                 decoder.fill(*work)
-        if self.guesses is not None:
-            self.guesses.read(tokens, segments)
+        if self.proposer is not None:
+            self.proposer.read(tokens, segments)
         return hidden
 
     def copy(self, copy: Copy | None) -> None:
@@ -210,8 +210,8 @@ class Steps:
             return
         self._copied[:] = on_device(torch.tensor([[copy.source], [copy.target]]), self.cache.device)
         self._passes.copy(self._copied)
-        if self.guesses is not None:
-            self.guesses.copy(self._copied)
+        if self.proposer is not None:
+            self.proposer.copy(self._copied)
 
     def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
         """Compute the logits of the next token for each of the first slots, and behind drafts.
@@ -227,16 +227,16 @@ class Steps:
             self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
         self._passes.forward(rows, count)
 
-    def sample(self, slots: int, kind: Kind, *, behind: bool = False) -> Sampled:
+    def sample(self, slots: int, kind: Kind, *, behind: bool = False) -> SampledTokens:
         """Sample a token for each of the first slots; the next call overwrites the result.
 
         behind: at the next place, for those slots that sampled what was drafted.
         """
         key = self._rows(slots), kind, behind
-        return self.recordings.replay(key, partial(self._sample, *key))
+        return self.graphs.replay(key, partial(self._sample, *key))
 
     def room(self, slots: int) -> int:
-        """Return how many drafts per slot are worth it: more rows leave the kernels for few."""
+        """Return the most draft tokens per slot that keep a step within the small-batch kernels."""
         fitting = [count for count in COUNTS if count * self._rows(slots) <= FEW_ROWS]
         return min(self.drafts, max(fitting, default=1) - 1)
 
@@ -249,12 +249,12 @@ class Steps:
             for kind in kinds:
                 for behind in {False, self.drafts > 0}:
                     sampling = rows, kind, behind
-                    self.recordings.make(sampling, partial(self._sample, *sampling))
+                    self.graphs.make(sampling, partial(self._sample, *sampling))
 
     def _rows(self, slots: int) -> int:
         return min(bucket(slots), len(self.ids))
 
-    def _sample(self, rows: int, kind: Kind, behind: bool) -> Sampled:
+    def _sample(self, rows: int, kind: Kind, behind: bool) -> SampledTokens:
         active, ids = self.sampler.active[:rows], self.ids[:rows, 0]
         if behind:
             self.places.go_on(ids, active)

@@ -18,7 +18,7 @@ from exl2flow.model import (
     RopeTables,
     Sublayer,
 )
-from exl2flow.model.layers.chains import Chains
+from exl2flow.model.layers.fused_chain import Chains
 from exl2flow.model.layers.low_rank import with_low_rank
 from exl2flow.model.layers.rope import at_layer
 

@@ -8,7 +8,7 @@ import torch
 from exl2flow.kernels import on_device
 
 
-class Places:
+class DraftPositions:
     """Logits, draws and drafted ids of the places of a step; the device counts through them.
 
     logits: fp32 (slots, v), where the next sample is taken; place: int64 (1,), which that is.

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.terminal.place import Place, unused
+from exl2flow.flows.cli.terminal.conversation_file import ConversationFile, unused
 
 
 def test_two_chats_have_two_files(tmp_path: Path) -> None:
-    first, second, third = (Place.take(tmp_path / "kept.json") for _ in range(3))
+    first, second, third = (ConversationFile.take(tmp_path / "kept.json") for _ in range(3))
 
     assert [place.file.name for place in (first, second, third)] == [
         "kept.json",
@@ -21,35 +21,35 @@ def test_two_chats_have_two_files(tmp_path: Path) -> None:
 
 
 def test_a_file_is_free_again_when_its_chat_ends(tmp_path: Path) -> None:
-    place = Place.take(tmp_path / "free.json")
+    place = ConversationFile.take(tmp_path / "free.json")
     del place
     gc.collect()
 
-    assert Place.take(tmp_path / "free.json").is_wanted
+    assert ConversationFile.take(tmp_path / "free.json").is_wanted
 
 
 def test_a_link_and_the_file_that_it_names_are_one_file(tmp_path: Path) -> None:
     link, file = tmp_path / "link.json", tmp_path / "real.json"
     link.symlink_to(file)
 
-    by_link, by_name = Place.take(link), Place.take(file)
+    by_link, by_name = ConversationFile.take(link), ConversationFile.take(file)
 
     assert (by_link.file, by_name.file) == (file, tmp_path / "real-2.json")
 
 
 def test_a_folder_that_cannot_be_written_has_files_without_locks() -> None:
-    assert Place.take(Path("/proc/none/x.json")).is_wanted
+    assert ConversationFile.take(Path("/proc/none/x.json")).is_wanted
 
 
 def test_the_file_of_another_chat_is_not_unused(tmp_path: Path) -> None:
-    place = Place.take(tmp_path / "kept.json")
+    place = ConversationFile.take(tmp_path / "kept.json")
 
     with pytest.raises(ConfigError, match="another chat has"), unused(place.file):
         pass
 
     del place
     with unused(tmp_path / "kept.json"):
-        assert not Place.take(tmp_path / "kept.json").is_wanted
+        assert not ConversationFile.take(tmp_path / "kept.json").is_wanted
 
 
 def test_a_file_that_no_chat_ever_had_gets_no_lock_file(tmp_path: Path) -> None:

@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence
 
-from exl2flow.kernels import MOST_MATRICES, Norm, Product
+from exl2flow.kernels import MOST_MATRICES, FusedLinear, NormArgs
 from exl2flow.model.layers.linear import Linear, PackedLinear
 
 # what comes before and after attention, or before and after what down reads
-Pair = tuple[Product | None, Product | None]
+Pair = tuple[FusedLinear | None, FusedLinear | None]
 
 
 def product_of(
     linears: Sequence[Linear],
     *,
-    norm: Norm | None = None,
+    norm: NormArgs | None = None,
     activation: str | None = None,
-    after: Norm | None = None,
+    after: NormArgs | None = None,
     multiplier: float = 1.0,
     adds: bool = False,
     exact: bool = False,
-) -> Product | None:
-    """Return linears of the same input as one `Product`.
+) -> FusedLinear | None:
+    """Return linears of the same input as one `FusedLinear`.
 
     None unless they are packed, share a row order, and are at most `MOST_MATRICES`.
     """
@@ -28,7 +28,7 @@ def product_of(
         return None
     if any(matrix.order is not matrices[0].order for matrix in matrices):
         return None
-    return Product(
+    return FusedLinear(
         matrices=matrices,
         norm=norm,
         activation=activation,

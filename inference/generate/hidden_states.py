@@ -6,23 +6,23 @@ from itertools import chain
 import torch
 
 from exl2flow.core.errors import CacheFull, ContextOverflow
-from exl2flow.core.requests.request import Adapter
+from exl2flow.core.requests.request import AdapterLike
 from exl2flow.inference.adapters import Used, adapters_of
-from exl2flow.inference.cache.pages import Pages, PageTable
+from exl2flow.inference.cache.page_pool import PagePool, SequencePages
 from exl2flow.inference.cache.views import Segment
-from exl2flow.inference.generate.steps import Steps
+from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.model import check_ids
 
 
-class States:
+class HiddenStates:
     """Reads texts without jobs; their pages stay in the cache, so only what is new is computed.
 
     table: what is in the cache, for reading only.
     """
 
     def __init__(
-        self, model: LoadedModel, steps: Steps, table: PageTable, *, context: int, chunk: int
+        self, model: LoadedModel, steps: DeviceSlots, table: PagePool, *, context: int, chunk: int
     ) -> None:
         """Take the positions of one text, and the tokens of a pass."""
         self.table = table
@@ -30,7 +30,7 @@ class States:
 
     @torch.inference_mode()
     def hidden(
-        self, *texts: Sequence[int], last: int = 1, adapters: Sequence[Adapter] = ()
+        self, *texts: Sequence[int], last: int = 1, adapters: Sequence[AdapterLike] = ()
     ) -> list[torch.Tensor]:
         """Return the last hidden states (last, hidden) of texts, which the decoder's head takes.
 
@@ -68,7 +68,7 @@ class States:
         return self._steps.cache.tensors
 
     def _read(
-        self, texts: Mapping[Pages, Sequence[int]], last: int, used: Used
+        self, texts: Mapping[SequencePages, Sequence[int]], last: int, used: Used
     ) -> list[torch.Tensor]:
         found = {held: self._steps.no_states for held in texts}
         for held, ids in texts.items():

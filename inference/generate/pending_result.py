@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from exl2flow.inference.generate.event import Token
-from exl2flow.inference.sampling import Sampled
+from exl2flow.inference.sampling import SampledTokens
 
 
-class Arrival:
+class PendingResult:
     """A step's result, copied as soon as it is computed; `token` waits for the copy."""
 
-    def __init__(self, sampled: Sampled, logits: torch.Tensor, rows: Sequence[int]) -> None:
+    def __init__(self, sampled: SampledTokens, logits: torch.Tensor, rows: Sequence[int]) -> None:
         """Copy what was sampled, and the logits (slots, v) of some rows."""
         self._ids = _copied(sampled.ids)
         self._probabilities = _copied(sampled.probabilities)
@@ -32,7 +32,7 @@ class Arrival:
         self._list = self._ids.tolist()
 
     def token(self, row: int, top: int) -> Token:
-        """Return the token of a row with its `top` likeliest ids; see `Sampled` for its id."""
+        """Return the token of a row with its `top` likeliest ids; see `SampledTokens`."""
         probability, ids, probabilities = None, (), ()
         if self._probabilities is not None:
             probability = float(self._probabilities[row])

@@ -10,7 +10,7 @@ from exl2flow.inference.generate.job import FREE, Job, Mask
 from exl2flow.inference.sampling.bits import WORD, all_but, words_of
 
 
-class Place(NamedTuple):
+class TokenMask(NamedTuple):
     """What a sample may take: by the output (stops, bans, healing), and by the constraint."""
 
     mask: Mask = FREE
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return all_but(without, width) if without else None
 
 
-class Part:
+class StepJob:
     """A job in a step.
 
     slot: the one that samples; draft: ids that are verified; places: the first sample, and one
@@ -52,7 +52,7 @@ class Part:
     def __init__(self, job: Job, draft: list[int]) -> None:
         self.job, self.slot, self.draft = job, job.lead.slot, draft
         self.slots = [s.slot for s in job.sequences]
-        self.places: list[Place] = []
+        self.places: list[TokenMask] = []
 
     def plan(self) -> None:
         """Find the places, once the last token is known, and cut the draft where the text ends.
@@ -63,7 +63,7 @@ class Part:
         job, constraint = self.job, self.job.constraint
         if constraint is None:
             drafts = (self.draft[:place] for place in range(len(self.draft) + 1))
-            self.places = [Place(job.mask(drafted)) for drafted in drafts]
+            self.places = [TokenMask(job.mask(drafted)) for drafted in drafts]
             return
         self.places = [self._place(constraint, 0)]
         for accepted, token in enumerate(self.draft, 1):
@@ -82,8 +82,8 @@ class Part:
         constraint.rollback(len(self.places) - 1)
         del self.draft[len(self.places) - 1 :]
 
-    def _place(self, constraint: Combined, count: int) -> Place:
-        """Return the place behind so many drafted tokens, which the constraint has accepted."""
+    def _place(self, constraint: Combined, count: int) -> TokenMask:
+        """Return the mask after `count` draft tokens; the constraint has accepted them."""
         drafted = self.draft[:count]
         mask, cut = self.job.mask(drafted), self.job.output.cut(drafted)
-        return Place(mask, allowed_by(constraint, *mask, cut))
+        return TokenMask(mask, allowed_by(constraint, *mask, cut))

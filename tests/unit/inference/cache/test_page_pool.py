@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from exl2flow.inference.cache import listing
-from exl2flow.inference.cache.pages import Copy, Pages, PageTable
+from exl2flow.inference.cache import prefix_tree as listing
+from exl2flow.inference.cache.page_pool import Copy, PagePool, SequencePages
 from exl2flow.kernels import PAGE_TOKENS
 
 IDS = list(range(100, 150))
 
 
-def read(table: PageTable, ids: Sequence[int], held: Pages | None = None) -> Pages:
+def read(table: PagePool, ids: Sequence[int], held: SequencePages | None = None) -> SequencePages:
     """Write all ids after those that are filled."""
     held = held or table.begin()
     assert table.reserve(held, len(ids))
@@ -20,7 +20,7 @@ def read(table: PageTable, ids: Sequence[int], held: Pages | None = None) -> Pag
 
 
 def test_a_second_sequence_shares_full_pages_and_copies_the_rest() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     first = read(table, IDS[:11])
     second = table.begin()
 
@@ -33,7 +33,7 @@ def test_a_second_sequence_shares_full_pages_and_copies_the_rest() -> None:
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     read(table, IDS[:8])
     again = table.begin()
 
@@ -45,7 +45,7 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
 
 
 def test_a_page_that_becomes_equal_to_another_is_exchanged_for_it() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     first, second = table.begin(), table.begin()
     for held in (first, second):
         table.reserve(held, 8)
@@ -57,7 +57,7 @@ def test_a_page_that_becomes_equal_to_another_is_exchanged_for_it() -> None:
 
 
 def test_rewinding_moves_away_from_a_page_that_others_use() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     first = read(table, IDS[:8])
     second = table.begin()
     table.match(second, IDS[:9])
@@ -69,7 +69,7 @@ def test_rewinding_moves_away_from_a_page_that_others_use() -> None:
 
 
 def test_rewinding_without_a_free_page_falls_to_the_beginning_of_the_page() -> None:
-    table = PageTable(2, page_tokens=4)
+    table = PagePool(2, page_tokens=4)
     read(table, IDS[:8])
     second = table.begin()
     table.match(second, IDS[:9])
@@ -79,7 +79,7 @@ def test_rewinding_without_a_free_page_falls_to_the_beginning_of_the_page() -> N
 
 
 def test_a_rewound_page_is_not_shared_under_its_old_content() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     held = read(table, IDS[:8])
 
     assert table.cut(held, 6) is None
@@ -91,7 +91,7 @@ def test_a_rewound_page_is_not_shared_under_its_old_content() -> None:
 
 
 def test_too_few_pages_take_none() -> None:
-    table = PageTable(3, page_tokens=4)
+    table = PagePool(3, page_tokens=4)
     held = read(table, IDS[:4])
 
     assert not table.reserve(held, 13)
@@ -99,7 +99,7 @@ def test_too_few_pages_take_none() -> None:
 
 
 def test_the_end_of_the_oldest_sequence_is_evicted_first() -> None:
-    table = PageTable(4, page_tokens=4)
+    table = PagePool(4, page_tokens=4)
     old, new = read(table, IDS[:8]), read(table, IDS[20:28])
     end = old.pages[1]
     table.release(old)
@@ -111,7 +111,7 @@ def test_the_end_of_the_oldest_sequence_is_evicted_first() -> None:
 
 
 def test_content_that_was_forgotten_is_not_found_even_in_use() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     first = read(table, IDS[:9])
     second = table.begin()
     table.match(second, IDS[:9])
@@ -128,7 +128,7 @@ def test_content_that_was_forgotten_is_not_found_even_in_use() -> None:
 
 
 def test_sequences_with_different_salts_share_nothing() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     read(table, IDS[:9])
     other = table.begin(b"adapter")
 
@@ -137,7 +137,7 @@ def test_sequences_with_different_salts_share_nothing() -> None:
 
 
 def test_needs_counts_free_pages_even_when_cached() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     held = read(table, IDS[:8])
 
     assert table.needs(table.begin(), IDS[:10]) == 1
@@ -146,7 +146,7 @@ def test_needs_counts_free_pages_even_when_cached() -> None:
 
 
 def test_equal_prompts_have_one_next_key_until_one_has_been_read() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     first, second, other = table.begin(), table.begin(), table.begin()
 
     key = table.next_key(first, IDS[:9])
@@ -161,7 +161,7 @@ def test_equal_prompts_have_one_next_key_until_one_has_been_read() -> None:
 
 
 def test_cleared_pages_keep_only_what_is_in_use() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     used, ended = read(table, IDS[:5]), read(table, IDS[20:29])
     table.release(ended)
 
@@ -183,7 +183,7 @@ def test_every_page_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(listing, "blake2b", counted)
     ids = list(range(32768))
-    table = PageTable(300)
+    table = PagePool(300)
     first, second = table.begin(), table.begin()
 
     table.match(first, ids)
@@ -200,7 +200,7 @@ def test_every_page_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_misuse_is_noticed() -> None:
-    table = PageTable(8, page_tokens=4)
+    table = PagePool(8, page_tokens=4)
     held = read(table, IDS[:4])
 
     with pytest.raises(AssertionError, match="not reserved"):

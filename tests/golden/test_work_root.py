@@ -1,0 +1,42 @@
+"""A work root that version 0.1.0 wrote, before its folders were divided, is continued."""
+
+import tarfile
+from pathlib import Path
+
+from conversions import small_config, snapshot
+from prefect.serializers import JSONSerializer
+
+from exl2flow.core.store.store import StageRef
+from exl2flow.flows.runs.conversion import open_pipeline
+from exl2flow.flows.runs.local import run_locally
+from exl2flow.tasks.stages import STAGES
+
+# a tiny model, and its work root with the finished stages up to `quantize`
+STORED = Path(__file__).with_name("work_root.tar.xz")
+FINISHED = ("tokenize", "sensitivity", "measure", "allocate", "quantize")
+
+
+def test_stages_of_a_stored_work_root_are_finished_and_the_others_follow(tmp_path: Path) -> None:
+    with tarfile.open(STORED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    config = small_config(tmp_path / "model", tmp_path / "out", work_root=tmp_path / "work")
+    pipeline = open_pipeline(config, STAGES)
+    assert [name for name in pipeline.stages if pipeline.is_complete(name)] == [*FINISHED]
+    folders = [pipeline.path(name) for name in FINISHED]
+    before = [snapshot(folder) for folder in folders]
+
+    run_locally(config)
+
+    assert [snapshot(folder) for folder in folders] == before
+    assert (config.out / "model.safetensors").is_file()
+
+
+def test_results_that_prefect_stored_are_read() -> None:
+    stored = (
+        b'{"__class__":"exl2flow.core.store.StageRef","data":'
+        b'{"stage":"tokenize","fingerprint":"c5faa36e","path":"tokenize/c5faa36e"}}'
+    )
+
+    ref = JSONSerializer().loads(stored)
+
+    assert ref == StageRef(stage="tokenize", fingerprint="c5faa36e", path="tokenize/c5faa36e")

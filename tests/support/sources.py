@@ -1,0 +1,42 @@
+"""The files of the package, parsed."""
+
+import ast
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BELOW: dict[str, set[str]] = {
+    "core": set(),
+    "calibration_data": set(),
+    "kernels": {"core"},
+    "model": {"core", "kernels"},
+    "quant": {"core", "kernels", "model", "calibration_data"},
+    "inference": {"core", "kernels", "model", "calibration_data"},
+}
+BELOW["tasks"] = {*BELOW}
+BELOW["flows"] = {*BELOW}
+BELOW["compat"] = {"core", "kernels", "model", "inference"}  # nothing imports it
+FOLDERS = set(BELOW)
+
+
+def package_files() -> list[str]:
+    return sorted(
+        str(path.relative_to(ROOT)) for name in FOLDERS for path in (ROOT / name).rglob("*.py")
+    )
+
+
+FILES = package_files()
+
+
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def offenders(
+    find: Callable[[str], Iterable[str]], files: Iterable[str] = FILES
+) -> dict[str, set[str]]:
+    """Return file → what is found there and should not be."""
+    found = {file: set(find(file)) for file in files}
+    return {file: words for file, words in found.items() if words}
