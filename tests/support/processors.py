@@ -40,7 +40,10 @@ QUICK = (
     "unit/inference/cache/test_paged.py",
     "unit/inference/scoring/test_evaluate.py",
     *(f"unit/inference/sampling/test_{name}.py" for name in ("sampling", "sampling_steps")),
-    *(f"unit/inference/generate/test_{name}.py" for name in ("generator", "hidden", "steps")),
+    *(
+        f"unit/inference/generate/test_{name}.py"
+        for name in ("generator", "hidden", "device_slots")
+    ),
     "unit/inference/adapters/test_slots.py",
     "unit/inference/bench/test_rows.py",
     "unit/compat/test_loading.py",
