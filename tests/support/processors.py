@@ -28,7 +28,7 @@ THREADS = (1, 2, 4)
 MARKS = "not slow and not gpu and not multigpu and not network"
 # what compares results of torch: kernels, models, caches, texts, samples, factors, roundings
 QUICK = (
-    "golden",
+    "golden/test_exl2.py",
     "property/test_descent.py",
     "property/test_packing.py",
     "unit/kernels/reference",
