@@ -34,7 +34,7 @@ QUICK = (
     "unit/kernels/reference",
     "unit/kernels/interface/test_packed.py",
     *(f"unit/model/layers/test_{name}.py" for name in ("attention", "blocks", "decoder")),
-    *(f"unit/model/layers/test_{name}.py" for name in ("linear", "norms", "parity", "positions")),
+    *(f"unit/model/layers/test_{name}.py" for name in ("linear", "norms", "positions")),
     *(f"unit/model/layers/test_{name}.py" for name in ("rope", "sublayers")),
     "unit/model/config/test_families.py",
     "unit/inference/cache/test_paged.py",
@@ -46,14 +46,15 @@ QUICK = (
     ),
     "unit/inference/adapters/test_slots.py",
     "unit/inference/bench/test_rows.py",
-    "unit/compat/test_loading.py",
-    "unit/compat/test_loops.py",
     *(f"unit/quant/rounding/test_{name}.py" for name in ("descent", "error_feedback", "hessian")),
-    "unit/quant/sensitivity",
     "unit/quant/tune/test_trainable.py",
 )
 # the stages that quantize a model, and texts of many steps
 LONG = (
+    "unit/compat/test_loading.py",
+    "unit/compat/test_loops.py",
+    "unit/model/layers/test_parity.py",
+    "unit/quant/sensitivity",
     "unit/inference/generate/test_drafts.py",
     "unit/inference/test_shared.py",
     "unit/inference/validate",
