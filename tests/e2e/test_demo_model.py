@@ -89,11 +89,13 @@ def test_perplexity_on_held_out_text_rises_by_five_percent_at_two_and_a_half_bit
     assert poor.perplexity >= 1.05 * poor.reference_perplexity
 
 
+@pytest.mark.slow
 def test_perplexity_rises_as_bits_fall(poor: Converted, good: Converted) -> None:
     assert poor.perplexity > good.perplexity > good.reference_perplexity
     assert good.reference_perplexity < 3
 
 
+@pytest.mark.slow
 def test_divergence_at_two_and_a_half_bits_is_five_times_that_at_four(
     poor: Converted, good: Converted
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_total_is_kept_to_within_a_thousandth_and_the_head_is_chosen(good: Con
     assert "lm_head" in good.allocation["choice"]
 
 
+@pytest.mark.slow
 def test_bits_per_weight_are_kept_to_within_a_thousandth(poor: Converted) -> None:
     assert 0.999 * 2.5 <= poor.allocation["bpw"] <= 2.5
     assert "lm_head" not in poor.allocation["choice"]

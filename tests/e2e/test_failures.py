@@ -18,6 +18,7 @@ WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_a_repeat_goes_on(undisturbed: Conversion, tmp_path: Path) -> None:
     conversion = Conversion.inside(tmp_path, undisturbed.source)
     stopped_in = []

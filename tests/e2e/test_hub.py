@@ -89,6 +89,7 @@ def test_the_program_converts_and_publishes_what_is_on_the_hub(
     assert not hub.repos[REPO]["private"]
 
 
+@pytest.mark.slow
 def test_the_program_explains_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:
     missing = program(hub, "convert", "org/none", "--out", tmp_path / "out", *QUICK)
     expired = program(hub, "convert", "org/none", "--out", tmp_path / "out", HF_TOKEN="hf_old")
@@ -125,6 +126,7 @@ def everything_that_is_known(*runs: Any) -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_flows_read_the_token_from_a_block_and_leave_it_nowhere(
     hub: Hub,
     block: str,

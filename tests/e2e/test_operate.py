@@ -118,6 +118,7 @@ def test_scheduled_sweep_of_the_demo_model_runs_by_itself_and_is_published(
     assert_token_is_unseen(server, hub)
 
 
+@pytest.mark.slow
 def test_new_revision_on_the_hub_is_found_swept_and_published(
     server: LastingServer, hub: Hub, tmp_path: Path
 ) -> None:

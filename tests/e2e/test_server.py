@@ -108,6 +108,7 @@ def make_old(client: SyncPrefectClient, automation: Automation) -> None:
     client.update_automation(automation.id, then)
 
 
+@pytest.mark.slow
 def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
     server: LastingServer,
 ) -> None:
