@@ -11,7 +11,9 @@ class GenerationOptions(Options):
     """What `exl2flow generate` takes besides the settings of the sampler."""
 
     max_new_tokens: int = Field(128, ge=1, description="tokens at most")
-    min_new_tokens: int = Field(0, ge=0, description="tokens that no end-of-text token cuts short")
+    min_new_tokens: int = Field(
+        0, ge=0, description="least number of new tokens before an end-of-text token counts"
+    )
     stop: list[str] = Field([], description="texts that end the answer, and are not shown")
     ignore_eos: bool = Field(False, description="go on after the model's end-of-text tokens")
     ban: list[str] = Field([], description="texts that must not appear, in upper or lower case")
@@ -39,7 +41,9 @@ class GenerationOptions(Options):
         None, description="file for the answers to them, a JSON object per line as each one ends"
     )
     cache: CacheName | None = Field(None, description="format of the key-value cache")
-    tokens: int | None = Field(None, ge=1, description="that the cache holds, of all texts")
+    tokens: int | None = Field(
+        None, ge=1, description="cache capacity in tokens, shared by all texts"
+    )
     slots: int = Field(16, ge=1, description="texts that are generated at once")
     max_tokens: int | None = Field(None, ge=1, description="longest text, prompt included")
     rope_scale: float | None = Field(None, gt=0, description="divides positions")
