@@ -187,7 +187,8 @@ def _results_for(pipeline: Pipeline) -> Results:
 def _folders(pipeline: Pipeline) -> Iterator[StageFolder]:
     """Yield all results for this source, those before it was changed included."""
     source = str(pipeline.config.source.resolve())
-    for path in pipeline.config.work_dir_root.glob(f"{pipeline.source.slug}-*/*/*/{MANIFEST}"):
+    slug = pipeline.work.root.name.rpartition("-")[0]  # of the name that the source had first
+    for path in pipeline.config.work_dir_root.glob(f"{slug}-*/*/*/{MANIFEST}"):
         with suppress(ReadFailed):
             folder = StageFolder.found(path.parent)
             if folder is None or path.parent.suffix:  # set aside or removed

@@ -13,6 +13,7 @@ from toy_stages import CHAIN, RAN, run_all, stage, with_options, write_note
 from exl2flow.core.errors import Interrupted, WorkDirBusy
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick, silent
+from exl2flow.core.store.changes import outlook
 from exl2flow.core.store.stage import Pipeline, Stage, StageRun
 from exl2flow.core.store.store import StageFolder
 from exl2flow.tasks.stages import run_in_order
@@ -129,6 +130,8 @@ def test_a_source_that_was_renamed_keeps_its_results(config: ConversionConfig) -
     pipeline = Pipeline(moved, CHAIN, device="cpu")
 
     assert all(map(pipeline.is_complete, pipeline.stages))
+    other = Pipeline(with_options(moved, bpw=3.0), CHAIN, device="cpu")
+    assert [each.changes for each in outlook(other) if each.stage == "allocate"] != [()]
 
 
 def test_failed_stage_keeps_what_it_committed(config: ConversionConfig) -> None:
