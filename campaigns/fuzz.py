@@ -32,9 +32,9 @@ sys.dont_write_bytecode = True
 sys.path[:1] = [str(HERE), str(ROOT / "tests" / "support")]
 
 import torch  # noqa: E402  # after the environment is set
-from readers import READERS  # noqa: E402
+from readers import READERS  # noqa: E402  # as torch
 
-from exl2flow.core.errors import Exl2FlowError  # noqa: E402
+from exl2flow.core.errors import Exl2FlowError  # noqa: E402  # as torch
 
 SECONDS = 2.0  # of processor time for an input
 TRIAL = 0.1  # of it for what a child does for users; there more, but a bomb takes all

@@ -122,7 +122,7 @@ def manifests(work_root: Path) -> dict[Path, dict[str, Any]]:
 
 
 def stamps(paths: Iterable[Path]) -> Stamps:
-    """Return what changes when a file is written again, of those that are there."""
+    """Return time and inode of each existing file; writing it again changes them."""
     found = {}
     for path in paths:
         with suppress(FileNotFoundError):

@@ -38,7 +38,7 @@ class Case:
     """What happened in one case.
 
     disturbed: (signal, target, stage); failures: (check, what); way: what the command ran on;
-    stages: those that it has.
+    stages: of the command.
     """
 
     index: int

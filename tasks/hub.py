@@ -21,7 +21,14 @@ from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.runtime.progress import Progress, Tick, current
 from exl2flow.core.store.files import exclusive, make_folder, sync_files, write_json
 from exl2flow.core.store.model_files import is_of_model
-from exl2flow.core.store.source import HubModel, digests, hub_model, provenance, provenance_file
+from exl2flow.core.store.source import (
+    DIGESTS_FILE,
+    HubModel,
+    digests,
+    hub_model,
+    provenance,
+    provenance_file,
+)
 from exl2flow.inference.report.record import read_object
 from exl2flow.tasks.client import Hub
 
@@ -214,7 +221,7 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     )
     sync_files(folder / file.path for file in files)  # before digests are remembered
     large = [folder / file.path for file in files if file.lfs is not None]
-    found = digests(sorted(large), folder.parents[2] / "digests.json")
+    found = digests(sorted(large), folder.parents[2] / DIGESTS_FILE)
     damaged = list[str]()
     for file in files:
         path = folder / file.path

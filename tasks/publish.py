@@ -23,6 +23,7 @@ from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.runtime.progress import Progress, Tick, report
 from exl2flow.core.store.damage import check_output
 from exl2flow.core.store.files import digest, exclusive, write_json
+from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.publication import (
@@ -172,7 +173,7 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     if known and not config.force:
         raise refusal(known)
     check_account(config.repo, hub)
-    repository = Repository(name=config.repo, hub=hub, memory=_root(config) / "digests.json")
+    repository = Repository(name=config.repo, hub=hub, memory=_root(config) / DIGESTS_FILE)
     with tempfile.TemporaryDirectory() as folder:
         ours = {bitrate.branch for bitrate in bitrates}
         others = _published_already(repository, ours, Path(folder))

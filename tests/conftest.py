@@ -32,7 +32,7 @@ for folder in (TESTS / "support", TESTS.parent / "campaigns"):  # so that tests 
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-import checkout  # noqa: E402, F401
+import checkout  # noqa: E402, F401  # finds the package in a bare checkout
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -216,7 +216,7 @@ class Request:
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise `ConfigError` if a value is no integer."""
+    """Raise `ConfigError` if a value is not an integer."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
 

@@ -25,7 +25,7 @@ from exl2flow.core.errors import (
     WriteFailed,
 )
 from exl2flow.core.options.config import SharedOptions
-from exl2flow.core.store.source import SourceFingerprint, provenance_file
+from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance_file
 from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class _Root:
     def _work_name(self, source: Path) -> str | None:
         """Return the name of a source's work directory; None if it cannot be read."""
         try:
-            found = SourceFingerprint.of(source, memory=self.path / "digests.json")
+            found = SourceFingerprint.of(source, memory=self.path / DIGESTS_FILE)
         except SourceModelError:
             return None
         return WorkDir.of(self.path, found).root.name
@@ -213,7 +213,7 @@ def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list
         ConfigError: the folder is no work root.
         ReadFailed: a manifest cannot be read.
     """
-    if not (root / "digests.json").is_file() and not (root / "sources").is_dir():
+    if not (root / DIGESTS_FILE).is_file() and not (root / "sources").is_dir():
         raise ConfigError(
             f"`{root}` is no work root; give the folder of checkpoints: `--work-root` of the "
             "conversion, or `.exl2flow` beside its output"

@@ -230,7 +230,7 @@ def _temporary(path: Path, mode: int) -> BinaryIO:
             old.unlink()
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-        file = open(aside, "xb", opener=partial(os.open, mode=mode))  # noqa: SIM115
+        file = open(aside, "xb", opener=partial(os.open, mode=mode))  # noqa: SIM115  # returned
         with suppress(OSError):  # a file system without locks: nobody deletes it
             fcntl.flock(file, fcntl.LOCK_EX)
         if aside.exists():

@@ -211,17 +211,20 @@ class Pipeline:
         Raises:
             SourceModelError, StoreError: see `_check_unchanged`.
         """
-        reads = self._reads(stage)
+        fingerprints = self.input_fingerprints(stage)
+        loaded = (StageFolder.load(self.path(n), found) for n, found in fingerprints.items())
+        inputs = [folder for folder in loaded if folder is not None]
+        reads = [self.config.source / name for name in self.source.files]
+        reads += stage.files(self.config)
+        reads += [each.path / file for each in inputs for file in each.manifest.files]
         states = {path: _state(path) for path in reads}  # before contents are compared
         self._check_unchanged(stage)
-        for name, fingerprint in self.input_fingerprints(stage).items():
-            found = StageFolder.load(self.path(name), fingerprint)
-            if found is not None:
-                check_input(found)
+        for each in inputs:
+            check_input(each)
         folder = self.work.open(
             ref,
             schema=stage.schema,
-            inputs=self.input_fingerprints(stage),
+            inputs=fingerprints,
             options=self.options[stage.name],
             device=self.device,
         )
@@ -236,15 +239,6 @@ class Pipeline:
 
         folder.check = check
         return folder
-
-    def _reads(self, stage: Stage) -> list[Path]:
-        """Return the files that a stage reads: of the source, of its options, of its inputs."""
-        paths = [self.config.source / name for name in self.source.files]
-        paths += stage.files(self.config)
-        for name, fingerprint in self.input_fingerprints(stage).items():
-            folder = StageFolder.load(self.path(name), fingerprint)
-            paths += [folder.path / file for file in folder.manifest.files] if folder else []
-        return paths
 
     def _check_unchanged(self, stage: Stage) -> None:
         """Check that what a stage reads is what its fingerprint covers.

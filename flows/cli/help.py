@@ -35,7 +35,7 @@ def _readable(parameter: Any) -> Any:
         parameter.help = f"{parameter.help} [dim]{escape(f'[default: {shown}]')}[/dim]"
         parameter.show_default = False
     if isinstance(parameter, TyperArgument):
-        parameter.display_type_rich = _nothing  # type: ignore[method-assign]
+        parameter.display_type_rich = _nothing  # type: ignore[method-assign]  # of one
     elif parameter.is_flag:
         parameter.metavar = ""
     elif parameter.metavar is None:

@@ -9,6 +9,7 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.changes import Outlook, outlook, stage_rows
 from exl2flow.core.store.files import read_json
+from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import resolve_device
@@ -29,7 +30,7 @@ def what_is_left(
     The source is digested only if an earlier run has done so. Without stages all are left.
     """
     try:
-        remembered = list(read_json(config.work_dir_root / "digests.json")) if stages else []
+        remembered = list(read_json(config.work_dir_root / DIGESTS_FILE)) if stages else []
     except (StoreError, TypeError):
         remembered = []
     source = f"{config.source.resolve()}/"

@@ -16,7 +16,7 @@ import torch
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.background import to_host
 from exl2flow.core.store.files import read_tensors, write_tensors
-from exl2flow.core.store.source import SourceFingerprint
+from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
@@ -245,7 +245,7 @@ def refine_model(run: StageRun) -> None:
 
 def _options(config: ConversionConfig) -> dict[str, object]:
     options = refinement(config)
-    memory = config.work_dir_root / "digests.json"
+    memory = config.work_dir_root / DIGESTS_FILE
     return {
         "model": SourceFingerprint.of(options.model, memory=memory).fingerprint,
         "rope": config.rope.model_dump(),
