@@ -1,13 +1,12 @@
 """The flow `validate`: compare finished models with their source."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from prefect import flow
-from pydantic import Field
 
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.options.config import Device, Options, ValidateOptions, default_work_root
+from exl2flow.core.options.comparison import ComparedModels
+from exl2flow.core.options.config import ValidateOptions, default_work_root
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import verdict
 from exl2flow.kernels import resolve_device
@@ -18,17 +17,9 @@ from exl2flow.tasks.logs import logged
 from exl2flow.tasks.tags import tag_run
 
 
-class Comparison(Options):
-    """Models to validate, and the reference to compare them with."""
+class Comparison(ComparedModels):
+    """Models to validate, the reference to compare them with, and the text."""
 
-    models: tuple[Path, ...] = Field(min_length=1, description="model folders, EXL2 or plain")
-    reference: Path | None = Field(
-        None, description="folder of the source model, or org/name@revision; empty: none"
-    )
-    token_block: str | None = Field(
-        None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
-    )
-    device: Device = Field("auto", description="auto, cpu or cuda")
     options: ValidateOptions = ValidateOptions()
 
     @property

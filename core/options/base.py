@@ -1,12 +1,58 @@
 """The base of all option groups, as forms show them and JSON files hold them."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Device = Literal["auto", "cpu", "cuda"]
+CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
+Panel = Literal[  # in the order in which help shows them
+    "Files",
+    "Conversation",
+    "What is shown",
+    "Sampling",
+    "Prompt",
+    "Stopping",
+    "Constraints",
+    "Model and cache",
+    "Speculative decoding (same text)",
+    "Result",
+    "Source",
+    "Quality",
+    "Calibration",
+    "Bit allocation",
+    "Validation",
+    "Publishing",
+    "Running",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Marks a field that commands have an option for; its help is the field's description.
+
+    A description names other fields of its model in backticks. It ends with "; empty: …" where
+    the default needs words.
+
+    metavar: stands for the value in help.
+    panel: in which help shows the option; None: with those that have none.
+    flag: its name, if that differs from the field's.
+    grouped: its name where the field belongs to a group of other options.
+    only_grouped: only there it is an option.
+    rare: whether only `--help-all` shows it; None: if it belongs to a group.
+    is_argument: the value is given by position.
+    """
+
+    metavar: str = ""
+    panel: Panel | None = None
+    flag: str | None = None
+    grouped: str | None = None
+    only_grouped: bool = False
+    rare: bool | None = None
+    is_argument: bool = False
 
 
 class Options(BaseModel):
@@ -36,3 +82,18 @@ def user_path(path: Path) -> Path:
     except UnicodeEncodeError:
         raise ValueError("its name is not UTF-8; rename it or choose another one") from None
     return Path(os.path.expanduser(path))
+
+
+DeviceOption = Annotated[
+    Device,
+    Option("auto|cpu|cuda", "Running"),
+    Field(description="device to compute on; auto: CUDA if there is a usable GPU, else the CPU"),
+]
+TokenBlock = Annotated[
+    str | None,
+    Option("NAME", "Running", rare=True),
+    Field(
+        description="Prefect Secret block with the token for the Hugging Face Hub; empty: the "
+        "token in HF_TOKEN"
+    ),
+]

@@ -4,9 +4,9 @@ Every default lives here and nowhere else.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,9 +18,15 @@ from pydantic import (
 )
 from pydantic.config import JsonValue
 
+from exl2flow.core.options.base import (
+    CacheName,
+    DeviceOption,
+    Option,
+    TokenBlock,
+    user_path,
+)
 from exl2flow.core.options.base import Device as Device
 from exl2flow.core.options.base import Options as Options
-from exl2flow.core.options.base import user_path
 from exl2flow.core.options.naming import model_name
 from exl2flow.core.options.publication import PublishOptions
 
@@ -28,7 +34,6 @@ ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Preference = Literal["quality", "speed"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
-CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
 DEFAULT_BPW, MOST_BPW = 4.0, 8.0
@@ -39,7 +44,14 @@ SIZE_CHOICES: list[JsonValue] = [
     {"type": "integer", "minimum": 1},
 ]
 DEFAULT_HEAD_BITS = 6
-LOSSY_SOURCE = "accept a source in GPTQ form: its decoded values are rounded once more"
+LossySource = Annotated[
+    bool,
+    Option(panel="Source", rare=True),
+    Field(
+        description="accept a source in GPTQ form: its decoded values are rounded once more, "
+        "errors add up"
+    ),
+]
 
 # How presets differ from the defaults below, which are `standard`
 PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
@@ -67,20 +79,34 @@ class CalibrationOptions(Options):
 
     BUILT_IN: ClassVar[tuple[str, ...]] = ("standard", "chat", "self")
 
-    text: str = Field(
+    text: Annotated[str, Option("TEXT", "Calibration", flag="calibration", rare=False)] = Field(
         "standard",
         min_length=1,
         description="standard: the built-in set; chat: a share of it as dialogues in the model's "
         "chat template; self: a share written by the model; else a Parquet file with text columns",
     )
-    share: float = Field(
-        0.5, gt=0, le=1, description="share of `chat` or `self` rows; the others are standard"
+    share: Annotated[float, Option("X", "Calibration", flag="calibration-share")] = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="share of `chat` or `self` rows, above 0 and at most 1; the rest is the "
+        "standard set",
     )
-    rows: int = Field(115, ge=1, description="rows that quantization sees")
-    row_tokens: int = Field(2048, ge=32, multiple_of=32, description="tokens per quantization row")
-    measure_rows: int = Field(19, ge=1, description="rows that measurement sees")
-    measure_row_tokens: int = Field(2048, ge=32, multiple_of=32, description="tokens per such row")
-    seed: int = Field(0, ge=0, description="seed of shuffled, random-token and self-written rows")
+    rows: Annotated[int, Option("N", "Calibration", rare=False)] = Field(
+        115, ge=1, description="calibration rows for quantization"
+    )
+    row_tokens: Annotated[int, Option("N", "Calibration")] = Field(
+        2048, ge=32, multiple_of=32, description="tokens per row; a multiple of 32"
+    )
+    measure_rows: Annotated[int, Option("N", "Calibration")] = Field(
+        19, ge=1, description="calibration rows for measurement"
+    )
+    measure_row_tokens: Annotated[int, Option("N", "Calibration")] = Field(
+        2048, ge=32, multiple_of=32, description="tokens per measurement row; a multiple of 32"
+    )
+    seed: Annotated[int, Option("N", "Calibration")] = Field(
+        0, ge=0, description="seed for shuffled, random-token and self-written rows"
+    )
 
     @field_validator("text", mode="before")
     @classmethod
@@ -111,19 +137,32 @@ class CalibrationOptions(Options):
 class RopeOptions(Options):
     """Overrides for the rotary position embedding, during conversion only."""
 
-    scale: float | None = Field(None, gt=0, description="divide positions by this")
-    alpha: float | None = Field(None, gt=0, description="NTK factor on the rotary base")
+    scale: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-scale")] = Field(
+        None,
+        gt=0,
+        description="divide positions by this during conversion (linear context extension); "
+        "empty: as config.json says",
+    )
+    alpha: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-alpha")] = Field(
+        None,
+        gt=0,
+        description="NTK factor on the rotary base during conversion; empty: as config.json says",
+    )
 
 
 class SensitivityOptions(Options):
     """How the cost of an error in a matrix is estimated."""
 
-    kind: Literal["fisher", "error"] = Field(
+    kind: Annotated[
+        Literal["fisher", "error"], Option("fisher|error", "Quality", flag="sensitivity")
+    ] = Field(
         "fisher",
-        description="fisher: nats of KL divergence, from one backward pass; error: relative error "
-        "of each sublayer's output, without gradients",
+        description="cost by which bits are allocated; fisher: expected KL divergence of each "
+        "matrix, from one backward pass; error: relative error of each sublayer, without gradients",
     )
-    rows: int = Field(16, ge=1, description="calibration rows of the backward pass")
+    rows: Annotated[int, Option("N", "Quality", flag="sensitivity-rows")] = Field(
+        16, ge=1, description="calibration rows for the backward pass"
+    )
     block: int = Field(
         512, ge=0, description="out-features per block of the output factors; 0: one block"
     )
@@ -138,7 +177,11 @@ class RoundingOptions(Options):
         description="column: every column chooses its scale code; grid: one multiplier per group",
     )
     damping: float = Field(0.05, gt=0, description="added to a Hessian, in mean diagonals")
-    rounds: int = Field(3, ge=0, description="rounds of scale refit and coordinate descent")
+    rounds: Annotated[int, Option("N", "Quality")] = Field(
+        3,
+        ge=0,
+        description="rounds of scale refitting and coordinate descent after rounding; 0: none",
+    )
     sweeps: int = Field(2, ge=1, description="sweeps of coordinate descent in each round")
     output_damping: float = Field(
         0.3, gt=0, description="added to an output factor, in mean diagonals"
@@ -182,13 +225,19 @@ class TuneOptions(Options):
 class AllocateOptions(Options):
     """How bits are allocated."""
 
-    prefer: Preference = Field(
-        "quality", description="quality: groups of 32, 64 and 128 rows; speed: only groups of 128"
+    prefer: Annotated[Preference, Option("quality|speed", "Bit allocation")] = Field(
+        "quality",
+        description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
+        "groups of 128, which decode a little faster on a GPU; the error grows",
     )
-    objective: Objective = Field(
-        "power", description="log: sum of ln error; sum: of error; power: of error ** power"
+    objective: Annotated[Objective, Option("log|sum|power", "Bit allocation")] = Field(
+        "power",
+        description="quantity to minimize over all sublayers: the sum of ln(error), of error, or "
+        "of error to a power",
     )
-    power: float = Field(2.0, gt=0, le=8, description="exponent of the objective `power`")
+    power: Annotated[float, Option("P", "Bit allocation", flag="objective-power")] = Field(
+        2.0, gt=0, le=8, description="exponent of the objective `power`; above 0, at most 8"
+    )
     rounds: int = Field(
         0, ge=0, description="further rounds, which try whole allocations and correct them"
     )
@@ -197,59 +246,89 @@ class AllocateOptions(Options):
 class ValidateOptions(Options):
     """Which text the result is evaluated on, and when it is refused."""
 
-    text: Path | None = Field(None, description="UTF-8 text file; empty: built-in held-out text")
-    rows: int = Field(8, ge=1, description="rows at most")
-    row_tokens: int = Field(2048, ge=2, description="tokens per row")
-    warn_perplexity_ratio: float = Field(1.3, gt=0, description="warn above this x the source's")
-    fail_perplexity_ratio: float = Field(3.0, gt=0, description="fail above this x the source's")
-    sample_prompt: str = Field("One morning", description="prompt of the generated sample")
-    sample_tokens: int = Field(64, ge=0, description="tokens of the generated sample")
-    sample_seed: int = Field(0, ge=0, description="seed of the generated sample")
+    text: Annotated[Path | None, Option("FILE", "Validation", grouped="validate-text")] = Field(
+        None, description="UTF-8 text file to evaluate on; empty: built-in held-out text"
+    )
+    rows: Annotated[int, Option("N", "Validation", grouped="validate-rows")] = Field(
+        8, ge=1, description="maximum number of rows of that text"
+    )
+    row_tokens: Annotated[int, Option("N", "Validation", grouped="validate-row-tokens")] = Field(
+        2048, ge=2, description="tokens per row; capped at the model's positions"
+    )
+    warn_perplexity_ratio: Annotated[float, Option("X", "Validation", flag="warn-ratio")] = Field(
+        1.3, gt=0, description="warn if perplexity exceeds this multiple of the source's"
+    )
+    fail_perplexity_ratio: Annotated[float, Option("X", "Validation", flag="fail-ratio")] = Field(
+        3.0, gt=0, description="fail if perplexity exceeds this multiple of the source's"
+    )
+    sample_prompt: Annotated[str, Option("TEXT", "Validation", only_grouped=True)] = Field(
+        "One morning", description="prompt for the sample text in the report"
+    )
+    sample_tokens: Annotated[int, Option("N", "Validation", only_grouped=True)] = Field(
+        64, ge=0, description="length of the sample in tokens; 0: no sample"
+    )
+    sample_seed: Annotated[int, Option("N", "Validation", only_grouped=True)] = Field(
+        0, ge=0, description="seed for the sample"
+    )
 
 
 class FitOptions(Options):
     """The GPU memory that the result must fit, with the cache of a context."""
 
-    memory: ByteSize = Field(
+    memory: Annotated[ByteSize, Option("SIZE", "Result", flag="fit", rare=False)] = Field(
         gt=0,
-        description="memory of the GPU that will run the model, as 24GB",
+        description="instead of `bpw`: memory of the GPU that will run the model, as 24GB; makes "
+        "the largest model that fits beside its cache and working memory",
         json_schema_extra={"anyOf": SIZE_CHOICES},
     )
-    context: int = Field(8192, ge=1, description="tokens whose cache must fit beside the weights")
-    cache: CacheName = Field("fp16", description="format of that cache")
+    context: Annotated[int, Option("N", "Result")] = Field(
+        8192, ge=1, description="context length whose cache must fit, in tokens"
+    )
+    cache: Annotated[CacheName, Option("FORMAT", "Result")] = Field(
+        "fp16", description="format of that cache: fp16, fp8, q8, q6 or q4"
+    )
 
 
-def _in_form_order(schema: dict[str, Any]) -> None:
-    """Put the fields that a person decides first at the beginning of a form."""
-    properties = schema["properties"]
-    first = [name for name in FORM_BEGINS_WITH if name in properties]
-    schema["properties"] = {name: properties[name] for name in [*first, *properties]}
+def in_form_order(names: Iterable[str]) -> list[str]:
+    """Return names of fields, those first that a person decides first."""
+    known = [*names]
+    return [*dict.fromkeys([name for name in FORM_BEGINS_WITH if name in known] + known)]
+
+
+def _sort_form(schema: dict[str, Any]) -> None:
+    schema["properties"] = {n: schema["properties"][n] for n in in_form_order(schema["properties"])}
 
 
 class RunOptions(Options):
     """What every run over a source model has: the model, its calibration, where it runs."""
 
-    model_config = ConfigDict(json_schema_extra=_in_form_order)
+    model_config = ConfigDict(json_schema_extra=_sort_form)
 
-    source: Path = Field(
-        description="folder with config.json, tokenizer and *.safetensors; or a model on the "
-        "Hugging Face Hub, as org/name or org/name@revision"
+    source: Annotated[Path, Option("SOURCE", is_argument=True)] = Field(
+        description="folder of a Hugging Face model: config.json, tokenizer.json or "
+        "tokenizer.model, *.safetensors in fp16, bf16, fp32 or fp8; or a model on the Hugging Face "
+        "Hub, which is fetched, as org/name or org/name@revision"
     )
     out: Path = Field(description="what receives the result")
-    quality: Quality = Field("standard", description="fast, standard, best or exllamav2")
-    work_root: Path | None = Field(
-        None, description="folder of checkpoints; empty: `.exl2flow` beside the output"
+    quality: Annotated[Quality, Option("PRESET", "Quality")] = Field(
+        "standard",
+        description="how much work to spend on a small error: fast, standard or best; exllamav2: "
+        "the original program's algorithm; options you give override the preset",
     )
-    device: Device = Field("auto", description="auto, cpu or cuda")
-    max_memory: ByteSize | None = Field(
+    max_memory: Annotated[ByteSize | None, Option("SIZE", "Running")] = Field(
         None,
         gt=0,
-        description="maximum GPU memory to use, as 24GB; empty: all of it",
+        description="GPU memory to use at most, as 24GB; hidden states move to main memory if "
+        "needed; empty: all there is",
         json_schema_extra={"anyOf": [*SIZE_CHOICES, {"type": "null"}]},
     )
-    token_block: str | None = Field(
-        None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
+    work_root: Annotated[Path | None, Option("DIR", "Running")] = Field(
+        None,
+        description="folder for checkpoints; runs over one model with the same work root share "
+        "them; empty: `.exl2flow` beside the output",
     )
+    device: DeviceOption = "auto"
+    token_block: TokenBlock = None
     calibration: CalibrationOptions = CalibrationOptions()
     rope: RopeOptions = RopeOptions()
     sensitivity: SensitivityOptions = SensitivityOptions()
@@ -286,14 +365,15 @@ class RunOptions(Options):
 class SharedOptions(RunOptions):
     """What a conversion and a sweep of several have in common: all but the bits."""
 
-    lossy_source: bool = Field(False, description=LOSSY_SOURCE)
-    head_bits: int | None = Field(
+    lossy_source: LossySource = False
+    head_bits: Annotated[int | None, Option("BITS", "Result", rare=True)] = Field(
         None,
-        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6, or as allocation "
-        "chooses when the target is a total",
+        description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6 with `bpw`, else chosen",
     )
-    measurement: Path | None = Field(
-        None, description="measurement.json to use instead of measuring"
+    measurement: Annotated[Path | None, Option("FILE", "Bit allocation")] = Field(
+        None,
+        description="use this measurement.json, written by `exl2flow measure` or exllamav2; "
+        "empty: measure",
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
@@ -303,7 +383,9 @@ class SharedOptions(RunOptions):
         description="when all is finished, remove from the work root what no finished conversion "
         "needs: quantized tensors that are in the output, stages of replaced outputs",
     )
-    shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
+    shard_size_mb: Annotated[int, Option("MIB", "Result", rare=True)] = Field(
+        8192, description="maximum size of an output file in MiB; 0 or less: a single file"
+    )
     tune: TuneOptions = TuneOptions()
     allocate: AllocateOptions = AllocateOptions()
     validate_options: ValidateOptions = ValidateOptions()
@@ -318,18 +400,31 @@ class SharedOptions(RunOptions):
 class ConversionConfig(SharedOptions):
     """One conversion: a Hugging Face folder in, an EXL2 folder and a report out."""
 
-    out: Path = Field(description="folder that receives the converted model")
-    bpw: float | None = Field(
-        None, ge=2, le=8, description="bits per weight of the decoder's matrices; empty: 4"
+    out: Annotated[Path, Option("DIR")] = Field(
+        description="folder for the converted model: new, empty, or left by an earlier conversion "
+        "of the same source"
     )
-    bpw_total: float | None = Field(
-        None, ge=2, le=16, description="instead: bits per weight of the whole output"
+    bpw: Annotated[float | None, Option("BITS", "Result")] = Field(
+        None,
+        ge=2,
+        le=8,
+        description="average bits per weight of the decoder's matrices, from 2 to 8; embedding and "
+        "head are not counted; empty: 4",
     )
-    target_bytes: int | None = Field(
-        None, gt=0, description="instead: bytes of all output files of weights"
+    bpw_total: Annotated[float | None, Option("BITS", "Result", rare=True)] = Field(
+        None,
+        ge=2,
+        le=16,
+        description="instead of `bpw`: bits per weight of the whole output, embedding and head "
+        "included; allocation then chooses the head's bits, too",
+    )
+    target_bytes: Annotated[int | None, Option("N", "Result", rare=True)] = Field(
+        None,
+        gt=0,
+        description="instead of `bpw`: maximum size of all weight files together, in bytes",
     )
     fit: FitOptions | None = Field(
-        None, description="instead: the GPU memory that the result must fit; empty: any"
+        None, description="instead of `bpw`: a GPU that the result must fit; empty: none"
     )
 
     @model_validator(mode="before")

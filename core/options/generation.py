@@ -1,74 +1,151 @@
 """Options of text generation: the model, its cache, the prompt, and what ends a text."""
 
 from pathlib import Path
+from typing import Annotated, Final
 
 from pydantic import Field
 
-from exl2flow.core.options.config import CacheName, Device, Options
+from exl2flow.core.options.base import CacheName, Device, Option, Options
+
+MODEL: Final = "Model and cache"
+DRAFTS: Final = "Speculative decoding (same text)"
 
 
-class GenerationOptions(Options):
+class PlacementOptions(Options):
+    """Where a model that generates lies, and in which format it caches keys and values."""
+
+    device: Annotated[Device, Option("auto|cpu|cuda", MODEL)] = Field(
+        "auto",
+        description="device to compute on; auto: CUDA if there is a usable GPU, else the CPU",
+    )
+    gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
+        None,
+        description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "
+        "what is free; empty: one GPU",
+    )
+    reserve: Annotated[str | None, Option("BYTES,…", MODEL, rare=True)] = Field(
+        None,
+        description="bytes that an automatic split leaves free, one number or one for each GPU; "
+        "empty: 192 MiB of the first one, 64 MiB of the others",
+    )
+    devices: Annotated[str | None, Option("N,…", MODEL, rare=True)] = Field(
+        None,
+        description="GPUs to split the model among, in the order of its layers; empty: all",
+    )
+    cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
+        None,
+        description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",
+    )
+
+
+class BenchOptions(PlacementOptions):
+    """What `exl2flow bench` times."""
+
+    context: Annotated[int, Option("N", MODEL)] = Field(
+        512, ge=1, description="tokens before the decoded ones"
+    )
+    rows: Annotated[str, Option("N,…", MODEL)] = Field(
+        "1,4,16", description="numbers of texts that are decoded at once, with commas"
+    )
+
+
+class DrawOptions(Options):
+    """What decides how tokens are drawn besides the settings of the sampler."""
+
+    seed: Annotated[int | None, Option("N", "Sampling")] = Field(
+        None,
+        ge=0,
+        description="seed for sampling: the same seed gives the same text; empty: a new one every "
+        "time",
+    )
+    greedy: Annotated[bool, Option(panel="Sampling")] = Field(
+        False, description="always take the likeliest token, whatever the other options say"
+    )
+
+
+class GenerationOptions(PlacementOptions, DrawOptions):
     """What `exl2flow generate` takes besides the settings of the sampler."""
 
-    max_new_tokens: int = Field(128, ge=1, description="tokens at most")
-    min_new_tokens: int = Field(
-        0, ge=0, description="least number of new tokens before an end-of-text token counts"
-    )
-    stop: list[str] = Field([], description="texts that end the answer, and are not shown")
-    ignore_eos: bool = Field(False, description="go on after the model's end-of-text tokens")
-    ban: list[str] = Field([], description="texts that must not appear, in upper or lower case")
-    json_schema: str | None = Field(
-        None, description="JSON schema of the answer: a file, or the schema itself"
-    )
-    regex: str | None = Field(None, description="regular expression that the whole answer matches")
-    grammar: Path | None = Field(None, description="file with a grammar of the answer, in Lark")
-    prefer_end: bool = Field(False, description="end the answer as soon as these allow it")
-    end_loops: bool = Field(False, description="end a text that repeats itself without end")
-    heal: bool = Field(
-        False, description="choose the prompt's last token again, if it may end inside a word"
-    )
-    no_bos: bool = Field(False, description="do not begin with the model's BOS token")
-    special: bool = Field(
-        False, description="read special tokens in prompts, and show those of the answer"
-    )
-    negative_prompt: str | None = Field(
-        None, description="prompt to steer away from; needs `cfg_scale`"
-    )
-    prompts: Path | None = Field(
+    prompts: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
         None, description="file of prompts to continue at once, a JSON object per line"
     )
-    out: Path | None = Field(
-        None, description="file for the answers to them, a JSON object per line as each one ends"
+    out: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
+        None,
+        description="file for the answers to them, a JSON object per line as each one ends; "
+        "empty: stdout",
     )
-    cache: CacheName | None = Field(None, description="format of the key-value cache")
-    tokens: int | None = Field(
-        None, ge=1, description="cache capacity in tokens, shared by all texts"
+    negative_prompt: Annotated[str | None, Option("TEXT", "Prompt")] = Field(
+        None, description="prompt to steer away from; needs `--cfg-scale`"
     )
-    slots: int = Field(16, ge=1, description="texts that are generated at once")
-    max_tokens: int | None = Field(None, ge=1, description="longest text, prompt included")
-    rope_scale: float | None = Field(None, gt=0, description="divides positions")
-    rope_alpha: float | None = Field(
+    heal: Annotated[bool, Option(panel="Prompt")] = Field(
+        False, description="choose the prompt's last token again, if it may end inside a word"
+    )
+    no_bos: Annotated[bool, Option(panel="Prompt", rare=True)] = Field(
+        False, description="do not begin with the model's BOS token"
+    )
+    special: Annotated[bool, Option(panel="Prompt")] = Field(
+        False, description="read special tokens in prompts, and show those of the answer"
+    )
+    max_new_tokens: Annotated[int, Option("N", "Stopping")] = Field(
+        128, ge=1, description="tokens at most"
+    )
+    min_new_tokens: Annotated[int, Option("N", "Stopping")] = Field(
+        0, ge=0, description="least number of new tokens before an end-of-text token counts"
+    )
+    stop: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
+        [], description="text that ends the answer, and is not shown"
+    )
+    ignore_eos: Annotated[bool, Option(panel="Stopping")] = Field(
+        False, description="go on after the model's end-of-text tokens"
+    )
+    ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
+        [], description="text that must not appear, in upper or lower case"
+    )
+    end_loops: Annotated[bool, Option(panel="Stopping", rare=True)] = Field(
+        False, description="end a text that repeats itself without end"
+    )
+    json_schema: Annotated[str | None, Option("FILE|JSON", "Constraints")] = Field(
+        None, description="JSON schema of the answer: a file, or the schema itself"
+    )
+    regex: Annotated[str | None, Option("REGEX", "Constraints")] = Field(
+        None, description="regular expression that the whole answer matches"
+    )
+    grammar: Annotated[Path | None, Option("FILE", "Constraints")] = Field(
+        None, description="file with a grammar of the answer, in Lark"
+    )
+    prefer_end: Annotated[bool, Option(panel="Constraints", rare=True)] = Field(
+        False, description="end the answer as soon as these allow it"
+    )
+    tokens: Annotated[int | None, Option("N", MODEL)] = Field(
+        None,
+        ge=1,
+        description="cache capacity in tokens, shared by all texts; empty: one context, or as many "
+        "as fit",
+    )
+    slots: Annotated[int, Option("N", MODEL)] = Field(
+        16, ge=1, description="texts that are generated at once"
+    )
+    lora: Annotated[list[Path], Option("FOLDER", MODEL)] = Field(
+        [], description="folder of an adapter that changes the model"
+    )
+    max_tokens: Annotated[int | None, Option("N", MODEL)] = Field(
+        None, ge=1, description="longest text, prompt included; empty: the model's context"
+    )
+    rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
+        None, gt=0, description="divides positions"
+    )
+    rope_alpha: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
         None, gt=0, description="NTK factor, for texts longer than the model's context"
     )
-    rope_yarn: float | None = Field(
+    rope_yarn: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
         None, ge=1, description="YaRN factor, in place of the model's own way to stretch"
     )
-    lora: list[Path] = Field([], description="folder of an adapter that changes the model")
-    draft: Path | None = Field(
-        None, description="folder of a draft model with the same vocabulary (speculative decoding)"
+    draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
+        None, description="folder of a draft model with the same vocabulary"
     )
-    ngram: bool = Field(False, description="draft tokens by n-grams of the text so far")
-    draft_tokens: int = Field(4, ge=1, le=7, description="most draft tokens per step")
-    device: Device = Field("auto", description="auto, cpu or cuda")
-    gpu_split: str | None = Field(
-        None,
-        description="GB that the model and its cache may take on each GPU, as 20,24, 0 to skip "
-        "one; or auto: what is free",
+    ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
+        False, description="draft tokens by n-grams of the text so far"
     )
-    reserve: str | None = Field(
-        None,
-        description="bytes that an automatic split leaves free, one number or one for each GPU",
-    )
-    devices: str | None = Field(
-        None, description="GPUs to split the model among, as 0,2, in the order of its layers"
+    draft_tokens: Annotated[int, Option("N", DRAFTS, rare=True)] = Field(
+        4, ge=1, le=7, description="most draft tokens per step"
     )

@@ -1,17 +1,21 @@
 """A measurement: size and error of every bit-width candidate, for any number of conversions."""
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
-from exl2flow.core.options.config import LOSSY_SOURCE, MOST_BPW, ConversionConfig, RunOptions
+from exl2flow.core.options.base import Option
+from exl2flow.core.options.config import MOST_BPW, ConversionConfig, LossySource, RunOptions
 
 
 class MeasureConfig(RunOptions):
     """One measurement: a Hugging Face folder in, `measurement.json` out."""
 
-    out: Path = Field(description="file that receives the measurement")
-    lossy_source: bool = Field(False, description=LOSSY_SOURCE)
+    out: Annotated[Path, Option("FILE")] = Field(
+        description="file for the measurement, or a folder, which receives `measurement.json`"
+    )
+    lossy_source: LossySource = False
 
     def conversion(self) -> ConversionConfig:
         """Return a conversion whose first stages are this measurement; its target is arbitrary."""

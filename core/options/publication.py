@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from exl2flow.core.options.base import Device, Options
+from exl2flow.core.options.base import Device, Option, Options
 
 # The Hub allows 96 characters, no `--` or `..`, no dot or dash at the end and no `.git`
 NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -26,24 +26,28 @@ RepoName = Annotated[str, AfterValidator(_is_a_name), Field(json_schema_extra={"
 class PublishOptions(Options):
     """Where to publish finished models on the Hugging Face Hub, and under which conditions."""
 
-    repo: RepoName = Field(
-        description="repository on the Hub for a branch per bitrate, as org/name-exl2; created if "
-        "missing",
+    repo: Annotated[RepoName, Option("ORG/NAME", "Publishing", grouped="publish", rare=False)] = (
+        Field(
+            description="repository on the Hugging Face Hub, with a branch per bitrate; created if "
+            "missing"
+        )
     )
-    private: bool = Field(False, description="leave the repository private after verification")
-    force: bool = Field(
+    private: Annotated[bool, Option(panel="Publishing")] = Field(
+        False, description="keep the repository private after verification"
+    )
+    force: Annotated[bool, Option(panel="Publishing")] = Field(
         False, description="publish despite quality, gating or licence; the card says so"
     )
-    max_kl: float = Field(
-        1.0, gt=0, description="refuse models whose KL divergence in nats is above this"
+    max_kl: Annotated[float, Option("NATS", "Publishing")] = Field(
+        1.0, gt=0, description="refuse models with a KL divergence above this, in nats"
     )
-    base_model: RepoName | None = Field(
+    base_model: Annotated[RepoName | None, Option("ORG/NAME", "Publishing")] = Field(
         None,
-        description="the source on the Hub, as org/name, if it was converted from a folder of your "
-        "own; empty: as recorded",
+        description="the source on the Hub, if it was converted from a local folder; empty: as "
+        "recorded",
     )
-    license: str | None = Field(
-        None, description="licence id of the source, if the Hub does not state it"
+    license: Annotated[str | None, Option("ID", "Publishing")] = Field(
+        None, description="the source's licence, as an id of the Hub; empty: as recorded"
     )
     token_block: str | None = Field(
         None,
@@ -58,13 +62,21 @@ class PublishOptions(Options):
 class PublishConfig(PublishOptions):
     """Which models to publish on the Hugging Face Hub, where, and under which conditions."""
 
-    models: tuple[Path, ...] = Field(
-        min_length=1, description="folders of models converted from one source, one per bitrate"
+    models: Annotated[tuple[Path, ...], Option("FOLDER...", is_argument=True)] = Field(
+        min_length=1,
+        description="output folders of `exl2flow convert` for one source, one per bitrate",
     )
-    measurement: Path | None = Field(
+    measurement: Annotated[Path | None, Option("FILE", "Publishing")] = Field(
         None, description="measurement.json to publish on `main`; empty: none"
     )
-    device: Device = Field("auto", description="where the downloaded models generate a few tokens")
+    device: Annotated[Device, Option("auto|cpu|cuda", "Publishing")] = Field(
+        "auto", description="where to try the downloaded models: auto, cpu or cuda"
+    )
+    token_block: Annotated[str | None, Option("NAME", "Publishing")] = Field(
+        None,
+        description="Prefect Secret block with a token that may write; empty: the token in "
+        "HF_TOKEN",
+    )
     work_root: Path | None = Field(
         None,
         description="folder for digests and records of what was verified, with room for one "

@@ -1,10 +1,11 @@
 """A refinement: new codes and scales for an existing EXL2 model."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from exl2flow.core.options.base import Option
 from exl2flow.core.options.config import (
     DEFAULT_HEAD_BITS,
     MOST_BPW,
@@ -30,8 +31,16 @@ class RefinementConfig(RunOptions):
     bpw: ClassVar[float] = MOST_BPW
     fixed_head_bits: ClassVar[int] = DEFAULT_HEAD_BITS
 
-    model: Path = Field(description="folder of the EXL2 model")
-    out: Path = Field(description="folder that receives the refined model")
+    model: Annotated[Path, Option("MODEL", is_argument=True)] = Field(
+        description="folder of the EXL2 model, made by exl2flow or exllamav2"
+    )
+    source: Annotated[Path, Option("SOURCE", flag="reference")] = Field(
+        description="the unquantized model it was made from: a folder, or org/name on the Hub"
+    )
+    out: Annotated[Path, Option("DIR")] = Field(
+        description="folder for the refined model: new, empty, or left by an earlier run with the "
+        "same reference"
+    )
     held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
     validate_options: ValidateOptions = ValidateOptions()
 

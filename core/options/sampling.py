@@ -7,15 +7,23 @@ from numbers import Integral, Real
 from typing import Any, Self
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.base import Option
 
 GREEDY_BELOW = 0.01  # lower temperatures always take the likeliest token
 
 
 def _value(
-    default: Any, help: str, *, metavar: str = "", low: float | None = None, high: float = math.inf
+    default: Any,
+    description: str,
+    metavar: str = "",
+    *,
+    low: float | None = None,
+    high: float = math.inf,
+    rare: bool = True,
 ) -> Any:
-    """Return a field with its help text and its bounds, which the command line shows as well."""
-    metadata = {"help": help, "metavar": metavar, "low": low, "high": high}
+    """Return a field with its description, its bounds, and its option."""
+    option = Option(metavar, "Sampling", rare=rare)
+    metadata = {"description": description, "option": option, "low": low, "high": high}
     return field(default=default, metadata=metadata)
 
 
@@ -33,100 +41,94 @@ class SamplingSettings:
     """
 
     temperature: float = _value(
-        0.8, "Divide logits by T; below 0.01: always the likeliest token.", metavar="T", low=0
+        0.8, "divide logits by T; below 0.01: always the likeliest token", "T", low=0, rare=False
     )
-    temperature_last: bool = _value(False, "Apply the temperature after tokens are dropped.")
+    temperature_last: bool = _value(False, "apply the temperature after tokens are dropped")
     smoothing_factor: float = _value(
-        0.0, "Square the distances to the greatest logit, times F; 0: off.", metavar="F", low=0
+        0.0, "square the distances to the greatest logit, times F; 0: off", "F", low=0
     )
-    min_temp: float = _value(
-        0.0, "Dynamic temperature of a certain distribution.", metavar="T", low=0
-    )
+    min_temp: float = _value(0.0, "dynamic temperature of a certain distribution", "T", low=0)
     max_temp: float = _value(
-        0.0, "Dynamic temperature of a flat distribution; off unless greater.", metavar="T", low=0
+        0.0, "dynamic temperature of a flat distribution; off unless greater", "T", low=0
     )
     temp_exponent: float = _value(
-        1.0, "Power of the entropy that moves the dynamic temperature.", metavar="X", low=0
+        1.0, "power of the entropy that moves the dynamic temperature", "X", low=0
     )
-    top_k: int = _value(50, "Draw from the K likeliest tokens; 0: from all.", metavar="K", low=0)
+    top_k: int = _value(50, "draw from the K likeliest tokens; 0: from all", "K", low=0, rare=False)
     top_p: float = _value(
         0.8,
-        "Draw from the fewest tokens whose probabilities sum to P; 0 or 1: off.",
-        metavar="P",
+        "draw from the fewest tokens whose probabilities sum to P; 0 or 1: off",
+        "P",
         low=0,
         high=1,
+        rare=False,
     )
     top_a: float = _value(
-        0.0, "Drop tokens below A times the squared greatest probability.", metavar="A", low=0
+        0.0, "drop tokens below A times the squared greatest probability", "A", low=0
     )
     min_p: float = _value(
         0.0,
-        "Drop tokens less likely than P times the likeliest; 0: off.",
-        metavar="P",
+        "drop tokens less likely than P times the likeliest; 0: off",
+        "P",
         low=0,
         high=1,
+        rare=False,
     )
     tfs: float = _value(
         0.0,
-        "Drop the tail where the curve of probabilities flattens; 0 or 1: off.",
-        metavar="Z",
+        "drop the tail where the curve of probabilities flattens; 0 or 1: off",
+        "Z",
         low=0,
         high=1,
     )
     typical: float = _value(
         0.0,
-        "Keep tokens near the mean surprise that sum to P; 0 or 1: off.",
-        metavar="P",
+        "keep tokens near the mean surprise that sum to P; 0 or 1: off",
+        "P",
         low=0,
         high=1,
     )
-    skew: float = _value(
-        0.0, "Favour less likely tokens if positive, likelier if negative.", metavar="S"
-    )
+    skew: float = _value(0.0, "favour less likely tokens if positive, likelier if negative", "S")
     repetition_penalty: float = _value(
-        1.0, "Divide positive and multiply negative logits of seen tokens by R.", metavar="R", low=0
+        1.0,
+        "divide positive and multiply negative logits of seen tokens by R",
+        "R",
+        low=0,
+        rare=False,
     )
-    repetition_range: int = _value(
-        -1, "Tokens back that the penalties reach; -1: all.", metavar="N", low=-1
-    )
+    repetition_range: int = _value(-1, "tokens back that the penalties reach; -1: all", "N", low=-1)
     repetition_decay: int = _value(
-        0, "Further tokens back over which the penalties fade.", metavar="N", low=0
+        0, "further tokens back over which the penalties fade", "N", low=0
     )
     frequency_penalty: float = _value(
-        0.0, "Subtract F from a token's logit for each time it was seen.", metavar="F"
+        0.0, "subtract F from a token's logit for each time it was seen", "F"
     )
-    presence_penalty: float = _value(
-        0.0, "Subtract F from the logit of a token that was seen.", metavar="F"
-    )
-    mirostat: bool = _value(False, "Keep the surprise near a target (Mirostat 2).")
-    mirostat_tau: float = _value(1.5, "Mirostat's target surprise, in bits.", metavar="TAU", low=0)
+    presence_penalty: float = _value(0.0, "subtract F from the logit of a token that was seen", "F")
+    mirostat: bool = _value(False, "keep the surprise near a target (Mirostat 2)")
+    mirostat_tau: float = _value(1.5, "Mirostat's target surprise, in bits", "TAU", low=0)
     mirostat_eta: float = _value(
-        0.1, "Mirostat's learning rate; 0: the bound stays at twice tau.", metavar="ETA", low=0
+        0.1, "Mirostat's learning rate; 0: the bound stays at twice tau", "ETA", low=0
     )
     token_bias: tuple[tuple[int, float], ...] = ()
     cfg_scale: float | None = _value(
-        None, "Weight of the prompt against the second one; 1: the prompt alone.", metavar="S"
+        None, "weight of the prompt against the second one; 1: the prompt alone; empty: off", "S"
     )
     dry_multiplier: float = _value(
-        0.0, "DRY: penalty for a token that continues a repetition; 0: off.", metavar="M", low=0
+        0.0, "DRY: penalty for a token that continues a repetition; 0: off", "M", low=0
     )
     dry_base: float = _value(
-        1.75, "DRY: growth of the penalty per token of the repetition.", metavar="B", low=0
+        1.75, "DRY: growth of the penalty per token of the repetition", "B", low=0
     )
-    dry_allowed_length: int = _value(
-        2, "DRY: shortest repetition that is penalized.", metavar="N", low=1
-    )
-    dry_range: int = _value(0, "DRY: tokens back that are searched; 0: all.", metavar="N", low=0)
-    dry_max_ngram: int = _value(
-        20, "DRY: longest repetition that counts.", metavar="N", low=1, high=1024
-    )
-    dry_counts: bool = _value(True, "DRY: multiply the penalty by how often the token followed.")
+    dry_allowed_length: int = _value(2, "DRY: shortest repetition that is penalized", "N", low=1)
+    dry_range: int = _value(0, "DRY: tokens back that are searched; 0: all", "N", low=0)
+    dry_max_ngram: int = _value(20, "DRY: longest repetition that counts", "N", low=1, high=1024)
+    dry_counts: bool = _value(True, "DRY: multiply the penalty by how often the token followed")
     dry_breakers: tuple[int, ...] | None = None
     xtc_probability: float = _value(
-        0.0, "XTC: share by which all likely tokens but the last lose.", metavar="P", low=0, high=1
+        0.0, "XTC: share by which all likely tokens but the last lose", "P", low=0, high=1
     )
     xtc_threshold: float = _value(
-        0.1, "XTC: probability from which a token counts as likely.", metavar="P", low=0, high=1
+        0.1, "XTC: probability from which a token counts as likely", "P", low=0, high=1
     )
     xtc_ignored: tuple[int, ...] | None = None
 

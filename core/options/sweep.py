@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from exl2flow.core.options.base import Option
 from exl2flow.core.options.config import ConversionConfig, SharedOptions
 from exl2flow.core.options.naming import bitrate_name, model_name
 
@@ -18,19 +19,25 @@ Bits = Annotated[float, Field(ge=2, le=8)]
 class SweepConfig(SharedOptions):
     """One sweep: a Hugging Face folder in, a folder per bitrate, a comparison and a report out."""
 
-    out: Path = Field(description="folder that receives a folder per bitrate, as `4.0bpw`")
-    bpw: tuple[Bits, ...] = Field(
-        min_length=1, description="bits per weight to make, each from 2 to 8"
+    out: Annotated[Path, Option("DIR")] = Field(
+        description="folder for the results: one folder per bitrate (`4.0bpw`), `sweep.json` and "
+        "`report.html`"
     )
-    runner: Runner = Field(
+    bpw: Annotated[tuple[Bits, ...], Option("BITS,…")] = Field(
+        min_length=1, description="bitrates to make, in bits per weight, each from 2 to 8"
+    )
+    runner: Annotated[Runner, Option("NAME", "Running")] = Field(
         "threads",
-        description="what runs the bitrates: threads of this process, processes with a GPU each, "
-        "dask or ray",
+        description="what makes the bitrates: threads of one process, processes with one GPU each, "
+        "or the workers of dask or ray",
     )
-    workers: int | None = Field(
-        None, ge=1, description="bitrates that are made at the same time; empty: one per GPU"
+    workers: Annotated[int | None, Option("N", "Running")] = Field(
+        None,
+        ge=1,
+        description="how many bitrates to make at the same time; empty: one per GPU; 1 with "
+        "threads",
     )
-    cluster: str | None = Field(
+    cluster: Annotated[str | None, Option("ADDRESS", "Running")] = Field(
         None, description="address of a running Dask or Ray cluster; empty: one for this sweep"
     )
 

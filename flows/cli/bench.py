@@ -7,9 +7,10 @@ import typer
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.config import CacheName, Device
+from exl2flow.core.options.generation import BenchOptions
 from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.options import one_of
+from exl2flow.flows.cli.loading import split_of
+from exl2flow.flows.cli.options import with_options
 from exl2flow.flows.cli.tables import plan_table, table_of
 
 if TYPE_CHECKING:
@@ -23,68 +24,14 @@ EXAMPLES = (
 )
 
 
+@with_options(panel="Options", hides=False)
 def bench_command(
     model: Annotated[
         Path,
         typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.", show_default=False),
     ],
     *,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="auto|cpu|cuda",
-            parser=one_of(Device),
-            help="Device to compute on; auto: CUDA if there is a usable GPU, else the CPU.",
-        ),
-    ] = "auto",
-    gpu_split: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-split",
-            metavar="GB,…|auto",
-            help="GB that the model and its cache may take on each GPU, 0 to skip one.",
-            show_default="one GPU",
-        ),
-    ] = None,
-    reserve: Annotated[
-        str | None,
-        typer.Option(
-            "--reserve",
-            metavar="BYTES,…",
-            help="Bytes that an automatic split leaves free.",
-            show_default="192 MiB of the first one, 64 MiB of the others",
-        ),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices",
-            metavar="N,…",
-            help="GPUs to split the model among, in the order of its layers.",
-            show_default="all",
-        ),
-    ] = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            "--cache",
-            metavar="FORMAT",
-            parser=one_of(CacheName),
-            help="Format of the key-value cache.",
-            show_default="as computed",
-        ),
-    ] = None,
-    context: Annotated[
-        int,
-        typer.Option("--context", metavar="N", min=1, help="Tokens before the decoded ones."),
-    ] = 512,
-    rows: Annotated[
-        str,
-        typer.Option(
-            "--rows", metavar="N,…", help="Numbers of texts that are decoded at once, with commas."
-        ),
-    ] = "1,4,16",
+    options: BenchOptions,
     as_json: Annotated[
         bool,
         typer.Option("--json", metavar="", help="Print one JSON object instead of a table."),
@@ -96,28 +43,21 @@ def bench_command(
     rate at which decoding reads weights, keys and values is given as a share of the rate at which a
     copy reads and writes memory.
     """
-    counts = _counts(rows)
+    counts = _counts(options.rows)
     from exl2flow.flows.runs.conversion import choose_allocator
     from exl2flow.inference.bench import bench
-    from exl2flow.inference.loading.layer_split import Split
     from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()
     most = max(counts)
-    split = Split.parse(
-        gpu_split,
-        reserve=reserve,
-        devices=devices,
-        tokens=most * (context // PAGE_TOKENS + 1) * PAGE_TOKENS,
-        cache=cache,
-        slots=most,
-    )
     found = bench(
         model,
-        device=device,
-        placement=split,
-        cache=cache,
-        context=context,
+        device=options.device,
+        placement=split_of(
+            options, tokens=most * (options.context // PAGE_TOKENS + 1) * PAGE_TOKENS, slots=most
+        ),
+        cache=options.cache,
+        context=options.context,
         rows=counts,
         report=lambda text: None if as_json else say(text, style="dim"),
     )

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.chat import PROFILES, ChatFiles
 from exl2flow.flows.cli.console import OUT, emit_json, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters
-from exl2flow.flows.cli.options import Values, with_settings
+from exl2flow.flows.cli.options import Values, with_options
 from exl2flow.flows.cli.options.chat import (
     CHAT,
+    SAMPLER,
     ChatConfig,
     build_chat,
     read_profile,
     remember,
     remembered,
 )
-from exl2flow.flows.cli.options.sampling import SAMPLING
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.flows.cli.terminal.loop import Chat
@@ -37,16 +38,14 @@ EXAMPLES = (
     "exl2flow chat ./model --draft ./smaller-model --cache q6",
     "git diff | exl2flow chat ./model --system 'Write a commit message.' > message.txt",
 )
-PROFILES, KEPT = "chat.toml", "chat.json"
-FILES = "Files"
+KEPT = "chat.json"
 OF_SESSION = {"max_answer": "max_answer_tokens", "ban": "bans"}
-SETTINGS = {row.field for row in SAMPLING[1]}
 # variables of templates, for examples
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 NAMES = {"user_name": "User", "bot_name": "Assistant"}
 
 
-@with_settings(*CHAT)
+@with_options(*CHAT)
 def chat(
     model: Annotated[
         Path | None,
@@ -67,44 +66,7 @@ def chat(
             "--formats", metavar="", help="List the prompt formats, each with an example, and exit."
         ),
     ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            metavar="",
-            help="Go on with the last conversation with this model, or that of --conversation.",
-            rich_help_panel=FILES,
-        ),
-    ] = False,
-    conversation: Annotated[
-        Path | None,
-        typer.Option(
-            "--conversation",
-            metavar="FILE",
-            help="File in which the conversation is kept, after each turn.",
-            show_default="one per model",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            metavar="NAME",
-            help=f"Options from the table NAME of ~/.config/exl2flow/{PROFILES}.",
-            show_default="the one remembered",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    keep_profile: Annotated[
-        bool,
-        typer.Option(
-            "--remember",
-            metavar="",
-            help="With --profile: use it for this model from now on.",
-            rich_help_panel=FILES,
-        ),
-    ] = False,
+    files: ChatFiles,
     values: Values,
 ) -> None:
     """Chat with a model. /help lists the commands. In a pipe, standard input is one message."""
@@ -113,9 +75,9 @@ def chat(
         return
     if model is None:
         raise ConfigError("give the folder of a model")
-    if keep_profile and profile is None:
+    if files.remember and files.profile is None:
         raise ConfigError("`--remember` goes with `--profile`")
-    kept, origin = _of_profile(model, profile, keep=keep_profile)
+    kept, origin = _of_profile(model, files.profile, keep=files.remember)
     given = {**kept, **values}
     try:
         config = build_chat(given, model)
@@ -126,8 +88,8 @@ def chat(
     if talks:
         OUT.print(printable(f"loading {model} …"), style="dim", markup=False, soft_wrap=True)
     message = "" if talks else _message(model)
-    file = conversation or (_kept(model) if talks or resume else None)
-    at_work = _begin(model, config, given, file, resume=resume)
+    file = files.conversation or (_kept(model) if talks or files.resume else None)
+    at_work = _begin(model, config, given, file, resume=files.resume)
     if talks:
         _talk(at_work, config)
     else:
@@ -209,7 +171,7 @@ def _begin(
     else:
         session = Session.load(before, generator(), format if chat.format else None, **options)
         why = why if chat.format else f"format `{session.format.name}`, as before"
-        changed: dict[str, Any] = {k: v for k, v in given.items() if k in SETTINGS}
+        changed: dict[str, Any] = {k: v for k, v in given.items() if k in SAMPLER}
         session.settings = config.sampling if chat.greedy else replace(session.settings, **changed)
     screen = Screen(OUT)
     screen.thinking, screen.stats = chat.thinking, chat.stats

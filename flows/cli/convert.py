@@ -1,26 +1,12 @@
 """`exl2flow convert`: plan, run all stages, report."""
 
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from exl2flow.core.errors import Exl2FlowError, ValidationFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.options import (
-    AsJson,
-    DryRun,
-    NoPrefect,
-    Restart,
-    Source,
-    Values,
-    build,
-    flags,
-    with_settings,
-)
-from exl2flow.flows.cli.options.table import CONVERSION
+from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, Restart, flags, with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import (
     NOT_PUBLISHED,
@@ -48,21 +34,10 @@ EXAMPLES = (
 )
 
 
-@with_settings(*CONVERSION)
+@with_options()
 def convert(
-    source: Source,
     *,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder for the converted model: new, empty, or left by an earlier conversion of "
-            "the same source.",
-            show_default=False,
-        ),
-    ],
-    values: Values,
+    config: ConversionConfig,
     restart: Restart = False,
     no_prefect: NoPrefect = False,
     dry_run: DryRun = False,
@@ -74,7 +49,6 @@ def convert(
     compose before tokenize, supplement after measure, tune after quantize. Each resumes where it
     stopped and is kept in the work root.
     """
-    config = build(source, out, values)
     with flow_server(wanted=not (no_prefect or dry_run)) as server:
         _convert(config, server, restart=restart, dry_run=dry_run, as_json=as_json)
 

@@ -19,9 +19,7 @@ from exl2flow.core.requests.images import refuse_images
 from exl2flow.core.requests.request import Request
 from exl2flow.flows.cli.console import emit_json, json_line, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters, read_text
-from exl2flow.flows.cli.options import Values, with_settings
-from exl2flow.flows.cli.options.generation import GENERATION, build_generation
-from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
+from exl2flow.flows.cli.options import with_options
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Event, Generator
@@ -40,7 +38,7 @@ EXAMPLES = (
 OF_A_LINE = ("max_new_tokens", "min_new_tokens", "seed", "stops", "banned_strings", "heal")
 
 
-@with_settings(*GENERATION, SAMPLING)
+@with_options()
 def generate(
     model: Annotated[
         Path,
@@ -60,46 +58,25 @@ def generate(
             "characters are replaced.",
         ),
     ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            min=0,
-            help="Seed for sampling: the same seed gives the same text.",
-            show_default="a new one every time",
-            rich_help_panel=SAMPLING[0],
-        ),
-    ] = None,
-    greedy: Annotated[
-        bool,
-        typer.Option(
-            "--greedy",
-            metavar="",
-            help="Always take the likeliest token, whatever the other options say.",
-            rich_help_panel=SAMPLING[0],
-        ),
-    ] = False,
-    values: Values,
+    options: GenerationOptions,
+    settings: SamplingSettings,
 ) -> None:
     """Generate text from a model. The prompt is plain text unless --special is given."""
-    options = build_generation(values)
-    settings = SamplingSettings.greedy() if greedy else build_sampling(values)
     if (prompt is None) == (options.prompts is None):
         raise ConfigError("give either `--prompt` or `--prompts`")
     if options.prompts is None and options.out is not None:
         raise ConfigError("`--out` goes with `--prompts`")
     if prompt is None and (as_json or options.negative_prompt is not None):
         raise ConfigError("`--json` and `--negative-prompt` go with `--prompt`")
-    used_seed = secrets.randbelow(2**31) if seed is None else seed
-    common = _common(options, settings)
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    common = _common(options, SamplingSettings.greedy() if options.greedy else settings)
     if prompt is not None:
         pair = prompt if options.negative_prompt is None else (prompt, options.negative_prompt)
-        request = Request(pair, seed=used_seed, **common)
+        request = Request(pair, seed=seed, **common)
         _complete(model, options, request, as_json=as_json)
     else:
         assert options.prompts is not None
-        _complete_all(model, options, [*_lines(options.prompts)], common, used_seed)
+        _complete_all(model, options, [*_lines(options.prompts)], common, seed)
 
 
 def _common(options: GenerationOptions, settings: SamplingSettings) -> dict[str, Any]:

@@ -6,33 +6,39 @@ from typing import TYPE_CHECKING
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.options.generation import GenerationOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Adapter, LoadedModel
     from exl2flow.inference.drafts import Drafter
+    from exl2flow.inference.loading.layer_split import Split
+
+
+def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> "Split | None":
+    """Return how a model is split among GPUs, with room for a cache and the logits of texts."""
+    from exl2flow.inference.loading.layer_split import Split
+
+    return Split.parse(
+        options.gpu_split,
+        reserve=options.reserve,
+        devices=options.devices,
+        tokens=tokens,
+        cache=options.cache,
+        slots=slots,
+    )
 
 
 def load(model: Path, options: GenerationOptions, *, slots: int) -> "LoadedModel":
     """Load a model as the options say; a split leaves room for the logits of so many texts."""
     from exl2flow.flows.runs.conversion import choose_allocator
     from exl2flow.inference import load_model
-    from exl2flow.inference.loading.layer_split import Split
 
     choose_allocator()
-    split = Split.parse(
-        options.gpu_split,
-        reserve=options.reserve,
-        devices=options.devices,
-        tokens=options.tokens,
-        cache=options.cache,
-        slots=slots,
-    )
     return load_model(
         model,
         device=options.device,
-        placement=split,
+        placement=split_of(options, tokens=options.tokens, slots=slots),
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
         rope_alpha=options.rope_alpha,

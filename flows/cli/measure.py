@@ -1,23 +1,11 @@
 """`exl2flow measure`: one measurement for any number of bitrates."""
 
 import shutil
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.flows.cli.console import emit_json, tell
-from exl2flow.flows.cli.options import (
-    AsJson,
-    Restart,
-    Source,
-    Values,
-    build_measurement,
-    with_settings,
-)
-from exl2flow.flows.cli.options.source import FORM_OF_SOURCE
-from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING
+from exl2flow.flows.cli.options import AsJson, Restart, with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import forget
 from exl2flow.flows.cli.sources import with_local_source
@@ -30,20 +18,10 @@ EXAMPLES = (
 )
 
 
-@with_settings(FORM_OF_SOURCE, QUALITY, CALIBRATION, RUNNING)
+@with_options()
 def measure(
-    source: Source,
     *,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="File for the measurement, or a folder, which receives `measurement.json`.",
-            show_default=False,
-        ),
-    ],
-    values: Values,
+    config: MeasureConfig,
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
@@ -52,10 +30,10 @@ def measure(
     The measurement depends on the model and the calibration, not on the bitrate. exllamav2 reads
     the file, too, if it was made with `--sensitivity error`.
     """
-    target = out / FILE_NAME if out.is_dir() else out
+    target = config.out / FILE_NAME if config.out.is_dir() else config.out
     if target.suffix != ".json":
-        raise ConfigError(f"`--out {out}` is neither a folder nor a name that ends in `.json`")
-    config = build_measurement(source, target, values)
+        raise ConfigError(f"`--out {target}` is neither a folder nor a name that ends in `.json`")
+    config = config.model_copy(update={"out": target})
     conversion = with_local_source(config, plain=as_json, renew=restart).conversion()
     from exl2flow.core.store.files import replacing  # these import torch
     from exl2flow.flows.runs.conversion import open_pipeline

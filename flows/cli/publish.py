@@ -1,12 +1,12 @@
 """`exl2flow publish`: converted models on the Hugging Face Hub, verified, with a card."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from exl2flow.core.options.publication import PublishConfig
 from exl2flow.flows.cli.console import emit_json
-from exl2flow.flows.cli.options import validated
+from exl2flow.flows.cli.options import with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.tables import print_draft, print_published
 
@@ -18,89 +18,12 @@ EXAMPLES = (
     "The token is read from HF_TOKEN or from a Prefect Secret block. Repeat an interrupted command "
     "to continue where it stopped.",
 )
-FLAGS = {"max_kl": "--max-kl", "base_model": "--base-model", "repo": "--repo"}
 
 
+@with_options(panel="Options", hides=False)
 def publish(
-    models: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FOLDER...",
-            help="Output folders of `exl2flow convert` for one source, one per bitrate.",
-            show_default=False,
-        ),
-    ],
     *,
-    repo: Annotated[
-        str,
-        typer.Option(
-            "--repo",
-            metavar="ORG/NAME",
-            help="Repository for a branch per bitrate; created if missing.",
-            show_default=False,
-        ),
-    ],
-    private: Annotated[
-        bool, typer.Option("--private", help="Leave it private after verification.")
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Publish despite quality, gating or licence; the card says so.",
-        ),
-    ] = False,
-    max_kl: Annotated[
-        float | None,
-        typer.Option(
-            "--max-kl",
-            metavar="NATS",
-            help="Refuse models whose KL divergence is above this.",
-            show_default="1.0",
-        ),
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            "--base-model",
-            metavar="ORG/NAME",
-            help="The source on the Hub, if it was converted from a folder.",
-            show_default="as recorded",
-        ),
-    ] = None,
-    licence: Annotated[
-        str | None,
-        typer.Option(
-            "--license",
-            metavar="ID",
-            help="The source's licence, as an id of the Hub, if it is not recorded.",
-            show_default="as recorded",
-        ),
-    ] = None,
-    measurement: Annotated[
-        Path | None,
-        typer.Option(
-            "--measurement",
-            metavar="FILE",
-            help="measurement.json to publish on `main`.",
-            show_default="none",
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="auto|cpu|cuda", help="Where to try the downloaded models."
-        ),
-    ] = "auto",
-    token_block: Annotated[
-        str | None,
-        typer.Option(
-            "--token-block",
-            metavar="NAME",
-            help="Prefect Secret block that holds the token for the Hub.",
-            show_default="the token in HF_TOKEN",
-        ),
-    ] = None,
+    config: PublishConfig,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -119,22 +42,6 @@ def publish(
     Refuse sets whose KL divergence does not fall as bytes rise, models without a score, and sources
     that are gated or whose licence is unknown or forbids it.
     """
-    from exl2flow.core.options.publication import PublishConfig
-
-    given = {
-        "models": models,
-        "repo": repo,
-        "private": private,
-        "force": force,
-        "max_kl": max_kl,
-        "base_model": base_model,
-        "license": licence,
-        "measurement": measurement,
-        "device": device,
-        "token_block": token_block,
-    }
-    known = {key: value for key, value in given.items() if value is not None}
-    config = validated(PublishConfig, known, FLAGS)
     from exl2flow.flows.runs.release import hub_of  # these import torch
     from exl2flow.tasks.publish import draft
     from exl2flow.tasks.publish import publish as run

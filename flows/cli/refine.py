@@ -1,25 +1,12 @@
 """`exl2flow refine`: better codes and scales for an EXL2 model, at the same size."""
 
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.flows.cli.console import emit_json, show, tell
-from exl2flow.flows.cli.options import (
-    AsJson,
-    DryRun,
-    NoPrefect,
-    Restart,
-    Values,
-    build_refinement,
-    flags,
-    with_settings,
-)
-from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING, VALIDATION
+from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, Restart, flags, with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import flow_server, forget, run_flow
 from exl2flow.flows.cli.sources import with_local_source
@@ -38,37 +25,10 @@ EXAMPLES = (
 )
 
 
-@with_settings(QUALITY, CALIBRATION, VALIDATION, RUNNING)
+@with_options()
 def refine(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder of the EXL2 model, made by exl2flow or exllamav2.",
-            show_default=False,
-        ),
-    ],
     *,
-    reference: Annotated[
-        Path,
-        typer.Option(
-            "--reference",
-            metavar="SOURCE",
-            help="The unquantized model it was made from: a folder, or org/name on the Hub.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder for the refined model: new, empty, or left by an earlier run with the "
-            "same reference.",
-            show_default=False,
-        ),
-    ],
-    values: Values,
+    config: RefinementConfig,
     restart: Restart = False,
     no_prefect: NoPrefect = False,
     dry_run: DryRun = False,
@@ -79,7 +39,6 @@ def refine(
     Bit widths, groups and permutations stay, so the size is the same to the byte. Held-out rows of
     text judge the result: if they do not get closer to the source, the old matrices stay.
     """
-    config = build_refinement(model, reference, out, values)
     with flow_server(wanted=not (no_prefect or dry_run)) as server:
         _refine(config, server, restart=restart, dry_run=dry_run, as_json=as_json)
 

@@ -2,29 +2,14 @@
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from exl2flow.core.errors import ConfigError, SweepFailed
-from exl2flow.core.options.sweep import SWEEP_FILE, Runner, SweepConfig
+from exl2flow.core.options.sweep import SWEEP_FILE, SweepConfig
 from exl2flow.core.runtime.pace import clock
 from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show, tell
-from exl2flow.flows.cli.options import (
-    AsJson,
-    DryRun,
-    NoPrefect,
-    Source,
-    Values,
-    build_sweep,
-    flags,
-    one_of,
-    with_settings,
-)
-from exl2flow.flows.cli.options.common import RUNNING
-from exl2flow.flows.cli.options.table import SWEEP
+from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, flags, with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.running import NOT_PUBLISHED, ONLY_PUBLISHING, flow_server, run_flow
 from exl2flow.flows.cli.sources import with_local_source
@@ -43,61 +28,10 @@ EXAMPLES = (
 )
 
 
-@with_settings(*SWEEP)
+@with_options()
 def sweep(
-    source: Source,
     *,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder for the results: one folder per bitrate (`4.0bpw`), `sweep.json` and "
-            "`report.html`.",
-            show_default=False,
-        ),
-    ],
-    bpw: Annotated[
-        str,
-        typer.Option(
-            "--bpw",
-            metavar="BITS,…",
-            help="Bitrates to make, in bits per weight: from 2 to 8, separated by commas.",
-            show_default=False,
-        ),
-    ],
-    values: Values,
-    runner: Annotated[
-        Runner,
-        typer.Option(
-            "--runner",
-            metavar="NAME",
-            parser=one_of(Runner),
-            help="What makes the bitrates: threads of one process, processes with one GPU each, or "
-            "the workers of dask or ray.",
-            rich_help_panel=RUNNING,
-        ),
-    ] = "threads",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            metavar="N",
-            help="How many bitrates to make at the same time.",
-            show_default="one per GPU; 1 with threads",
-            rich_help_panel=RUNNING,
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="ADDRESS",
-            help="Address of a running Dask or Ray cluster.",
-            show_default="one for this sweep",
-            rich_help_panel=RUNNING,
-        ),
-    ] = None,
+    config: SweepConfig,
     no_prefect: NoPrefect = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -106,10 +40,7 @@ def sweep(
 
     Calibration tokens, sensitivity and measurement are shared by all bitrates.
     """
-    running = {"runner": runner, "workers": workers, "cluster": cluster}
-    given = {name: value for name, value in running.items() if value is not None}
-    config = build_sweep(source, out, {**values, **given, "bpw": _bits(bpw)})
-    if no_prefect and (runner != "threads" or (workers or 1) > 1):
+    if no_prefect and (config.runner != "threads" or (config.workers or 1) > 1):
         raise ConfigError(
             "`--no-prefect` makes one bitrate after the other; leave out `--runner` and `--workers`"
         )
@@ -148,20 +79,6 @@ def _sweep(config: SweepConfig, server: "Api | None", *, dry_run: bool, as_json:
         say(ONLY_PUBLISHING)
     if failure is not None:
         raise failure
-
-
-def _bits(text: str) -> tuple[float, ...]:
-    """Return the numbers in a comma-separated list.
-
-    Raises:
-        ConfigError: an entry is not a number.
-    """
-    try:
-        return tuple(float(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ConfigError(
-            f"`--bpw {text}` is not a comma-separated list of numbers, such as `2.5,3,4`"
-        ) from None
 
 
 def _plan_rows(config: SweepConfig, plans: Mapping[str, "Plan"]) -> list[tuple[str, str]]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl2flow.core.errors import ConfigError, ValidationFailed
+from exl2flow.core.options.comparison import ComparedModels
 from exl2flow.core.options.config import ValidateOptions, default_work_root
 from exl2flow.core.runtime.progress import Progress, Tick
 from exl2flow.flows.cli.console import emit_json, say, tell
-from exl2flow.flows.cli.options import Values, build_validation, with_settings
-from exl2flow.flows.cli.options.table import EVALUATION
+from exl2flow.flows.cli.options import with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.sources import fetched_with_progress
 from exl2flow.flows.cli.tables import show_comparison
@@ -29,25 +29,11 @@ EXAMPLES = (
 )
 
 
-@with_settings(EVALUATION)
+@with_options(panel="Evaluation")
 def validate(
-    models: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="MODEL...", help="Model folders, EXL2 or plain.", show_default=False
-        ),
-    ],
     *,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            "--reference",
-            metavar="SOURCE",
-            help="Unquantized model to compare with: a folder, or org/name on the Hub. Without it, "
-            "only perplexity is computed.",
-            show_default="none",
-        ),
-    ] = None,
+    options: ValidateOptions,
+    compared: ComparedModels,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -57,7 +43,6 @@ def validate(
             show_default=False,
         ),
     ] = None,
-    values: Values,
     as_json: Annotated[
         bool,
         typer.Option("--json", metavar="", help="Print one JSON object per model, one per line."),
@@ -70,17 +55,17 @@ def validate(
     models rank the same token first. Among models that differ only in bits, the command warns of
     every model that surely diverges more than a smaller one: the 95 % interval lies above zero.
     """
-    options = build_validation(values)
-    _check_plot(plot, reference)
-    if reference is not None:
-        block = str(values["token_block"]) if "token_block" in values else None
-        root = default_work_root(models[0])
-        reference = fetched_with_progress(reference, root, block, plain=as_json)
+    _check_plot(plot, compared.reference)
+    if compared.reference is not None:
+        root, block = default_work_root(compared.models[0]), compared.token_block
+        local = fetched_with_progress(compared.reference, root, block, plain=as_json)
+        compared = compared.model_copy(update={"reference": local})
     with shown(plain=as_json) as progress:
-        scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
-    from exl2flow.inference.report.comparison import compared, differences
+        scores = _evaluate(compared, options, progress)
+    from exl2flow.inference.report.comparison import compared as compare
+    from exl2flow.inference.report.comparison import differences
 
-    found = compared(scores)
+    found = compare(scores)
     if as_json:
         between = differences(found)
         for score, model in zip(scores, found, strict=True):
@@ -130,11 +115,7 @@ def _compare(models: Sequence["Compared"], plot: Path | None, *, quiet: bool) ->
 
 
 def _evaluate(
-    models: Sequence[Path],
-    reference: Path | None,
-    options: ValidateOptions,
-    device: str,
-    progress: Progress,
+    compared: ComparedModels, options: ValidateOptions, progress: Progress
 ) -> list["Score"]:
     """Score the models on rows that are short enough for all of them."""
     from exl2flow.inference.scoring.evaluate import evaluate
@@ -142,6 +123,7 @@ def _evaluate(
     from exl2flow.kernels import resolve_device
     from exl2flow.model import Tokenizer, resolve
 
+    models, reference = compared.models, compared.reference
     everyone = [*models, reference] if reference is not None else models
     row_tokens = min(options.row_tokens, *(resolve(folder).max_positions for folder in everyone))
     ids = text_rows(
@@ -155,7 +137,7 @@ def _evaluate(
         progress(Tick(stage="validate", done=done, total=total, detail=detail))
 
     return evaluate(
-        models, ids, reference=reference, device=resolve_device(device), advance=advance
+        models, ids, reference=reference, device=resolve_device(compared.device), advance=advance
     )
 
 

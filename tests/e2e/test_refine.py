@@ -16,8 +16,9 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options.table import CALIBRATION, QUALITY, RUNNING, VALIDATION
+from exl2flow.flows.cli.options import settings_of
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4")
@@ -136,8 +137,7 @@ def test_help_all_names_what_stays_and_all_options() -> None:
     text = " ".join(result.output.replace("│", " ").split())
     assert result.exit_code == 0
     assert "the size is the same to the byte" in text
-    for _, settings in (QUALITY, CALIBRATION, VALIDATION, RUNNING):
-        assert all(f" {setting.flag} " in text for setting in settings)
+    assert all(f" {setting.flag} " in text for setting in settings_of(RefinementConfig))
 
 
 def test_a_dry_run_prints_the_plan_and_makes_nothing(refined: Refined, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.flows.cli.options import build
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.quant.forecast.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +18,8 @@ def test_tutorial_shows_the_plan_of_its_dry_run(
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     command, _, rest = PAGE.read_text(encoding="utf-8").partition(" --dry-run\n```\n\n```\n")
 
-    values = {"bpw": 3.0, "device": "cpu"}
-    plan = preflight(build(Path("demo/model"), Path("demo-3bpw"), values))
+    config = ConversionConfig(source="demo/model", out="demo-3bpw", bpw=3.0, device="cpu")
+    plan = preflight(config)
 
     assert command.endswith("convert demo/model --out demo-3bpw --bpw 3.0")
     shown = rest.partition("\n```")[0].splitlines()

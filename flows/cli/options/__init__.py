@@ -1,35 +1,19 @@
-"""Options that set a field of a configuration: a table, and how commands take them from it."""
+"""Options of commands, made from the fields that they set."""
 
-from exl2flow.flows.cli.options.build import (
-    Values,
-    build,
-    build_measurement,
-    build_refinement,
-    build_sweep,
-    build_validation,
-    flags,
-    validated,
-    with_settings,
-)
-from exl2flow.flows.cli.options.common import AsJson, DryRun, NoPrefect, Restart, Source
-from exl2flow.flows.cli.options.setting import Panel, Setting, one_of
+from exl2flow.flows.cli.options.build import Values, build, flags, validated, with_options
+from exl2flow.flows.cli.options.common import AsJson, DryRun, NoPrefect, Restart
+from exl2flow.flows.cli.options.setting import Setting, settings_of
 
 __all__ = [
     "AsJson",
     "DryRun",
     "NoPrefect",
-    "Panel",
     "Restart",
     "Setting",
-    "Source",
     "Values",
     "build",
-    "build_measurement",
-    "build_refinement",
-    "build_sweep",
-    "build_validation",
     "flags",
-    "one_of",
+    "settings_of",
     "validated",
-    "with_settings",
+    "with_options",
 ]

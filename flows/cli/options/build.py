@@ -1,116 +1,100 @@
-"""Turns rows of the table into a command's parameters, and what was given into a configuration."""
+"""Gives commands the options of their models, and builds the models from what is given."""
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.config import ConversionConfig, ValidateOptions
-from exl2flow.core.options.measure import MeasureConfig
-from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.flows.cli.options.common import RUNNING
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.rare import help_all
-from exl2flow.flows.cli.options.setting import Panel
-from exl2flow.flows.cli.options.table import CONVERSION, EVALUATION, SWEEP
+from exl2flow.flows.cli.options.setting import Setting, flags_of, settings_of, with_flags
 
+Made = TypeVar("Made")
 Model = TypeVar("Model", bound=BaseModel)
 Values = Mapping[str, object]  # dotted field → value, of the options that are given
 
 
-def with_settings(*panels: Panel) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's parameter `values` with the options of these panels.
+def with_options(
+    *settings: Setting, panel: str | None = None, hides: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's parameters that are models with the options of their fields.
 
-    The command receives `Values`, for `build` and the like. If some of the options are rare, the
-    command also gets `--help-all`.
+    If some of the options are rare, the command also gets `--help-all`.
+
+    Args:
+        settings: these come as `values`, for a command that makes its models itself.
+        panel: shows the options instead of those of the fields.
+        hides: whether `--help` leaves out the rare ones.
     """
-    settings = [(panel, setting) for panel, members in panels for setting in members]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.name != "values"]
-        last = [p for p in own if _panel(p) == RUNNING]  # how it runs, after what it makes
-        first = [p for p in own if p not in last]
-        added = [setting.parameter(panel) for panel, setting in settings]
-        rare = [help_all()] if any(setting.is_rare for _, setting in settings) else []
+        models = {
+            name: parameter.annotation
+            for name, parameter in signature.parameters.items()
+            if isinstance(kind := parameter.annotation, type)
+            and issubclass(kind, BaseModel | SamplingSettings)
+        }
+        taken = {name: settings_of(model) for name, model in models.items()}
+        if settings:
+            taken["values"] = settings
+        parameters = list[inspect.Parameter]()
+        for name, parameter in signature.parameters.items():
+            own = [parameter] if name not in taken else []
+            parameters += [
+                *own,
+                *(_shown(s, panel, hides).parameter() for s in taken.get(name, ())),
+            ]
+        if hides and any(s.is_rare for found in taken.values() for s in found):
+            parameters.append(help_all())
 
         @wraps(command)
         def wrapper(**given: Any) -> None:
             given.pop("help_all", None)
-            values = {setting.field: given.pop(setting.name) for _, setting in settings}
-            command(values={k: v for k, v in values.items() if v is not None}, **given)
+            for name, found in taken.items():
+                values = {s.field: given.pop(s.name) for s in found}
+                values = {field: v for field, v in values.items() if v is not None}
+                given[name] = build(models[name], values) if name in models else values
+            command(**given)
 
-        wrapper.__signature__ = signature.replace(parameters=[*first, *rare, *added, *last])  # type: ignore[attr-defined]  # read by typer
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # read by typer
         return wrapper
 
     return decorate
 
 
-def _panel(parameter: inspect.Parameter) -> str | None:
-    """Return the help panel that a command's own parameter names."""
-    [info] = getattr(parameter.annotation, "__metadata__", [None])
-    return getattr(info, "rich_help_panel", None)
+def _shown(setting: Setting, panel: str | None, hides: bool) -> Setting:
+    """Return a setting as a command shows it."""
+    return replace(
+        setting,
+        panel=(panel or setting.panel) if setting.panel else None,
+        is_rare=setting.is_rare and hides,
+    )
 
 
-def build(source: Path, out: Path, values: Values) -> ConversionConfig:
-    """Return the configuration that the options of a conversion describe.
-
-    Raises:
-        ConfigError: naming the options that are out of range.
-    """
-    nested = _nested({"source": source, "out": out, **values})
-    return validated(ConversionConfig, nested, flags(fit="--fit"))
+def flags(model: type = ConversionConfig) -> dict[str, str]:
+    """Return field → option of a model, for messages."""
+    return flags_of(settings_of(model))
 
 
-def build_measurement(source: Path, out: Path, values: Values) -> MeasureConfig:
-    """Return the configuration that the options of a measurement describe.
+def build(model: type[Made], values: Values) -> Made:
+    """Return the model that the options given describe.
 
     Raises:
         ConfigError: naming the options that are out of range.
     """
-    return validated(MeasureConfig, _nested({"source": source, "out": out, **values}), flags())
-
-
-def build_refinement(model: Path, reference: Path, out: Path, values: Values) -> RefinementConfig:
-    """Return the configuration that the options of a refinement describe.
-
-    Raises:
-        ConfigError: naming the options that are out of range.
-    """
-    nested = _nested({"model": model, "source": reference, "out": out, **values})
-    return validated(RefinementConfig, nested, flags(source="--reference"))
-
-
-def flags(**more: str) -> dict[str, str]:
-    """Return field → option of a conversion, for messages."""
-    found = {s.field: s.flag for _, members in CONVERSION for s in members}
-    return {**found, "out": "--out", **more}
-
-
-def build_sweep(source: Path, out: Path, values: Values) -> SweepConfig:
-    """Return the configuration that the options of a sweep describe.
-
-    Raises:
-        ConfigError: naming the options that are out of range.
-    """
-    flags = {s.field: s.flag for _, members in SWEEP for s in members}
-    flags |= {name: f"--{name}" for name in ("out", "bpw", "runner", "workers", "cluster")}
-    return validated(SweepConfig, _nested({"source": source, "out": out, **values}), flags)
-
-
-def build_validation(values: Values) -> ValidateOptions:
-    """Return the options of `exl2flow validate`.
-
-    Raises:
-        ConfigError: naming the options that are out of range.
-    """
-    flags = {s.field.rpartition(".")[2]: s.flag for s in EVALUATION[1]}
-    return validated(ValidateOptions, _nested(values).get("validate_options", {}), flags)
+    if issubclass(model, BaseModel):
+        return validated(model, _nested(values), flags(model))
+    try:
+        return model(**values)
+    except ConfigError as error:  # of the sampler's settings
+        raise ConfigError(with_flags(str(error), flags(model))) from error
 
 
 def _nested(values: Values) -> dict[str, Any]:
@@ -126,7 +110,7 @@ def _nested(values: Values) -> dict[str, Any]:
 
 
 def validated(model: type[Model], nested: dict[str, Any], flags: Mapping[str, str]) -> Model:
-    """Return the model of these values.
+    """Return the pydantic model of these values.
 
     Raises:
         ConfigError: naming the options that are out of range; `flags` maps fields to them.
@@ -139,9 +123,7 @@ def validated(model: type[Model], nested: dict[str, Any], flags: Mapping[str, st
 
 def _in_words(problem: ErrorDetails, flags: Mapping[str, str]) -> str:
     """Return a validation problem in terms of options; `flags` maps fields to them."""
-    message = problem["msg"].removeprefix("Value error, ")
-    for field, flag in flags.items():
-        message = message.replace(f"`{field}`", f"`{flag}`")
+    message = with_flags(problem["msg"].removeprefix("Value error, "), flags)
     if not problem["loc"]:
         return message
     field = ".".join(part for part in problem["loc"] if isinstance(part, str))

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,9 @@ from exl2flow.core.errors import NO_JSON, ConfigError, CorruptCheckpoint, ReadFa
 from exl2flow.core.options.chat import ChatOptions
 from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.flows.cli.options.build import Values, validated
-from exl2flow.flows.cli.options.generation import GENERATION, build_generation
-from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
-from exl2flow.flows.cli.options.setting import Panel, Setting
+from exl2flow.flows.cli.options.build import Values, build
+from exl2flow.flows.cli.options.setting import PANELS, Setting, settings_of
 
-ROWS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
-    "Conversation": {
-        "format": ("NAME|FILE", "the model's template, else by its vocabulary"),
-        "system": ("TEXT", "the format's"),
-        "no_system": ("", None),
-        "user_name": ("NAME", None),
-        "bot_name": ("NAME", None),
-        "max_answer": ("N", None),
-        "reserve": ("N", None),
-        "amnesia": ("", None),
-        "keep_thinking": ("", None),
-    },
-    "What is shown": {
-        "thinking": ("show|fold|hide", None),
-        "plain": ("", None),
-        "stats": ("", None),
-    },
-}
-SAMPLER_ROWS = {"seed": ("N", "a new one every time"), "greedy": ("", None)}
 # of `exl2flow generate`
 SHARED = (
     "ban",
@@ -60,37 +39,22 @@ SHARED = (
     "ngram",
     "draft_tokens",
 )
+SAMPLER = tuple(setting.field for setting in settings_of(SamplingSettings))
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
 OF_MODEL = {"typical_p": "typical"}
 LIKE = 0.65  # similarity from which a name may have been meant: `/tokn`, but not `/nonsense`
 
 
-def _row(field: str, metavar: str, default: str | None) -> Setting:
-    text = str(ChatOptions.model_fields[field].description)
-    return Setting(
-        flag=f"--{field.replace('_', '-')}",
-        field=field,
-        metavar=metavar,
-        help=f"{text[0].upper()}{text[1:]}.",
-        default=default,
-        model=ChatOptions,
-    )
+def _settings() -> Iterator[Setting]:
+    yield from settings_of(ChatOptions)
+    for setting in settings_of(SamplingSettings):
+        default = str(DEFAULTS.get(setting.field, setting.default or ""))
+        yield dataclasses.replace(setting, default=default or None)
+    yield from (setting for setting in settings_of(GenerationOptions) if setting.field in SHARED)
 
 
-def _panels() -> tuple[Panel, ...]:
-    own = [(name, [_row(f, *row) for f, row in rows.items()]) for name, rows in ROWS.items()]
-    sampling = [_row(field, *row) for field, row in SAMPLER_ROWS.items()]
-    for row in SAMPLING[1]:
-        default = DEFAULTS.get(row.field)
-        shown = row.default if default is None else str(default)
-        sampling.append(dataclasses.replace(row, default=shown))
-    shared = [(name, [r for r in rows if r.field in SHARED]) for name, rows in GENERATION]
-    panels = [*own, ("Sampling", sampling), *shared]
-    return tuple((name, tuple(rows)) for name, rows in panels if rows)
-
-
-CHAT = _panels()
+CHAT = tuple(sorted(_settings(), key=lambda setting: PANELS.index(setting.panel)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +72,16 @@ def build_chat(values: Values, model: Path) -> ChatConfig:
     Raises:
         ConfigError: naming the option that is out of range.
     """
-    own = {f: v for f, v in values.items() if f in ChatOptions.model_fields}
-    flags = {s.field: s.flag for _, members in CHAT for s in members}
-    shared = {f: v for f, v in values.items() if f in SHARED}
-    chat = validated(ChatOptions, own, flags)
-    settings = build_sampling({**DEFAULTS, **of_model(model), **values})
+    own, drawn, shared = (
+        {field: value for field, value in values.items() if field in fields}
+        for fields in (ChatOptions.model_fields, SAMPLER, SHARED)
+    )
+    chat = build(ChatOptions, own)
+    settings = build(SamplingSettings, {**DEFAULTS, **of_model(model), **drawn})
     return ChatConfig(
         chat=chat,
         sampling=SamplingSettings.greedy() if chat.greedy else settings,
-        generation=build_generation(shared),
+        generation=build(GenerationOptions, shared),
     )
 
 
@@ -131,11 +96,10 @@ def of_model(model: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    known = {field.name for field in dataclasses.fields(SamplingSettings) if field.metadata}
     found = {}
     for key, value in config.items():
         name = OF_MODEL.get(key, key)
-        if name not in known or value is None or isinstance(value, bool):
+        if name not in SAMPLER or value is None or isinstance(value, bool):
             continue
         try:
             SamplingSettings(**{name: value})
@@ -158,7 +122,7 @@ def read_profile(path: Path, name: str) -> dict[str, Any]:
     profile = profiles.get(name)
     if not isinstance(profile, dict):
         raise ConfigError(f"`{path}` has no profile `{name}`{nearest(name, profiles)}")
-    known = {s.field for _, members in CHAT for s in members}
+    known = {setting.field for setting in CHAT}
     values = {key.replace("-", "_"): value for key, value in profile.items()}
     if unknown := [key for key in values if key not in known]:
         raise ConfigError(

@@ -1,22 +1,11 @@
-"""Arguments and switches that several commands share."""
+"""Switches that several commands share."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-RUNNING = "Running"  # the panel of the table's options for where and how a command runs
+RUNNING = "Running"  # the panel of options for where and how a command runs
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        help="Folder of a Hugging Face model: config.json, tokenizer.json or tokenizer.model, "
-        "*.safetensors in fp16, bf16, fp32 or fp8. Or org/name or org/name@revision: a model on "
-        "the Hugging Face Hub, which is fetched.",
-        metavar="SOURCE",
-        show_default=False,
-    ),
-]
 Restart = Annotated[
     bool,
     typer.Option(

@@ -1,18 +1,25 @@
-"""An option of the command line that sets a field of a configuration.
+"""Options and arguments of commands, made from the fields that they set.
 
-Types, bounds and defaults are the field's, so that none of them is written twice.
+Names, texts, types, bounds and defaults are the field's, so that none of them is written twice.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.base import Option, Panel
+from exl2flow.core.options.config import RunOptions, in_form_order
+
+PANELS = (None, *get_args(Panel))
+EMPTY = "; empty: "  # in a description, before the default in words
 
 
 def group_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -39,66 +46,158 @@ def one_of(kind: Any) -> Callable[[str], str]:
     return parse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`--flag` sets `field` of `model`: a dotted path in a pydantic model, a name in a dataclass.
+    """An option or argument that sets `field`, a dotted path from a command's model.
 
-    default: for people, in place of the field's; is_rare: only `--help-all` lists it.
+    default: as help shows it; is_rare: only `--help-all` lists it.
     """
 
-    flag: str
     field: str
+    info: FieldInfo
+    option: Option
+    flag: str
     help: str
-    metavar: str | None = None
-    default: str | None = None
-    is_rare: bool = False
-    model: type = ConversionConfig
+    default: str | None
+    panel: str | None
+    is_rare: bool
 
     @property
     def name(self) -> str:
         """The parameter's name in Python."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    def field_info(self) -> FieldInfo:
-        """Return the field of the configuration that this sets."""
-        if is_dataclass(self.model):
-            default = {field.name: field.default for field in fields(self.model)}[self.field]
-            return FieldInfo.from_annotated_attribute(
-                get_type_hints(self.model)[self.field], default
-            )
-        model: type[BaseModel] = self.model
-        *groups, last = self.field.split(".")
-        for group in groups:
-            found = group_of(model.model_fields[group])
-            assert found is not None
-            model = found
-        return model.model_fields[last]
-
-    def parameter(self, panel: str) -> inspect.Parameter:
-        """Return the command's parameter, None unless given: presets fill the others."""
-        field = self.field_info()
-        kinds = (field.annotation, *get_args(field.annotation))  # that of a union, too
-        choices = next((kind for kind in kinds if get_origin(kind) is Literal), None)
-        is_off = field.default is False or field.default == []
-        shown = self.default or (None if is_off else field.default)
-        is_on = field.default is True  # then it needs a name to switch it off
-        option = typer.Option(
-            f"{self.flag}/--no-{self.flag[2:]}" if is_on else self.flag,
-            help=self.help,
-            metavar=self.metavar,
-            parser=None if choices is None else one_of(choices),
-            show_default=False
-            if any(shown is x for x in (None, False)) or shown == []
-            else str(shown),
-            rich_help_panel=panel,
-            hidden=self.is_rare,
+        return (
+            self.field
+            if self.option.is_argument
+            else self.flag.removeprefix("--").replace("-", "_")
         )
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the command's parameter, None unless given: presets fill the others."""
+        kind: Any = self.info.annotation
+        choices = next((k for k in (kind, *get_args(kind)) if get_origin(k) is Literal), None)
+        parser: Any = None if choices is None else one_of(choices)
+        if get_origin(kind) is tuple and get_args(kind)[0] is Path:
+            kind = list[Path]
+        elif get_origin(kind) is tuple:
+            kind, parser = str, self._numbers
+        shown: dict[str, Any] = {
+            "help": self.help,
+            "metavar": self.option.metavar,
+            "parser": parser,
+            "show_default": self.default or False,
+            "rich_help_panel": self.panel,
+            "hidden": self.is_rare,
+        }
+        is_on = self.info.default is True  # then it needs a name to switch it off
+        flag = f"{self.flag}/--no-{self.flag[2:]}" if is_on else self.flag
+        made = typer.Argument(**shown) if self.option.is_argument else typer.Option(flag, **shown)
+        is_needed = self.info.is_required() and "." not in self.field
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[Optional[field.annotation], option],  # noqa: UP045  # a value
-            default=None,
+            annotation=Annotated[kind if is_needed else Optional[kind], made],  # noqa: UP045
+            default=inspect.Parameter.empty if is_needed else None,
         )
 
+    def _numbers(self, text: str) -> tuple[float, ...]:
+        """Return the numbers in a comma-separated list.
 
-Panel = tuple[str, tuple[Setting, ...]]
+        Raises:
+            ConfigError: an entry is not a number.
+        """
+        try:
+            return tuple(float(word) for word in text.split(",") if word.strip())
+        except ValueError:
+            raise ConfigError(
+                f"`{self.flag} {text}` is not a comma-separated list of numbers, such as `2.5,3,4`"
+            ) from None
+
+
+@cache
+def settings_of(model: type) -> tuple[Setting, ...]:
+    """Return the settings of a model and of its groups, in the order of help."""
+    found = [*_settings(model)]
+    flags = flags_of(found)
+    for index, each in enumerate(found):
+        default = each.default and with_flags(each.default, flags)
+        found[index] = dataclasses.replace(each, help=with_flags(each.help, flags), default=default)
+    return tuple(sorted(found, key=lambda setting: PANELS.index(setting.panel)))
+
+
+def flags_of(settings: Iterable[Setting]) -> dict[str, str]:
+    """Return field → option, for messages; a group's is the one that it needs."""
+    found = dict[str, str]()
+    for setting in settings:
+        group = setting.field.rpartition(".")[0]
+        if group and setting.info.is_required():
+            found[group] = setting.flag
+        if not setting.option.is_argument:
+            found[setting.field] = setting.flag
+    return found
+
+
+def with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """Return a text with options instead of the fields that it names in backticks."""
+    for field, flag in flags.items():
+        text = text.replace(f"`{field}`", f"`{flag}`")
+    return text
+
+
+def _fields(model: Any) -> dict[str, FieldInfo]:
+    """Return the fields of a pydantic model, or of a dataclass those with an option."""
+    if issubclass(model, BaseModel):
+        known = model.model_fields
+        return (
+            {n: known[n] for n in in_form_order(known)} if issubclass(model, RunOptions) else known
+        )
+    hints = get_type_hints(model)
+    found = dict[str, FieldInfo]()
+    for field in dataclasses.fields(model):
+        if field.metadata:
+            kind: Any = Annotated[hints[field.name], field.metadata["option"]]
+            default = Field(field.default, description=field.metadata["description"])
+            found[field.name] = FieldInfo.from_annotated_attribute(kind, default)
+    return found
+
+
+def _of_group(model: type, group: str, default: str) -> Iterator[Setting]:
+    """Yield the settings of a group; if it needs one of them, the others go with that one."""
+    found = [*_settings(model, group)]
+    needed = next((setting for setting in found if setting.info.is_required()), None)
+    for setting in found:
+        if needed is None:
+            yield setting
+        elif setting is needed:
+            yield dataclasses.replace(setting, default=default or None)
+        else:
+            text = f"With `{needed.flag}`: {setting.help[0].lower()}{setting.help[1:]}"
+            yield dataclasses.replace(setting, help=text)
+
+
+def _capitalized(text: str) -> str:
+    """Return a text with a capital at the beginning, unless it begins with a value or a file."""
+    return text[0].upper() + text[1:] if text.split()[0].isalpha() else text
+
+
+def _settings(model: type, group: str = "") -> Iterator[Setting]:
+    """Yield the settings of a model, or of a group with this prefix."""
+    for name, info in _fields(model).items():
+        text, _, words = (info.description or "").partition(EMPTY)
+        if (inner := group_of(info)) is not None:
+            yield from _of_group(inner, f"{group}{name}.", words)
+        option = next((each for each in info.metadata if isinstance(each, Option)), None)
+        if option is None or (option.only_grouped and not group):
+            continue
+        flag = (option.grouped if group else None) or option.flag or name
+        is_off = any(info.default is each for each in (None, False)) or info.default == []
+        more = "; may be repeated" if get_origin(info.annotation) is list else ""
+        yield Setting(
+            field=group + name,
+            info=info,
+            option=option,
+            flag=option.metavar if option.is_argument else f"--{flag.replace('_', '-')}",
+            help=f"{_capitalized(text)}{more}.",
+            default=words or (None if is_off or info.is_required() else str(info.default)),
+            panel=option.panel,
+            is_rare=bool(group) if option.rare is None else option.rare,
+        )

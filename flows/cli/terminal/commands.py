@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.loading import filters_of, read_adapters
 from exl2flow.flows.cli.options.chat import CHAT, nearest
-from exl2flow.flows.cli.options.sampling import SAMPLING
+from exl2flow.flows.cli.options.chat import SAMPLER as SAMPLED
 from exl2flow.flows.cli.terminal.conversation_file import unused
 from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
@@ -190,7 +190,7 @@ def format(chat: Chat, argument: str) -> Result:
 
 
 # where a chat has what `/set` changes
-SAMPLER = {row.field: f"session.settings.{row.field}" for row in SAMPLING[1]}
+SAMPLER = {field: f"session.settings.{field}" for field in SAMPLED}
 SETTINGS = SAMPLER | {
     "max_answer": "session.max_answer_tokens",
     "amnesia": "session.amnesia",
@@ -233,7 +233,7 @@ def _parsed(name: str, text: str) -> Any:
     Raises:
         ConfigError: it takes no such value.
     """
-    info = next(row.field_info() for _, rows in CHAT for row in rows if row.field == name)
+    info = next(setting.info for setting in CHAT if setting.field == name)
     if info.default is None and text == OFF:
         return None
     kind: Any = Annotated[info.annotation, info]

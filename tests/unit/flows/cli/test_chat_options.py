@@ -43,7 +43,7 @@ def test_a_damaged_recommendation_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_no_option_stands_twice() -> None:
-    flags = [row.flag for _, rows in CHAT for row in rows]
+    flags = [setting.flag for setting in CHAT]
 
     assert len(flags) == len(set(flags))
 
@@ -51,12 +51,8 @@ def test_no_option_stands_twice() -> None:
 def test_every_option_stands_in_the_reference() -> None:
     page = (DOCS / "reference" / "cli.md").read_text()
 
-    assert [
-        row.flag
-        for _, rows in CHAT
-        for row in rows
-        if f"{row.flag[2:]} " not in page.replace("`", " ")
-    ] == []
+    plain = page.replace("`", " ")
+    assert [s.flag for s in CHAT if f"{s.flag[2:]} " not in plain] == []
 
 
 def test_remembered_profiles_that_cannot_be_read_are_not_to_be_deleted(

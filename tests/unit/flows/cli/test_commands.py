@@ -8,41 +8,39 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
+from exl2flow.core.options.comparison import ComparedModels
+from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.options.generation import BenchOptions, GenerationOptions
+from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.cli import (
     bench,
     convert,
     generate,
     inspection,
     measure,
+    publish,
     refine,
     sweep,
     validate,
 )
 from exl2flow.flows.cli.main import app, forbid_cores
-from exl2flow.flows.cli.options import Panel
-from exl2flow.flows.cli.options.generation import GENERATION
-from exl2flow.flows.cli.options.sampling import SAMPLING, build_sampling
-from exl2flow.flows.cli.options.table import (
-    CALIBRATION,
-    CONVERSION,
-    EVALUATION,
-    QUALITY,
-    RUNNING,
-    SWEEP,
-    VALIDATION,
-)
+from exl2flow.flows.cli.options import Setting, build, settings_of
 from exl2flow.tasks.stages import STAGES
 
 COMMANDS = {
-    "convert": (convert.EXAMPLES, CONVERSION),
-    "sweep": (sweep.EXAMPLES, SWEEP),
-    "measure": (measure.EXAMPLES, (QUALITY, CALIBRATION, RUNNING)),
-    "refine": (refine.EXAMPLES, (QUALITY, CALIBRATION, VALIDATION, RUNNING)),
+    "convert": (convert.EXAMPLES, (ConversionConfig,)),
+    "sweep": (sweep.EXAMPLES, (SweepConfig,)),
+    "measure": (measure.EXAMPLES, (MeasureConfig,)),
+    "refine": (refine.EXAMPLES, (RefinementConfig,)),
     "inspect": (inspection.EXAMPLES, ()),
-    "validate": (validate.EXAMPLES, (EVALUATION,)),
-    "bench": (bench.EXAMPLES, ()),
-    "generate": (generate.EXAMPLES, (*GENERATION, SAMPLING)),
+    "validate": (validate.EXAMPLES, (ComparedModels, ValidateOptions)),
+    "bench": (bench.EXAMPLES, (BenchOptions,)),
+    "generate": (generate.EXAMPLES, (GenerationOptions, SamplingSettings)),
+    "publish": (publish.EXAMPLES, (PublishConfig,)),
 }
 
 
@@ -56,7 +54,7 @@ WITH_RARE_OPTIONS = ("convert", "sweep", "measure", "refine", "validate", "gener
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -> None:
-    examples, panels = COMMANDS[command]
+    examples, models = COMMANDS[command]
 
     result = CliRunner().invoke(
         app, [command, "--help-all" if command in WITH_RARE_OPTIONS else "--help"]
@@ -65,26 +63,24 @@ def test_help_lists_options_with_defaults_and_ends_with_examples(command: str) -
     text = words(result.output)
     assert result.exit_code == 0
     assert all(words(example) in text for example in examples)
-    for setting in settings(panels):
-        default = setting.default or setting.field_info().default
-        default = None if default is False or default == [] else default
+    for setting in settings(models):
         assert f" {setting.flag} " in text
         assert words(setting.help) in text
-        if default is None:
+        if setting.default is None:
             assert f"{words(setting.help)} [default" not in text
         else:
-            assert f"[default: {default}]" in text or f"[default: ({default})]" in text
+            assert f"{words(setting.help)} [default: {setting.default}]" in text
 
 
 @pytest.mark.parametrize("command", WITH_RARE_OPTIONS)
 def test_short_help_leaves_out_rare_options_and_says_how_to_see_them(command: str) -> None:
-    _, panels = COMMANDS[command]
+    _, models = COMMANDS[command]
 
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
 
     text = words(result.output)
-    listed = {setting.flag for setting in settings(panels) if f" {setting.flag} " in text}
-    assert listed == {setting.flag for setting in settings(panels) if not setting.is_rare}
+    listed = {setting.flag for setting in settings(models) if f" {setting.flag} " in text}
+    assert listed == {setting.flag for setting in settings(models) if not setting.is_rare}
     assert " --help-all " in text
     assert len(result.output.splitlines()) <= 105
 
@@ -97,8 +93,8 @@ def test_rare_options_are_accepted_though_short_help_hides_them(command: str) ->
     assert "'--seed'" in result.stderr
 
 
-def settings(panels: tuple[Panel, ...]) -> list:
-    return [setting for _, members in panels for setting in members]
+def settings(models: tuple[type, ...]) -> list[Setting]:
+    return [setting for model in models for setting in settings_of(model)]
 
 
 def test_help_of_convert_names_the_stages_in_their_order() -> None:
@@ -194,13 +190,15 @@ def test_options_of_sampling_are_checked_by_name_before_the_model_is_looked_for(
 def test_every_field_of_sampling_settings_has_an_option_with_its_default() -> None:
     settings = SamplingSettings()
 
-    defaults = {option.field: option.field_info().default for option in SAMPLING[1]}
+    found = settings_of(SamplingSettings)
+    defaults = {setting.field: setting.info.default for setting in found}
     lists = {"token_bias", "dry_breakers", "xtc_ignored"}  # not for a command line
     names = {field.name for field in fields(settings)} - lists
     assert defaults == {name: getattr(settings, name) for name in names}
-    assert all(option.help for option in SAMPLING[1])
-    assert build_sampling({}) == settings
-    assert build_sampling({"top_k": 7, "min_p": 0.1}) == replace(settings, top_k=7, min_p=0.1)
+    assert all(len(setting.help) > 15 for setting in found)
+    assert build(SamplingSettings, {}) == settings
+    given = build(SamplingSettings, {"top_k": 7, "min_p": 0.1})
+    assert given == replace(settings, top_k=7, min_p=0.1)
 
 
 def test_the_version_needs_neither_torch_nor_prefect() -> None:
