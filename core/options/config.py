@@ -324,8 +324,8 @@ class RunOptions(Options):
     )
     work_root: Annotated[Path | None, Option("DIR", "Running")] = Field(
         None,
-        description="folder for checkpoints; runs over one model with the same work root share "
-        "them; empty: `.exl2flow` beside the output",
+        description="folder for checkpoints, in which runs over one model share tokens and "
+        "measurement; empty: `.exl2flow` beside the output",
     )
     device: DeviceOption = "auto"
     token_block: TokenBlock = None

@@ -41,7 +41,9 @@ class RefinementConfig(RunOptions):
         description="folder for the refined model: new, empty, or left by an earlier run with the "
         "same reference"
     )
-    held_out_rows: int = Field(4, ge=1, description="rows of text that only judge")
+    held_out_rows: int = Field(
+        4, ge=1, description="rows of text that only judge; at most half of all"
+    )
     validate_options: ValidateOptions = ValidateOptions()
 
     @property

@@ -7,7 +7,7 @@ Behind `without` are a command or a model whose rows are left out; everything el
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import annotated_types
 import typer
@@ -91,7 +91,7 @@ def default(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return f"empty: {words}" if words else "empty"
-    return f"`{str(field.default).lower() if field.default in (True, False) else field.default}`"
+    return f"`{field.default}`"
 
 
 def field_rows(model: type[BaseModel], flags: dict[str, str], group: str = "") -> Iterator[Row]:
@@ -128,7 +128,8 @@ def written(page: str) -> str:
         title, *rows = options(name, without) if kind == "options" else fields(name, without)
         lines = [title, ("---",) * len(title), *rows]
         cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
-        return head + "".join(f"| {' | '.join(line)} |\n" for line in cells)
+        text = "".join(f"| {' | '.join(line)} |\n" for line in cells)
+        return head + text.replace("  |", " |")
 
     return TABLE.sub(table, page)
 

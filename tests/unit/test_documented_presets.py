@@ -60,5 +60,6 @@ def test_reference_names_every_field_that_a_preset_sets() -> None:
 def test_default_is_what_the_reference_says(row: list[str]) -> None:
     field, cell, *_ = row
     if not cell.startswith(NO_DEFAULT):
-        config = ConversionConfig(source="a", out="b", fit={"memory": "24GB"})
+        groups = {"fit": {"memory": "24GB"}, "publish": {"repo": "org/name"}}
+            config = ConversionConfig(source="a", out="b", **groups)
         assert str(value_of(config, field)) in (said(cell), f"{said(cell)}.0")
