@@ -61,5 +61,5 @@ def test_default_is_what_the_reference_says(row: list[str]) -> None:
     field, cell, *_ = row
     if not cell.startswith(NO_DEFAULT):
         groups = {"fit": {"memory": "24GB"}, "publish": {"repo": "org/name"}}
-            config = ConversionConfig(source="a", out="b", **groups)
+        config = ConversionConfig(source="a", out="b", **groups)
         assert str(value_of(config, field)) in (said(cell), f"{said(cell)}.0")

@@ -65,11 +65,8 @@ class Setting:
     @property
     def name(self) -> str:
         """The parameter's name in Python."""
-        return (
-            self.field
-            if self.option.is_argument
-            else self.flag.removeprefix("--").replace("-", "_")
-        )
+        name = self.field if self.option.is_argument else self.flag.removeprefix("--")
+        return name.replace("-", "_")
 
     def parameter(self) -> inspect.Parameter:
         """Return the command's parameter, None unless given: presets fill the others."""
@@ -146,10 +143,8 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
 def _fields(model: Any) -> dict[str, FieldInfo]:
     """Return the fields of a pydantic model, or of a dataclass those with an option."""
     if issubclass(model, BaseModel):
-        known = model.model_fields
-        return (
-            {n: known[n] for n in in_form_order(known)} if issubclass(model, RunOptions) else known
-        )
+        names = in_form_order(model.model_fields) if issubclass(model, RunOptions) else None
+        return {name: model.model_fields[name] for name in names or model.model_fields}
     hints = get_type_hints(model)
     found = dict[str, FieldInfo]()
     for field in dataclasses.fields(model):
