@@ -32,17 +32,17 @@ Panel = Literal[  # in the order in which help shows them
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Marks a field that commands have an option for; its help is the field's description.
+    """Gives a field an option of the command line, whose help is the field's description.
 
-    A description names other fields of its model in backticks. It ends with "; empty: …" where
-    the default needs words.
+    A description names other fields of its model in backticks, and ends with "; empty: …" if words
+    are needed to say what the default is.
 
-    metavar: stands for the value in help.
-    panel: in which help shows the option; None: with those that have none.
-    flag: its name, if that differs from the field's.
-    grouped: its name where the field belongs to a group of other options.
-    only_grouped: only there it is an option.
-    rare: whether only `--help-all` shows it; None: if it belongs to a group.
+    metavar: the value's name in help.
+    panel: the part of help that lists the option; None: the one without a name.
+    flag: the option's name, if it is not the field's.
+    grouped: its name where the field is in a group of a larger model.
+    only_grouped: without that group the field has no option.
+    rare: list the option in `--help-all` only; None: if the field is in a group.
     is_argument: the value is given by position.
     """
 

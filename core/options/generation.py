@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from exl2flow.core.options.base import CacheName, Device, Option, Options
+from exl2flow.core.options.base import CacheName, DeviceOption, Option, Options
 
 MODEL: Final = "Model and cache"
 DRAFTS: Final = "Speculative decoding (same text)"
@@ -14,10 +14,7 @@ DRAFTS: Final = "Speculative decoding (same text)"
 class PlacementOptions(Options):
     """Where a model that generates lies, and in which format it caches keys and values."""
 
-    device: Annotated[Device, Option("auto|cpu|cuda", MODEL)] = Field(
-        "auto",
-        description="device to compute on; auto: CUDA if there is a usable GPU, else the CPU",
-    )
+    device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
     gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
         None,
         description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "

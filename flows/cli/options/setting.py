@@ -180,9 +180,10 @@ def _settings(model: type, group: str = "") -> Iterator[Setting]:
         text, _, words = (info.description or "").partition(EMPTY)
         if (inner := group_of(info)) is not None:
             yield from _of_group(inner, f"{group}{name}.", words)
-        option = next((each for each in info.metadata if isinstance(each, Option)), None)
-        if option is None or (option.only_grouped and not group):
+        marks = [each for each in info.metadata if isinstance(each, Option)]
+        if not marks or (marks[-1].only_grouped and not group):
             continue
+        option = marks[-1]  # an alias's own comes first
         flag = (option.grouped if group else None) or option.flag or name
         is_off = any(info.default is each for each in (None, False)) or info.default == []
         more = "; may be repeated" if get_origin(info.annotation) is list else ""
