@@ -71,12 +71,16 @@ class Setting:
     def parameter(self) -> inspect.Parameter:
         """Return the command's parameter, None unless given: presets fill the others."""
         kind: Any = self.info.annotation
-        choices = next((k for k in (kind, *get_args(kind)) if get_origin(k) is Literal), None)
+        kinds = (kind, *get_args(kind))  # that of a union, too
+        choices = next((each for each in kinds if get_origin(each) is Literal), None)
+        limited = next((each for each in kinds if get_origin(each) is Annotated), None)
         parser: Any = None if choices is None else one_of(choices)
         if get_origin(kind) is tuple and get_args(kind)[0] is Path:
             kind = list[Path]
         elif get_origin(kind) is tuple:
             kind, parser = str, self._numbers
+        elif limited is not None:
+            kind = get_args(limited)[0]  # the model's check has the better message
         shown: dict[str, Any] = {
             "help": self.help,
             "metavar": self.option.metavar,
