@@ -90,11 +90,12 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
     constexpr int PART = COLUMNS * (WIDTH + 2);
     __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int sums = columns.count * WIDTH;  // may be fewer than threads
     float early[4];  // of the first parts, which are all for short sequences
     auto begin_sum = [&](int i) {
 #pragma unroll
         for (int from = 0; from < 4; ++from)
-            early[from] = from < call.splits ? __ldcg(parts + from * PART + i) : 0.0f;
+            early[from] = from < call.splits && i < sums ? __ldcg(parts + from * PART + i) : 0.0f;
     };
     begin_sum(threadIdx.x);
     for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
@@ -116,7 +117,7 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
         weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < columns.count * WIDTH; i += blockDim.x) {
+    for (int i = threadIdx.x; i < sums; i += blockDim.x) {
         const float* of_column = weights[i / WIDTH];
         float sum = 0.0f;
 #pragma unroll
@@ -125,7 +126,7 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
         for (int from = 4; from < call.splits; ++from)
             sum += of_column[from] * __ldcg(parts + from * PART + i);
         window[i / WIDTH][i % WIDTH] = sum;
-        if (i + blockDim.x < columns.count * WIDTH) begin_sum(i + blockDim.x);
+        begin_sum(i + blockDim.x);
     }
     __syncthreads();
     for (int i = warp; i < columns.count * (WIDTH / 64); i += warps) {
