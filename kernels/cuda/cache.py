@@ -21,7 +21,7 @@ from exl2flow.kernels.interface.cache_formats import (
     padded_width,
 )
 from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
-from exl2flow.kernels.plans.product import filled
+from exl2flow.kernels.plans.sources import filled, struct
 from exl2flow.kernels.reference import cache as torch_cache
 
 PUT_THREADS = 256  # per copying CTA, 16 bytes each
@@ -42,48 +42,7 @@ SET = 8  # columns of an mma: pairs of a new token and a query head
 WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
 LEAST_BESIDE = 18 << 10  # bytes of shared memory that are never for stages, nor were when measured
 RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
-CALL = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "q",
-            "k",
-            "v",
-            "keys",
-            "key_scales",
-            "values",
-            "value_scales",
-            "tables",
-            "lengths",
-            "partial",
-            "arrived",
-            "out",
-            "cosines",
-            "sines",
-            "slots",
-            "sinks",
-        )
-    ]
-    + [
-        (name, np.int32)
-        for name in (
-            "tokens",
-            "heads",
-            "kv_heads",
-            "parts",
-            "head_dim",
-            "pages",
-            "splits",
-            "stages",
-            "window",
-            "half",
-            "angle_step",
-            "interleaved",
-        )
-    ]
-    + [("scale", np.float32), ("softcap", np.float32)],
-    align=True,
-)
+CALL = struct("attention.cu", "Call")
 
 
 def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -4,28 +4,27 @@ CuPy compiles with NVRTC for the current device and caches the result on disk.
 """
 
 import ctypes
-import re
 import sys
 import threading
 from functools import cache
-from pathlib import Path
 
 import cupy
 import numpy as np
 import torch
 
 from exl2flow.kernels.interface import sampler_ops
-from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
+from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
 from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.ops import MOST_COLUMNS
 from exl2flow.kernels.interface.packed import TILE
-from exl2flow.kernels.plans import product, shares
+from exl2flow.kernels.plans import batched, product, shares
+from exl2flow.kernels.plans.sources import source
 from exl2flow.kernels.reference import descent as torch_descent
 from exl2flow.kernels.reference import ops as torch_ops
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import sampler as torch_sampler
 
-FOLDER = Path(__file__).parents[1] / "csrc"
 THREADS = 128  # per CTA, with one column per thread
 WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is no struct; arguments
 ATTENTION_WARPS = 8  # most warps of an attention CTA
@@ -52,6 +51,7 @@ DEFINITIONS = {
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
+    "LIST_HEADER": batched.LIST_HEADER,
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "ATTENTION_STEP": ATTENTION_STEP,
     "DECODE_WARPS": DECODE_WARPS,
@@ -73,6 +73,9 @@ DEFINITIONS = {
     "SELECT_THREADS": SELECT_THREADS,
     "COUNTED": COUNTED,
     "COUNT_THREADS": COUNT_THREADS,
+    "ELEMENTS": ",".join(Element.__members__),
+    "ACTIVATIONS": ",".join(ACTIVATIONS).upper(),
+    "SETTINGS": ",".join(sampler_ops.COLUMNS).upper(),
     "STRETCH": STRETCH,
     "TEAM": TEAM,
     "MOST_REPEATED": sampler_ops.MOST_REPEATED,
@@ -84,12 +87,6 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
-
-
-def source(file: str) -> str:
-    """Return a source with its headers inlined: CuPy's cache keys on this text alone."""
-    text = (FOLDER / file).read_text(encoding="utf-8")
-    return re.sub(r'#include "(.*)"\n', lambda match: source(match[1]), text)
 
 
 @cache

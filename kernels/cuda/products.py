@@ -12,7 +12,7 @@ import torch
 from exl2flow.core.options.config import tuning_file
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
-from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits, source
+from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.kernels.cuda.steps import activated, add_normed, norm
 from exl2flow.kernels.cuda.timing import ColdTimer
@@ -22,13 +22,13 @@ from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans.product import (
     MOST_ROWS,
     LaunchPlan,
-    filled,
     fuses_all,
     norms_apart,
     plan_of,
     splits_epilogue,
 )
 from exl2flow.kernels.plans.shares import WARPS
+from exl2flow.kernels.plans.sources import filled, source
 from exl2flow.kernels.plans.tuning import Parts, Tuning, candidates, fastest, key_of
 
 

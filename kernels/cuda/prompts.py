@@ -13,18 +13,10 @@ from exl2flow.kernels.cuda.steps import activated, add_normed, gated, norm
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.ops import MOST_BESIDE
 from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
-from exl2flow.kernels.plans.product import MOST_MATRICES, filled
+from exl2flow.kernels.plans.product import MOST_MATRICES
+from exl2flow.kernels.plans.sources import filled, struct
 
-PART = np.dtype(  # `Part` in decode.cu
-    [(name, np.uint64) for name in ("codes", "scales", "table", "order")]
-    + [("tile_bytes", np.int64)]
-    + [(name, np.int32) for name in ("tiles", "groups", "column", "first")],
-    align=True,
-)
-WORK = np.dtype(  # `Work`
-    [("of", PART, MOST_MATRICES), ("y", np.uint64), ("step", np.int64), ("count", np.int32)],
-    align=True,
-)
+WORK = struct("decode.cu", "Work", MOST_MATRICES=MOST_MATRICES)
 
 
 def multiply(

@@ -10,8 +10,9 @@ from cuda_instances import INSTANCES, SOURCES
 from cupy_backends.cuda.libs import nvrtc
 
 from exl2flow.kernels.cuda.cache import RESERVED, _beside
-from exl2flow.kernels.cuda.compiler import OPTIONS, source
+from exl2flow.kernels.cuda.compiler import OPTIONS
 from exl2flow.kernels.interface.cache_formats import Element
+from exl2flow.kernels.plans.sources import source
 
 DEVICES = (80, 86, 89, 90, 120)
 

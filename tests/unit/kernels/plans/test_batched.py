@@ -15,11 +15,10 @@ from exl2flow.kernels.plans.batched import (
     LEAST_SLOTS,
     LIST_HEADER,
     MOST_SLOTS,
-    kernel_rows,
     plan_of,
     slot_bytes,
 )
-from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan
+from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan, kernel_rows
 from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
 
 RTX_3060 = (28, 99 << 10)
