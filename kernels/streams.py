@@ -134,6 +134,15 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return there
 
 
+@kept
+def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return integers as int64 on a device; each table is sent once.
+
+    The result is shared: never change it.
+    """
+    return sent(torch.tensor(values, dtype=torch.int64), device)
+
+
 @cache
 def _load_linear_algebra(device: torch.device) -> None:
     """Make torch load its library, which fails if two threads trigger it at once."""

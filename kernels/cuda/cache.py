@@ -5,6 +5,7 @@ Everything else is torch on the device.
 
 import math
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,13 +15,14 @@ from exl2flow.kernels.cuda.compiler import ATTENTION_STEP, ATTENTION_WARPS, THRE
 from exl2flow.kernels.interface.attention_rule import AttentionRule
 from exl2flow.kernels.interface.cache_formats import (
     PAGE_TOKENS,
+    STEP_TOKENS,
     UNIT,
     CacheRows,
     Element,
     LayerStore,
+    StepCache,
     padded_width,
 )
-from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
 from exl2flow.kernels.plans.sources import filled, struct
 from exl2flow.kernels.reference import cache as torch_cache
 
@@ -115,14 +117,32 @@ def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Ten
     launch("cache.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Division:
+    """How a step's attention is divided among CTAs.
+
+    instance: of the kernel; width: elements that it reads per position; columns: pairs of a new
+    token and a query head in a CTA; teams: key heads that do not share a CTA; parts: CTAs that
+    share the columns of a team; splits: parts of a sequence's positions; warps, stages, shared: of
+    a CTA.
+    """
+
+    instance: str
+    width: int
+    columns: int
+    teams: int
+    parts: int
+    splits: int
+    warps: int
+    stages: int
+    shared: int
+
+
 def attend_step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    store: LayerStore,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
+    cache: StepCache,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -130,72 +150,37 @@ def attend_step(
     interleaved: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
+    store, pages = cache.store, cache.tables.shape[1]
     if not _is_known(q, store):
-        return torch_cache.attend_step(
-            q, k, v, store, tables, lengths, slots, cos, sin, rule=rule, interleaved=interleaved
-        )
-    (b, t, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
-    width = _width(head_dim)
-    assert width is not None
-    elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
-    bits, most = sum(element.bits for element in elements), 1 if t == 1 else STEP_TOKENS
-    is_coded = all(element.has_scales for element in elements)
-    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS, is_coded=is_coded)
-    processors, most_shared = limits(q.device.index)
-    together = 1
-    if columns == pairs < SET and width == head_dim == TOGETHER_WIDTH:
-        together = _heads_together(
-            pairs, elements[0].bits, kv_heads, batch=b, processors=processors
-        )
-    columns, teams, parts = columns * together, kv_heads // together, -(-pairs // columns)
-    is_small = is_coded and bits == 2 * Element.ROTATED_4.bits and most == 1
-    ctas = CODED_CTAS if is_small and together == 1 else CTAS
-    splits = min(
-        MOST_SPLITS,
-        max(1, ctas * processors // (b * teams * parts)),
-        max(1, pages * PAGE_TOKENS // APART),
-    )
-    if pages * PAGE_TOKENS <= SHORT:
-        ctas = max(ctas, min(MOST_CTAS, -(-b * teams * parts // processors)))
-    warps, stages, shared = _stages(
-        bits,
-        together * width,
-        columns,
-        positions=-(-pages * PAGE_TOKENS // splits),
-        room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
-    )
+        return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
+    b, t, heads, head_dim = q.shape
+    plan = _division(q, store, pages)
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out = torch.empty_like(q)
-    partial = torch.empty(b, teams, parts, splits, columns, width + 2, device=q.device)
-    # without rotation, the first angle is read all the same
-    angles = (cos, sin) if cos.numel() else (q, q)
-    arrived = _counters(store, b * teams * parts)
+    out, ctas = torch.empty_like(q), (b, plan.teams, plan.parts)
+    partial = torch.empty(*ctas, plan.splits, plan.columns, plan.width + 2, device=q.device)
     call = filled(
         np.zeros(1, CALL)[0],
         q=q,
         k=k,
         v=v,
-        keys=store.keys.data,
-        key_scales=store.keys.scales,
-        values=store.values.data,
-        value_scales=store.values.scales,
-        tables=tables,
-        lengths=lengths,
+        tables=cache.tables,
+        lengths=cache.lengths,
         partial=partial,
-        arrived=arrived,
+        arrived=_counters(store, math.prod(ctas)),
         out=out,
-        cosines=angles[0],
-        sines=angles[1],
+        # without rotation, the first angle is read all the same
+        cosines=cos if cos.numel() else q,
+        sines=sin if cos.numel() else q,
         sinks=0 if rule.sinks is None else rule.sinks,
-        slots=slots,
+        slots=cache.slots,
         tokens=t,
         heads=heads,
-        kv_heads=kv_heads,
-        parts=parts,
+        kv_heads=store.kv_heads,
+        parts=plan.parts,
         head_dim=head_dim,
         pages=pages,
-        splits=splits,
-        stages=stages,
+        splits=plan.splits,
+        stages=plan.stages,
         window=rule.window or ALL,
         half=cos.shape[-1],
         angle_step=cos.stride(0) if cos.dim() == 4 else 0,
@@ -203,19 +188,60 @@ def attend_step(
         softcap=rule.softcap or 0.0,
         interleaved=interleaved,
     )
-    formats = ", ".join(element.name for element in elements)
-    name = f"attend<{width}, {formats}, {most}, {columns}, {together}>"
+    for name, rows in (("keys", store.keys), ("values", store.values)):
+        filled(call[name], data=rows.data, scales=rows.scales)
     launch(
         "attention.cu",
-        name,
-        (splits, teams * parts, b),
+        plan.instance,
+        (plan.splits, plan.teams * plan.parts, b),
         call,
-        threads=32 * warps,
-        shared=shared,
+        threads=32 * plan.warps,
+        shared=plan.shared,
         device=q.device,
         early=True,
     )
     return out
+
+
+def _division(q: torch.Tensor, store: LayerStore, pages: int) -> _Division:
+    """Divide queries (b, t, heads, head_dim) and the positions of `pages` pages per sequence."""
+    (b, t, heads, head_dim), length = q.shape, pages * PAGE_TOKENS
+    elements, pairs = (store.keys.element, store.values.element), t * heads // store.kv_heads
+    width, bits = _width(head_dim), sum(element.bits for element in elements)
+    assert width is not None
+    most, is_coded = 1 if t == 1 else STEP_TOKENS, all(element.has_scales for element in elements)
+    columns = _columns(most, width, pairs, b * length, is_coded=is_coded)
+    processors, most_shared = limits(q.device.index)
+    together = 1
+    if columns == pairs < SET and width == head_dim == TOGETHER_WIDTH:
+        together = _heads_together(
+            pairs, elements[0].bits, store.kv_heads, batch=b, processors=processors
+        )
+    teams, parts, columns = store.kv_heads // together, -(-pairs // columns), columns * together
+    is_small = is_coded and bits == 2 * Element.ROTATED_4.bits and most == 1
+    ctas, per_split = CODED_CTAS if is_small and together == 1 else CTAS, b * teams * parts
+    splits = min(MOST_SPLITS, max(1, ctas * processors // per_split), max(1, length // APART))
+    if length <= SHORT:
+        ctas = max(ctas, min(MOST_CTAS, -(-per_split // processors)))
+    warps, stages, shared = _stages(
+        bits,
+        together * width,
+        columns,
+        positions=-(-length // splits),
+        room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
+    )
+    formats = ", ".join(element.name for element in elements)
+    return _Division(
+        instance=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
+        width=width,
+        columns=columns,
+        teams=teams,
+        parts=parts,
+        splits=splits,
+        warps=warps,
+        stages=stages,
+        shared=shared,
+    )
 
 
 def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
@@ -322,9 +348,9 @@ _COUNTERS: MutableMapping[torch.Tensor, dict[int, torch.Tensor]] = WeakIdKeyDict
 def _counters(store: LayerStore, count: int) -> torch.Tensor:
     """Return zeros int32 (count,), for a count always the same; each launch leaves them zero."""
     of_layer = _COUNTERS.setdefault(store.keys.data, {})
-    found = of_layer.get(count)
-    if found is None:
-        found = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)
+    counters = of_layer.get(count)
+    if counters is None:
+        counters = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)
         if not torch.cuda.is_current_stream_capturing():  # a recording frees what it allocates
-            of_layer[count] = found
-    return found
+            of_layer[count] = counters
+    return counters

@@ -12,11 +12,10 @@ import cupy
 import numpy as np
 import torch
 
-from exl2flow.kernels.interface import sampler_ops
+from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
-from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
-from exl2flow.kernels.interface.ops import MOST_COLUMNS
+from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.packed import TILE
 from exl2flow.kernels.plans import batched, product, shares
 from exl2flow.kernels.plans.sources import source
@@ -75,11 +74,11 @@ DEFINITIONS = {
     "COUNT_THREADS": COUNT_THREADS,
     "ELEMENTS": ",".join(Element.__members__),
     "ACTIVATIONS": ",".join(ACTIVATIONS).upper(),
-    "SETTINGS": ",".join(sampler_ops.COLUMNS).upper(),
+    "SETTINGS": ",".join(sampling.COLUMNS).upper(),
     "STRETCH": STRETCH,
     "TEAM": TEAM,
-    "MOST_REPEATED": sampler_ops.MOST_REPEATED,
-    "STRONGEST": str(sampler_ops.STRONGEST),  # fp64
+    "MOST_REPEATED": sampling.MOST_REPEATED,
+    "STRONGEST": str(sampling.STRONGEST),  # fp64
     "LEAST": str(torch_sampler.LEAST),
     "NEAR": str(torch_sampler.NEAR),
 }

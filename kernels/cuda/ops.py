@@ -1,6 +1,6 @@
 """The CUDA implementation of `Ops`: the kernels of `cuda/`, on torch's current stream.
 
-Nothing waits for the device. Each method computes what its torch twin does, with sums in another
+Nothing waits for the device. Each method computes what that of `Ops` does, with sums in another
 order; methods that are not overridden run torch on the device.
 """
 
@@ -22,13 +22,12 @@ from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda import steps as cuda_steps
 from exl2flow.kernels.cuda.compiler import GRID_TOGETHER, THREADS, build, launch
 from exl2flow.kernels.cuda.packing import panel_table
-from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.ops import (
+from exl2flow.kernels.interface.groups import (
     MOST_COLUMNS,
+    PANEL_ROWS,
     BegunGroups,
-    Ops,
+    Group,
     Scales,
-    device_table,
     half_ranges,
 )
 from exl2flow.kernels.reference.ops import (
@@ -36,17 +35,18 @@ from exl2flow.kernels.reference.ops import (
     GRID_POINTS,
     MAXIMA,
     WIDEST_COLUMNS,
-    TorchOps,
+    Ops,
     sample_step,
     search_multiples,
 )
 from exl2flow.kernels.reference.refit import REFIT_MAXIMA, STRENGTHS, maxima_multiples, times_output
+from exl2flow.kernels.streams import device_table
 
 _CAPTURING = threading.Lock()  # captures register with the random number generator
 
 
-class CudaOps(TorchOps):
-    """See `Ops`."""
+class CudaOps(Ops):
+    """`Ops` with kernels."""
 
     norm = staticmethod(cuda_steps.norm)
     rotate = staticmethod(cuda_steps.rotate)
@@ -404,4 +404,4 @@ def _warps(columns: int) -> int:
     return -(-columns // 32) * 32
 
 
-CUDA_OPS: Ops = CudaOps()
+CUDA_OPS = CudaOps()

@@ -6,9 +6,8 @@ import torch
 
 from exl2flow.kernels.cuda.compiler import THREADS, launch
 from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.ops import device_table
 from exl2flow.kernels.interface.packed import LANES, TILE
-from exl2flow.kernels.streams import kept
+from exl2flow.kernels.streams import device_table, kept
 
 
 def lay_out(

@@ -16,8 +16,7 @@ from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.kernels.cuda.steps import activated, add_normed, norm
 from exl2flow.kernels.cuda.timing import ColdTimer
-from exl2flow.kernels.interface.ops import FEW_ROWS
-from exl2flow.kernels.interface.packed import FusedLinear
+from exl2flow.kernels.interface.packed import FEW_ROWS, FusedLinear
 from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans.product import (
     MOST_ROWS,

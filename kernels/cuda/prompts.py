@@ -11,8 +11,7 @@ from exl2flow.kernels.cuda.compiler import DECODE_TILES, DECODE_WARPS, launch
 from exl2flow.kernels.cuda.packing import panel_table
 from exl2flow.kernels.cuda.steps import activated, add_normed, gated, norm
 from exl2flow.kernels.interface.groups import PANEL_ROWS
-from exl2flow.kernels.interface.ops import MOST_BESIDE
-from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
+from exl2flow.kernels.interface.packed import MOST_BESIDE, TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import MOST_MATRICES
 from exl2flow.kernels.plans.sources import filled, struct
 

@@ -15,7 +15,7 @@ from exl2flow.kernels.cuda.compiler import (
     launch,
     limits,
 )
-from exl2flow.kernels.interface.sampler_ops import SampledTokens, SamplerState, SamplerSteps
+from exl2flow.kernels.interface.sampling import SampledTokens, SamplerState, SamplerSteps
 from exl2flow.kernels.plans.sources import filled, struct
 from exl2flow.kernels.reference import sampler as torch_sampler
 

@@ -5,7 +5,7 @@ warp holds the codes that it feeds to a tensor core as bytes; narrow ones share 
 `docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -18,6 +18,8 @@ from exl2flow.kernels.interface.norm import NormArgs
 
 TILE = 32  # columns
 LANES = 32
+MOST_BESIDE = 192 << 20  # bytes of matrices that are decoded and multiplied together
+FEW_ROWS = 32  # most rows for which a product reads the codes of a packed matrix directly
 # registers whose codes lie below those of others, by bits and register: words, place in the byte
 # and bits of each piece, the lowest first
 SPREAD = {
@@ -235,7 +237,7 @@ def decoded_scales(matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
-    """See `Ops.decode_packed`."""
+    """Return a packed matrix as fp16 (k, columns), its rows in in-feature order."""
     scales, zeros = decoded_scales(matrix)
     rows = torch.tensor([group.rows for group in matrix.groups], device=scales.device)
     of_row = torch.arange(len(rows), device=scales.device).repeat_interleave(rows)
@@ -243,49 +245,6 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     lower = halves.half()[:, None].expand_as(scales) if zeros is None else zeros
     values = (unpack_codes(matrix).half() - lower[of_row]) * scales[of_row]
     return torch.empty_like(values).index_copy_(0, matrix.order, values)[:, : matrix.columns]
-
-
-def multiply(
-    x: torch.Tensor,
-    products: Sequence[FusedLinear],
-    hidden: torch.Tensor | None,
-    *,
-    norm: Callable[[torch.Tensor, NormArgs], torch.Tensor],
-    gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
-    activated: Callable[[torch.Tensor, str], torch.Tensor],
-    product: Callable[[torch.Tensor, PackedMatrix, torch.dtype], torch.Tensor],
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Implement `Ops.multiply` with a device's norms, activations and product."""
-    found: list[torch.Tensor] = []
-    for index, p in enumerate(products):
-        if index:
-            x = found[0]
-        if p.norm is not None:
-            x = norm(x, p.norm)
-        dtype = torch.float32 if p.exact else torch.float16
-        found = [product(x, matrix, dtype) for matrix in p.matrices]
-        found = [
-            y if m.bias is None else y + m.bias for y, m in zip(found, p.matrices, strict=True)
-        ]
-        if p.activation:
-            found = [
-                gated(found[0], found[1], p.activation)
-                if p.is_gated
-                else activated(found[0], p.activation)
-            ]
-        if p.after is not None:
-            found = [norm(y, p.after) for y in found]
-        if p.multiplier != 1.0:
-            found = [y * p.multiplier for y in found]
-        if p.adds:
-            found = [found[0] if hidden is None else found[0] + hidden]
-            hidden = found[0]
-    return found, found[0] if hidden is None else hidden
-
-
-def exact_product(x: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Return x Q (r, columns), summed in fp32."""
-    return (x.float() @ decode_packed(matrix).float()).to(dtype)
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from exl2flow.kernels.plans.sources import struct
 WARPS = 16  # per CTA
 STEP = 2048  # bytes of codes that a warp fetches at once
 MOST_PANELS = 4  # per step
-HEADER = struct("work.cuh", "Share").fields["kinds"][1] // 4  # ints of a `Share` before its steps
+HEADER = struct("work.cuh", "Share").itemsize // 4 - 1  # ints before its steps
 
 
 def shares_of(

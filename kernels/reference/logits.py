@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from exl2flow.kernels.interface.sampler_ops import STRONGEST, SamplerState, SamplerSteps
+from exl2flow.kernels.interface.sampling import STRONGEST, SamplerState, SamplerSteps
 
 Numbers = dict[str, torch.Tensor]  # settings by column, (n, 1) each
 

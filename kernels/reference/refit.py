@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
-from exl2flow.kernels.interface.ops import BegunGroups, Scales
+from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
 from exl2flow.kernels.streams import kept, sent
 
 REFIT_MAXIMA = 31  # maxima tried around the current one

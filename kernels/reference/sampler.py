@@ -9,7 +9,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from exl2flow.kernels.interface.sampler_ops import (
+from exl2flow.kernels.interface.sampling import (
     NOT_FINITE,
     SampledTokens,
     SamplerState,
@@ -27,7 +27,17 @@ FRACTION = 53  # bits of a draw
 def sample(
     logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
 ) -> SampledTokens:
-    """See `Ops.sample`."""
+    """Choose an id for each row, and append it to its history.
+
+    Candidates are ordered by falling probability, then rising id, so equal draws give equal
+    tokens on every device. Nothing waits for the device, so the whole can be recorded.
+
+    Args:
+        logits: fp32 (n, width), kept as they are; -infinity excludes an id.
+        state: of n rows; counts, histories and mu of active ones advance.
+        draws: fp64 (n,) in [0, 1).
+        steps: serve the settings of all active rows.
+    """
     found, numbers = adjusted(logits, state, steps), state.numbers
     if steps.most == 1:
         best, ids = found.max(dim=-1)  # the first of equals

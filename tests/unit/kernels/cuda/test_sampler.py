@@ -11,7 +11,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda.compiler import STRETCH
-from exl2flow.kernels.interface.sampler_ops import MOST_REPEATED
+from exl2flow.kernels.interface.sampling import MOST_REPEATED
 
 VOCABULARY = 40_000
 GREEDY = SamplingSettings.greedy()
