@@ -118,24 +118,19 @@ def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Division:
-    """How a step's attention is divided among CTAs.
+class _Launch:
+    """The launch of a step's attention, without tensors.
 
-    instance: of the kernel; width: elements that it reads per position; columns: pairs of a new
-    token and a query head in a CTA; teams: key heads that do not share a CTA; parts: CTAs that
-    share the columns of a team; splits: parts of a sequence's positions; warps, stages, shared: of
-    a CTA.
+    name: the kernel's instance; threads, shared: of a CTA; sums: shape of what CTAs exchange;
+    argument: `CALL`.
     """
 
-    instance: str
-    width: int
-    columns: int
-    teams: int
-    parts: int
-    splits: int
-    warps: int
-    stages: int
+    name: str
+    grid: tuple[int, int, int]
+    threads: int
     shared: int
+    sums: tuple[int, ...]
+    argument: np.void
 
 
 def attend_step(
@@ -150,52 +145,43 @@ def attend_step(
     interleaved: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
-    store, pages = cache.store, cache.tables.shape[1]
+    store = cache.store
     if not _is_known(q, store):
         return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
-    b, t, heads, head_dim = q.shape
-    plan = _division(q, store, pages)
+    plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, ctas = torch.empty_like(q), (b, plan.teams, plan.parts)
-    partial = torch.empty(*ctas, plan.splits, plan.columns, plan.width + 2, device=q.device)
+    out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
+    arrived = _counters(store, math.prod(plan.sums[:3]))
     call = filled(
-        np.zeros(1, CALL)[0],
+        plan.argument,
         q=q,
         k=k,
         v=v,
         tables=cache.tables,
         lengths=cache.lengths,
         partial=partial,
-        arrived=_counters(store, math.prod(ctas)),
+        arrived=arrived,
         out=out,
         # without rotation, the first angle is read all the same
         cosines=cos if cos.numel() else q,
         sines=sin if cos.numel() else q,
-        sinks=0 if rule.sinks is None else rule.sinks,
         slots=cache.slots,
-        tokens=t,
-        heads=heads,
-        kv_heads=store.kv_heads,
-        parts=plan.parts,
-        head_dim=head_dim,
-        pages=pages,
-        splits=plan.splits,
-        stages=plan.stages,
+        sinks=0 if rule.sinks is None else rule.sinks,
         window=rule.window or ALL,
         half=cos.shape[-1],
         angle_step=cos.stride(0) if cos.dim() == 4 else 0,
+        interleaved=interleaved,
         scale=rule.scale,
         softcap=rule.softcap or 0.0,
-        interleaved=interleaved,
     )
     for name, rows in (("keys", store.keys), ("values", store.values)):
         filled(call[name], data=rows.data, scales=rows.scales)
     launch(
         "attention.cu",
-        plan.instance,
-        (plan.splits, plan.teams * plan.parts, b),
+        plan.name,
+        plan.grid,
         call,
-        threads=32 * plan.warps,
+        threads=plan.threads,
         shared=plan.shared,
         device=q.device,
         early=True,
@@ -203,10 +189,10 @@ def attend_step(
     return out
 
 
-def _division(q: torch.Tensor, store: LayerStore, pages: int) -> _Division:
-    """Divide queries (b, t, heads, head_dim) and the positions of `pages` pages per sequence."""
-    (b, t, heads, head_dim), length = q.shape, pages * PAGE_TOKENS
-    elements, pairs = (store.keys.element, store.values.element), t * heads // store.kv_heads
+def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _Launch:
+    """Divide queries (b, t, heads, head_dim), and positions of `pages` per sequence, among CTAs."""
+    (b, t, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
+    elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
     width, bits = _width(head_dim), sum(element.bits for element in elements)
     assert width is not None
     most, is_coded = 1 if t == 1 else STEP_TOKENS, all(element.has_scales for element in elements)
@@ -215,14 +201,14 @@ def _division(q: torch.Tensor, store: LayerStore, pages: int) -> _Division:
     together = 1
     if columns == pairs < SET and width == head_dim == TOGETHER_WIDTH:
         together = _heads_together(
-            pairs, elements[0].bits, store.kv_heads, batch=b, processors=processors
+            pairs, elements[0].bits, kv_heads, batch=b, processors=processors
         )
-    teams, parts, columns = store.kv_heads // together, -(-pairs // columns), columns * together
+    columns, teams, parts = columns * together, kv_heads // together, -(-pairs // columns)
     is_small = is_coded and bits == 2 * Element.ROTATED_4.bits and most == 1
-    ctas, per_split = CODED_CTAS if is_small and together == 1 else CTAS, b * teams * parts
-    splits = min(MOST_SPLITS, max(1, ctas * processors // per_split), max(1, length // APART))
+    ctas, of_split = CODED_CTAS if is_small and together == 1 else CTAS, b * teams * parts
+    splits = min(MOST_SPLITS, max(1, ctas * processors // of_split), max(1, length // APART))
     if length <= SHORT:
-        ctas = max(ctas, min(MOST_CTAS, -(-per_split // processors)))
+        ctas = max(ctas, min(MOST_CTAS, -(-of_split // processors)))
     warps, stages, shared = _stages(
         bits,
         together * width,
@@ -231,16 +217,23 @@ def _division(q: torch.Tensor, store: LayerStore, pages: int) -> _Division:
         room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
     )
     formats = ", ".join(element.name for element in elements)
-    return _Division(
-        instance=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
-        width=width,
-        columns=columns,
-        teams=teams,
-        parts=parts,
-        splits=splits,
-        warps=warps,
-        stages=stages,
+    return _Launch(
+        name=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
+        grid=(splits, teams * parts, b),
+        threads=32 * warps,
         shared=shared,
+        sums=(b, teams, parts, splits, columns, width + 2),
+        argument=filled(
+            np.zeros(1, CALL)[0],
+            tokens=t,
+            heads=heads,
+            kv_heads=kv_heads,
+            parts=parts,
+            head_dim=head_dim,
+            pages=pages,
+            splits=splits,
+            stages=stages,
+        ),
     )
 
 

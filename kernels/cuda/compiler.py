@@ -164,6 +164,11 @@ def launch(
         raise RuntimeError(f"{name} of {file} could not be launched: CUDA error {status}")
 
 
+def whole_warps(threads: int) -> int:
+    """Return the number of threads in whole warps that cover so many."""
+    return -(-threads // 32) * 32
+
+
 @cache
 def _kernel(file: str, name: str, device: int, shared: int) -> ctypes.c_void_p:
     """Return the handle of a function on the current device, which may use so much memory."""

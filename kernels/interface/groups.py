@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.kernels.streams import device_table, kept, sent
+from exl2flow.kernels.streams import device_cache, device_table, sent
 
 SCALE_LEVELS = 16  # a 4-bit code stands for (code + 1) ** 2 / 256
 PANEL_ROWS = 32  # rows processed together; every group begins at a multiple of it
@@ -73,13 +73,13 @@ class BegunGroups:
         return (x.view(len(x), len(self.rows), -1) * self.inside).view(x.shape)
 
 
-@kept
+@device_cache
 def half_ranges(bits: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return 2 ** (bits - 1) as fp32 on a device; shared like a `device_table`."""
     return sent(torch.tensor([2.0 ** (width - 1) for width in bits]), device)
 
 
-@kept
+@device_cache
 def _inside(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
     inside = torch.arange(max(rows))[:, None] < torch.tensor(rows)
     return sent(inside.float()[:, :, None], device)

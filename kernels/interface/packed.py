@@ -8,7 +8,7 @@ warp holds the codes that it feeds to a tensor core as bytes; narrow ones share 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch.nn import functional
@@ -70,13 +70,7 @@ class PackedMatrix:
 
     def panels(self) -> tuple[tuple[int, int, int], ...]:
         """Return bits, first word and group of every panel."""
-        kinds = [
-            (group.bits, index)
-            for index, group in enumerate(self.groups)
-            for _ in range(group.rows // PANEL_ROWS)
-        ]
-        words = accumulate((LANES * bits for bits, _ in kinds), initial=0)
-        return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
+        return panels_of(self.groups, LANES)
 
     def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
         """Return the matrix without its padding columns, with a bias."""
@@ -114,6 +108,17 @@ class FusedLinear:
     def is_gated(self) -> bool:
         """Whether one matrix gates the other."""
         return self.activation is not None and len(self.matrices) == 2
+
+
+def panels_of(groups: Sequence[Group], of_bit: int) -> tuple[tuple[int, int, int], ...]:
+    """Return bits, first word and group of every panel, which has bits · `of_bit` words."""
+    kinds = [
+        (group.bits, index)
+        for index, group in enumerate(groups)
+        for _ in range(group.rows // PANEL_ROWS)
+    ]
+    words = accumulate((of_bit * bits for bits, _ in kinds), initial=0)
+    return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
 
 
 @cache
@@ -171,7 +176,7 @@ def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     _, n = codes.shape
     rows, columns = _owned(codes.device)
     parts = []
-    for bits, start, stop in _runs(groups):
+    for bits, start, stop in runs_of(groups):
         panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
         words = codes.new_zeros(n // TILE, panels.shape[1], bits, LANES, dtype=torch.int32)
         for index, pieces in enumerate(places(bits)):
@@ -190,7 +195,7 @@ def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
     rows, columns = _owned(packed.device)
     codes = packed.new_zeros(tiles, len(matrix.order), TILE, dtype=torch.uint8)
     word = 0
-    for bits, start, stop in _runs(matrix.groups):
+    for bits, start, stop in runs_of(matrix.groups):
         count = (stop - start) // PANEL_ROWS
         run = packed[:, word : word + count * bits * LANES].view(tiles, count, -1)
         word += count * bits * LANES
@@ -252,11 +257,8 @@ def whole_tiles(x: torch.Tensor) -> torch.Tensor:
     return functional.pad(x, (0, -x.shape[1] % TILE))
 
 
-def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
-    """Yield bits, first row and end of each run of rows of one width."""
-    start = 0
-    for index, group in enumerate(groups):
-        stop = group.start + group.rows
-        if index + 1 == len(groups) or groups[index + 1].bits != group.bits:
-            yield group.bits, start, stop
-            start = stop
+def runs_of(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
+    """Yield bits, first row and end of each run of groups of one bit width."""
+    for bits, run in groupby(groups, key=lambda group: group.bits):
+        members = list(run)
+        yield bits, members[0].start, members[-1].start + members[-1].rows

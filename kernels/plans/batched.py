@@ -91,7 +91,7 @@ def plan_of(
     slots = min(MOST_SLOTS, (room - fixed) // slot)
     if slots < LEAST_SLOTS:
         return None
-    argument, kept = _chain(products, rows, divided, lists)
+    argument, tensors = _chain(products, rows, divided, lists)
     filled(argument, slots=slots, x_bytes=x_bytes)
     return LaunchPlan(
         parts=tuple(division.parts for of in divided for division in of),
@@ -102,7 +102,7 @@ def plan_of(
         meets=True,
         adds_normed=True,
         argument=argument,
-        kept=kept,
+        tensors=tensors,
     )
 
 
@@ -121,19 +121,19 @@ def _chain(
     scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
-    kept = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
+    tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
     stages, list_at = argument["stages"], 0
     for index, (product, divisions, of_lists) in enumerate(
         zip(products, divided, lists, strict=True)
     ):
         entry = stages[index]
-        kept += _fill(entry, product, divisions, of_lists, scratch[2 * squares :], held)
+        tensors += _fill(entry, product, divisions, of_lists, scratch[2 * squares :], held)
         filled(entry, list_at=list_at, gathers=index == 0)
         list_at += entry["words"]
         if index:
             before = stages[index - 1], products[index - 1]
-            kept += _join(*before, entry, product, [scratch, scratch[squares:]])
-    return argument, kept
+            tensors += _join(*before, entry, product, [scratch, scratch[squares:]])
+    return argument, tensors
 
 
 _SCRATCH: dict[torch.device, torch.Tensor] = {}
@@ -247,12 +247,12 @@ def _fill(
 ) -> list[torch.Tensor]:
     """Fill a `STAGE` except inputs and results; return the tensors it points to."""
     words = max(len(part) for of_matrix in lists for part in of_matrix)
-    kept = fill_stage(entry, product, matrices=len(product.matrices), words=words)
+    tensors = fill_stage(entry, product, matrices=len(product.matrices), words=words)
     first_cta = first_sum = 0
     for of, matrix, division, parts in zip(
         entry["of"], product.matrices, divisions, lists, strict=False
     ):
-        kept += fill_matrix(
+        tensors += fill_matrix(
             of,
             matrix,
             lists=padded_table(parts, words, matrix.codes.device),
@@ -264,7 +264,7 @@ def _fill(
         )
         first_cta += division.ctas
         first_sum += len(matrix.codes) * division.parts * TILE * held
-    return kept
+    return tensors
 
 
 def _join(
@@ -278,14 +278,14 @@ def _join(
 
     squares: room for those of a result, and of its sum with hidden states.
     """
-    kept, x_squares, name = (
+    tensors, x_squares, name = (
         fill(stage, to=torch.argsort(product.order).int()),
         squares[0],
         "squared",
     )
     if before.after is not None:
         by = before.after
-        kept += fill(
+        tensors += fill(
             stage,
             after=by.weight,
             squared=x_squares,
@@ -296,5 +296,5 @@ def _join(
     if product.norm is not None:
         weight = product.norm.weight[product.order].contiguous()
         filled(stage, **{name: x_squares})
-        kept += fill(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
-    return kept
+        tensors += fill(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
+    return tensors

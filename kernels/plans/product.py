@@ -38,7 +38,7 @@ class LaunchPlan:
     parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
     ctas, shared: the number of CTAs, and bytes of each; meets: whether CTAs wait for each other;
     adds_normed: whether a product whose result is normalized adds it to hidden states, and not the
-    product behind it; argument: `CHAIN`; kept: what it points to.
+    product behind it; argument: `CHAIN`; tensors: what it points to.
     """
 
     parts: tuple[int, ...]
@@ -49,7 +49,7 @@ class LaunchPlan:
     meets: bool
     adds_normed: bool
     argument: np.void
-    kept: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
 
 
 def kernel_rows(rows: int) -> int:
@@ -120,7 +120,7 @@ def plan_of(
     if memory is None:
         return None
     slots, shared = memory
-    argument, kept = _chain(products, rows, divisions, slots)
+    argument, tensors = _chain(products, rows, divisions, slots)
     return LaunchPlan(
         parts=tuple(division.parts for division in divisions),
         file="product.cu",
@@ -130,7 +130,7 @@ def plan_of(
         meets=len(products) > 1,
         adds_normed=False,
         argument=argument,
-        kept=kept,
+        tensors=tensors,
     )
 
 
@@ -284,7 +284,7 @@ def _chain(
     """Return a `CHAIN` without inputs and results, and the tensors it points to."""
     argument = np.zeros(1, CHAIN)[0]
     stages, device = argument["stages"], products[0].matrices[0].codes.device
-    kept = fill(
+    tensors = fill(
         argument,
         meetings=torch.zeros(1, dtype=torch.int32, device=device),
         count=len(products),
@@ -297,20 +297,20 @@ def _chain(
     share_at = scale_at = 0
     for index, (product, division) in enumerate(zip(products, divisions, strict=True)):
         entry = stages[index]
-        kept += _fill(entry, product, division, rows)
+        tensors += _fill(entry, product, division, rows)
         filled(entry, share_at=share_at, scale_at=scale_at)
         share_at, scale_at = share_at + division.words, scale_at + division.scales
         if index:
-            kept += fill(stages[index - 1], to=torch.argsort(product.order).int())
-            kept += _fill_after(entry, products[index - 1], product)
-    return argument, kept + fill(stages[0], place=torch.argsort(products[0].order).int())
+            tensors += fill(stages[index - 1], to=torch.argsort(product.order).int())
+            tensors += _fill_after(entry, products[index - 1], product)
+    return argument, tensors + fill(stages[0], place=torch.argsort(products[0].order).int())
 
 
 def _fill(
     entry: np.void, product: FusedLinear, division: _Division, rows: int
 ) -> list[torch.Tensor]:
     """Fill a `STAGE` except inputs and results; return the tensors it points to."""
-    kept = fill_stage(
+    tensors = fill_stage(
         entry,
         product,
         length=division.length,
@@ -327,7 +327,7 @@ def _fill(
         shares = padded_table(flat, division.words, device)
         sums = tiles * division.parts * rows * TILE if division.parts > 1 else 0
         for index, matrix in enumerate(together):
-            kept += fill_matrix(
+            tensors += fill_matrix(
                 next(entries),
                 matrix,
                 shares=shares,
@@ -339,8 +339,8 @@ def _fill(
         ctas += -(-tiles // each)
     if product.norm is not None:
         weight = product.norm.weight[product.order].contiguous()
-        kept += fill(entry, norm=weight, eps=product.norm.eps)
-    return kept
+        tensors += fill(entry, norm=weight, eps=product.norm.eps)
+    return tensors
 
 
 def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> list[torch.Tensor]:

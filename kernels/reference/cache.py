@@ -17,7 +17,7 @@ from exl2flow.kernels.interface.cache_formats import (
     slots_of,
 )
 from exl2flow.kernels.reference.steps import halved, rotate
-from exl2flow.kernels.streams import kept, sent
+from exl2flow.kernels.streams import device_cache, sent
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,10 +73,6 @@ def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Te
 
     Those of a slice that are stored as they are returned are not copied.
     """
-    return _read(store, slots)
-
-
-def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
 
@@ -114,7 +110,7 @@ def attend_step(
     outputs = []
     for row, length in enumerate(cache.lengths.tolist()):
         slots = _slots(cache.tables[row], length + q.shape[1])
-        keys, values = (x.float() for x in _read(cache.store, slots))
+        keys, values = (x.float() for x in read_cache(cache.store, slots))
         outputs.append(_attention(q[row].float(), keys, values, rule))
     return torch.stack(outputs).to(q.dtype)
 
@@ -151,7 +147,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("ij,tujp->tuip", hadamard(UNIT // 2, x.device), units).reshape(x.shape)
 
 
-@kept
+@device_cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """Return the Hadamard matrix in natural order, fp32 (size, size); `size` a power of two."""
     return sent(_hadamard(size), device)

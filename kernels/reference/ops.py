@@ -7,7 +7,6 @@ the format's dequantization law (`docs/format.md` section 3), subnormals include
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from math import gcd
 
 import torch
@@ -20,13 +19,13 @@ from exl2flow.kernels.interface.groups import (
     Scales,
     half_ranges,
 )
-from exl2flow.kernels.interface.packed import FusedLinear
+from exl2flow.kernels.interface.packed import FusedLinear, runs_of
 from exl2flow.kernels.reference import cache as torch_cache
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import sampler as torch_sampler
 from exl2flow.kernels.reference import steps as torch_steps
 from exl2flow.kernels.reference.descent import descent_of
-from exl2flow.kernels.streams import device_table, kept, sent
+from exl2flow.kernels.streams import device_cache, device_table, sent
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
 GRID_START, GRID_END = 0.70, 1.20
@@ -276,12 +275,12 @@ class Ops:
         """
         row = descent_of(scales, half_range, output)
         before, slopes = row.ordered(steps), row.ordered(gradient)
-        found = before.clone()
+        improved = before.clone()
         for r, curvature in enumerate(hessian.diagonal().tolist()):
-            pushed = row.descend(found[r], slopes[r], curvature)
+            pushed = row.descend(improved[r], slopes[r], curvature)
             slopes[r + 1 :].addr_(hessian[r + 1 :, r], pushed)
-        change = torch.sub(found, before).mul_(row.scales)
-        steps.copy_(row.restored(found))
+        change = torch.sub(improved, before).mul_(row.scales)
+        steps.copy_(row.restored(improved))
         return row.restored(change)
 
     def refit_scales(
@@ -317,9 +316,9 @@ class Ops:
         """
         n = codes.shape[1]
         parts = []
-        for bits, start, rows in _runs(groups):
+        for bits, start, stop in runs_of(groups):
             unit, words = _unit(bits)
-            values = codes[start : start + rows].view(-1, unit, n).to(torch.int64)
+            values = codes[start:stop].view(-1, unit, n).to(torch.int64)
             packed = torch.zeros(values.shape[0], words, n, dtype=torch.int64, device=codes.device)
             for i, word, shift, spill in _places(bits):
                 packed[:, word] |= values[:, i] << shift
@@ -334,9 +333,9 @@ class Ops:
         n = packed.shape[1]
         parts = []
         word_start = 0
-        for bits, _, rows in _runs(groups):
+        for bits, start, stop in runs_of(groups):
             unit, words = _unit(bits)
-            count = rows * bits // 32
+            count = (stop - start) * bits // 32
             values = packed[word_start : word_start + count].to(torch.int64) & 0xFFFFFFFF
             values = values.view(-1, words, n)
             codes = torch.empty(values.shape[0], unit, n, dtype=torch.uint8, device=packed.device)
@@ -418,7 +417,7 @@ class Ops:
 TORCH_OPS = Ops()
 
 
-@kept
+@device_cache
 def search_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of the largest range to try as a maximum, fp32 (MAXIMA,)."""
     return sent(torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA), device)
@@ -489,13 +488,6 @@ def _grid_cost(
             torch.sum(root, dim=0, out=sums[i])
         cost += (sums * weights[columns]).sum(dim=1)
     return cost
-
-
-def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
-    """Yield (bits, first row, rows) of consecutive groups of one bit width."""
-    for bits, run in groupby(groups, key=lambda group: group.bits):
-        members = list(run)
-        yield bits, members[0].start, sum(group.rows for group in members)
 
 
 def _unit(bits: int) -> tuple[int, int]:

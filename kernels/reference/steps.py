@@ -45,8 +45,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = wide[..., :half], wide[..., half:]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     rest = x[..., 2 * half :]
-    found = rotated.to(x.dtype)
-    return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
+    y = rotated.to(x.dtype)
+    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
 
 def joined(
@@ -61,8 +61,8 @@ def joined(
         b_sums: of the second ones.
     """
     share = torch.sigmoid(b_sums - a_sums)[..., None]
-    found = torch.lerp(a.float(), b.float(), share).to(a.dtype)
-    return found, torch.logaddexp(a_sums, b_sums)
+    attended = torch.lerp(a.float(), b.float(), share).to(a.dtype)
+    return attended, torch.logaddexp(a_sums, b_sums)
 
 
 def halved(x: torch.Tensor, dim: int) -> torch.Tensor:
