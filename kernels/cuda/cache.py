@@ -118,7 +118,7 @@ def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
+class _AttentionLaunch:
     """The launch of a step's attention, without tensors.
 
     name: the kernel's instance; threads, shared: of a CTA; sums: shape of what CTAs exchange;
@@ -189,7 +189,7 @@ def attend_step(
     return out
 
 
-def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _Launch:
+def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:
     """Divide queries (b, t, heads, head_dim), and positions of `pages` per sequence, among CTAs."""
     (b, t, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
     elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
@@ -217,7 +217,7 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _Launch:
         room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
     )
     formats = ", ".join(element.name for element in elements)
-    return _Launch(
+    return _AttentionLaunch(
         name=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
         grid=(splits, teams * parts, b),
         threads=32 * warps,

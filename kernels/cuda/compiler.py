@@ -1,4 +1,4 @@
-"""Compile the functions of the CUDA sources in `cuda/` on first use, and launch them.
+"""Compile the functions of the CUDA sources in `csrc/` on first use, and launch them.
 
 CuPy compiles with NVRTC for the current device and caches the result on disk.
 """

@@ -1,4 +1,4 @@
-"""The CUDA implementation of `Ops`: the kernels of `cuda/`, on torch's current stream.
+"""The CUDA implementation of `Ops`: the kernels of `csrc/`, on torch's current stream.
 
 Nothing waits for the device. Each method computes what that of `Ops` does, with sums in another
 order; methods that are not overridden run torch on the device.

@@ -2,7 +2,7 @@
 
 Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
 warp holds the codes that it feeds to a tensor core as bytes; narrow ones share a byte.
-`docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
+`docs/concepts/decoding.md` draws it; `csrc/packed.cuh` reads it.
 """
 
 from collections.abc import Iterator, Sequence
