@@ -63,7 +63,7 @@ def tensor_cores(use: bool = True) -> Iterator[None]:
 
     The switch belongs to the process. Where blocks of several threads overlap, the one begun
     last decides, and the last to end restores the earlier setting. Stages on a GPU never overlap
-    (`core.slots.turn`), so timing changes no result (`docs/concepts/gpu.md`).
+    (`core.runtime.device_locks.turn`), so timing changes no result (`docs/concepts/gpu.md`).
     """
     block = object()
     with _switching:

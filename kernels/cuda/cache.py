@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from exl2flow.kernels.cuda.compiler import ATTENTION_STEP, ATTENTION_WARPS, THREADS, launch, limits
+from exl2flow.kernels.cuda.compiler import (
+    ATTENTION_STEP,
+    ATTENTION_WARPS,
+    LONG_ROW_PAD,
+    ROW_PAD,
+    THREADS,
+    launch,
+    limits,
+)
 from exl2flow.kernels.interface.attention_rule import AttentionRule
 from exl2flow.kernels.interface.cache_formats import (
     PAGE_TOKENS,
@@ -293,7 +301,7 @@ def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, process
 
 def _pad(width: int) -> int:
     """Return the bytes after each key or value of this many elements, in shared memory."""
-    return 48 if width > WIDTHS[-1] else 16
+    return LONG_ROW_PAD if width > WIDTHS[-1] else ROW_PAD
 
 
 def _beside(bits: int, width: int, tokens: int, columns: int, together: int = 1) -> int:

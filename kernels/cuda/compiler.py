@@ -28,6 +28,7 @@ THREADS = 128  # per CTA, with one column per thread
 WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is no struct; arguments
 ATTENTION_WARPS = 8  # most warps of an attention CTA
 ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
+ROW_PAD, LONG_ROW_PAD = 16, 48  # bytes after a key or value in shared memory; of over 256 elements
 DECODE_WARPS, DECODE_TILES = 4, 4  # warps of a decoding CTA, and tiles of each, of one panel
 NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
 GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
@@ -53,6 +54,8 @@ DEFINITIONS = {
     "LIST_HEADER": batched.LIST_HEADER,
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "ATTENTION_STEP": ATTENTION_STEP,
+    "ROW_PAD": ROW_PAD,
+    "LONG_ROW_PAD": LONG_ROW_PAD,
     "DECODE_WARPS": DECODE_WARPS,
     "DECODE_TILES": DECODE_TILES,
     "PAGE_TOKENS": PAGE_TOKENS,

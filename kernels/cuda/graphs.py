@@ -51,21 +51,21 @@ class GraphPool:
         """`idle` makes a context in which work, all on one device, changes nothing that counts."""
         self.records = records
         self._idle, self._device = idle, device
-        self._graphs: dict[tuple[Hashable, ...], CudaGraph[Any]] = {}
+        self._made: dict[tuple[Hashable, ...], CudaGraph[Any]] = {}
 
     def replay(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> T:
         """Do work that is always the same under its key."""
         self.make(key, work)
-        return self._graphs[key].replay() if self.records else work()
+        return self._made[key].replay() if self.records else work()
 
     def make(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> None:
         """Record work, unless that is done."""
-        if not self.records or key in self._graphs:
+        if not self.records or key in self._made:
             return
-        beside = next(iter(self._graphs.values()), None)
+        beside = next(iter(self._made.values()), None)
         try:
             with self._here(), self._idle():
-                self._graphs[key] = CudaGraph(work, beside=beside)
+                self._made[key] = CudaGraph(work, beside=beside)
         except RuntimeError as error:
             log.info("step=launched reason=%s", error)
             self.records = False
@@ -76,7 +76,7 @@ class GraphPool:
 
     def forget(self, mark: object) -> None:
         """Drop the recordings whose keys hold a mark."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if mark not in key}
+        self._made = {key: made for key, made in self._made.items() if mark not in key}
 
 
 def bucket(slots: int) -> int:

@@ -115,7 +115,7 @@ def _chain(
     divided: Sequence[Sequence[Division]],
     lists: Sequence[Lists],
 ) -> tuple[np.void, list[torch.Tensor]]:
-    """Return a `CHAIN` without inputs and results, and the tensors it points to."""
+    """Return a `Chain` without inputs and results, and the tensors it points to."""
     held, device = kernel_rows(rows), products[0].matrices[0].codes.device
     squares = 4 * rows * max(len(matrix.codes) for p in products for matrix in p.matrices)
     scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
@@ -245,7 +245,7 @@ def _fill(
     sums: torch.Tensor,
     held: int,
 ) -> list[torch.Tensor]:
-    """Fill a `STAGE` except inputs and results; return the tensors it points to."""
+    """Fill a `Stage` except inputs and results; return the tensors it points to."""
     words = max(len(part) for of_matrix in lists for part in of_matrix)
     tensors = fill_stage(entry, product, matrices=len(product.matrices), words=words)
     first_cta = first_sum = 0

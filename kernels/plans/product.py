@@ -105,8 +105,8 @@ def plan_of(
         rows: rows of x, up to `MOST_ROWS`.
         processors: multiprocessors of the device.
         most_shared: bytes of shared memory that a CTA can have.
-            parts: for each product, into how many its rows are divided; more if they do not fit.
-                None: as few as fit, but more where there are fewer tiles than processors.
+        parts: for each product, into how many its rows are divided; more if they do not fit.
+            None: as few as fit, but more where there are fewer tiles than processors.
 
     Returns:
         The plan, or None if several products do not fit on the device together.
@@ -143,7 +143,7 @@ def instance_of(kernel: str, products: Sequence[FusedLinear], rows: int) -> str:
 def fill_stage(
     entry: np.void, product: FusedLinear, **fields: torch.Tensor | float
 ) -> list[torch.Tensor]:
-    """Fill what the kernels for any batch size read of a product, and other fields."""
+    """Fill fields of a `Stage` that both kernels have, and others; return the tensors."""
     activation = product.activation
     return fill(
         entry,
@@ -157,7 +157,7 @@ def fill_stage(
 def fill_matrix(
     entry: np.void, matrix: PackedMatrix, **fields: torch.Tensor | float
 ) -> list[torch.Tensor]:
-    """Fill what the kernels for any batch size read of a matrix, and other fields."""
+    """Fill fields of a `Matrix` that both kernels have, and others; return the tensors."""
     return fill(
         entry,
         codes=matrix.codes,
@@ -281,7 +281,7 @@ def _fit(
 def _chain(
     products: Sequence[FusedLinear], rows: int, divisions: Sequence[_Division], slots: int
 ) -> tuple[np.void, list[torch.Tensor]]:
-    """Return a `CHAIN` without inputs and results, and the tensors it points to."""
+    """Return a `Chain` without inputs and results, and the tensors it points to."""
     argument = np.zeros(1, CHAIN)[0]
     stages, device = argument["stages"], products[0].matrices[0].codes.device
     tensors = fill(
@@ -309,7 +309,7 @@ def _chain(
 def _fill(
     entry: np.void, product: FusedLinear, division: _Division, rows: int
 ) -> list[torch.Tensor]:
-    """Fill a `STAGE` except inputs and results; return the tensors it points to."""
+    """Fill a `Stage` except inputs and results; return the tensors it points to."""
     tensors = fill_stage(
         entry,
         product,
@@ -344,7 +344,7 @@ def _fill(
 
 
 def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> list[torch.Tensor]:
-    """Fill what a `STAGE` adds to hidden states; return the tensors it points to."""
+    """Fill what a `Stage` adds to hidden states; return the tensors it points to."""
     if before.after is None:
         return []
     order = product.order

@@ -363,7 +363,7 @@ class Ops:
     def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
         """Return the scales fp16 (g, n) a decoder uses for codes (g, n) and maxima fp16 (g,).
 
-        RN16((code + 1)² · RN16(max / 256))
+        They are RN16((code + 1)² · RN16(max / 256)).
         """
         unit = (max_scales.float() / 256).half().float()
         return ((codes.float() + 1).square() * unit[..., None]).half()
@@ -373,7 +373,7 @@ class Ops:
     ) -> torch.Tensor:
         """Return the matrix fp16 (k, n) for codes uint8 (k, n) and scales fp16 (g, n).
 
-        RN16((code - 2^(bits-1)) · scale)
+        Its elements are RN16((code - 2^(bits-1)) · scale).
         """
         matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
         for index, group in enumerate(groups):
